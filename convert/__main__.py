@@ -1,0 +1,55 @@
+"""`python -m convert SRC DST`: Hugging Face -> Orbax, or with `--to hf` the way back."""
+
+import enum
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from convert import CheckpointError, dtypes, save, save_hf, shapes
+from convert.checkpoint import Checkpoint
+from convert.loading import stream
+
+Dtype = enum.StrEnum("Dtype", list(dtypes.BY_NAME))
+
+
+class Format(enum.StrEnum):
+    """What can be written."""
+
+    orbax = "orbax"
+    hf = "hf"
+
+
+def _convert(source: str, destination: Path, to: Format, dtype: str | None, revision: str | None) -> str:
+    start = time.perf_counter()
+    config, directory, arrays = stream(source, dtype, revision)
+    console = Console(stderr=True)
+    params = dict(track(arrays, "Reading", total=len(shapes(config)), console=console, transient=True))
+    with console.status("Writing"):
+        (save if to is Format.orbax else save_hf)(Checkpoint(config, params, directory), destination)
+    size = sum(array.nbytes for array in params.values())
+    kind = next(iter(params.values())).dtype
+    seconds = time.perf_counter() - start
+    return f"{destination}: {len(params)} arrays, {kind}, {size / 1e9:.2f} GB, {seconds:.1f} s"
+
+
+def main(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory or hub id (org/model).")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
+    to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype; default: as stored.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+) -> None:
+    """Convert a Llama checkpoint between the Hugging Face format and Orbax, checking every tensor."""
+    try:
+        typer.echo(_convert(source, destination, to, dtype, revision))
+    except CheckpointError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,125 @@
+"""config.json -> LlamaConfig: every field that changes the computed function is read, or refused by name."""
+
+import dataclasses
+from pathlib import Path
+
+from convert.errors import CheckpointError
+from convert.fields import Fields, flag, integer, number, token_ids
+from convert.json_file import read_object
+from convert.rope import RopeConfig, parse_rope
+
+# Fields of which one value is supported; leaving the field out (or null) means that value too.
+_FIXED = {
+    "hidden_act": "silu",
+    "pretraining_tp": 1,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
+    "quantization_config": None,
+    "auto_map": None,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """What the forward pass needs, and nothing else; hashable, so it can be static under `jax.jit`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def _check_supported(raw: Fields) -> None:
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    if model_type != "llama" or architectures not in (None, ["LlamaForCausalLM"]):
+        raise CheckpointError(
+            f"model_type is {model_type!r} and architectures is {architectures!r}; only 'llama' with "
+            "['LlamaForCausalLM'] is supported, so choose a Llama checkpoint."
+        )
+    for key, wanted in _FIXED.items():
+        value = raw.get(key)
+        if value is not None and (value != wanted or isinstance(value, bool) != isinstance(wanted, bool)):
+            raise CheckpointError(
+                f"{key} is {value!r}, which changes the computed function; only {wanted!r} is supported, "
+                "so choose a checkpoint without it."
+            )
+
+
+def _heads(raw: Fields) -> tuple[int, int, int]:
+    """(query heads, key-value heads, size of a head)."""
+    heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
+    kv_heads = integer(raw, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}; restore the "
+            "model's own config.json."
+        )
+    if raw.get("head_dim") is None and hidden % heads:
+        raise CheckpointError(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is missing; add it."
+        )
+    head_dim = integer(raw, "head_dim", hidden // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim is {head_dim}; rotary embedding needs an even number.")
+    return heads, kv_heads, head_dim
+
+
+def parse_config(raw: Fields) -> LlamaConfig:
+    """The content of a config.json as a `LlamaConfig`.
+
+    Reads the fields of transformers 5 (`rope_parameters`) and of earlier versions (`rope_theta`,
+    `rope_scaling`); `eos_token_id` may be an int, a list or null. Fields that transformers ignores for
+    a Llama model are ignored here too.
+
+    Raises:
+        CheckpointError: a field is missing, has a wrong value, or asks for a function not supported here.
+    """
+    _check_supported(raw)
+    heads, kv_heads, head_dim = _heads(raw)
+    bos = token_ids(raw, "bos_token_id")
+    if len(bos) > 1:
+        raise CheckpointError(f"bos_token_id is {list(bos)}; expected one token id or null.")
+    return LlamaConfig(
+        vocab_size=integer(raw, "vocab_size"),
+        hidden_size=integer(raw, "hidden_size"),
+        intermediate_size=integer(raw, "intermediate_size"),
+        num_hidden_layers=integer(raw, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=integer(raw, "max_position_embeddings"),
+        rms_norm_eps=number(raw, "rms_norm_eps"),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings"),
+        attention_bias=flag(raw, "attention_bias"),
+        mlp_bias=flag(raw, "mlp_bias"),
+        rope=parse_rope(raw),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=token_ids(raw, "eos_token_id"),
+    )
+
+
+def read_config(directory: str | Path) -> LlamaConfig:
+    """`parse_config` of `directory`/config.json.
+
+    Raises:
+        CheckpointError: as `parse_config`, or the file is missing or not a JSON object.
+    """
+    path = Path(directory) / "config.json"
+    raw = read_object(path)
+    try:
+        return parse_config(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -1,0 +1,44 @@
+"""A directory that appears complete or not at all, and the small files that travel with the weights."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from convert.errors import CheckpointError
+from convert.safetensors_reader import INDEX
+from convert.source import PARTIAL
+from convert.store import DESCRIPTION
+
+_CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
+
+
+@contextmanager
+def new_directory(destination: Path) -> Iterator[Path]:
+    """A fresh directory beside `destination`, renamed to it when the block ends without an error.
+
+    If the process is killed, a directory is left whose name tells `resolve` to refuse it.
+
+    Raises:
+        CheckpointError: `destination` exists, or the disk does not allow it.
+    """
+    if os.path.lexists(destination):
+        raise CheckpointError(f"{destination} exists and is not overwritten; delete it or choose another name.")
+    temporary = destination.with_name(f".{destination.name}{PARTIAL}{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(destination)
+    except OSError as error:
+        raise CheckpointError(f"{destination} could not be written ({error}); check the disk.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def carry(source: Path, target: Path) -> None:
+    """Copies configuration and tokenizer files byte for byte, config.json last: without it nothing loads."""
+    names = {file.name for pattern in _CARRIED for file in source.glob(pattern) if file.is_file()}
+    for name in sorted(names - {INDEX, DESCRIPTION}, key=lambda name: (name == "config.json", name)):
+        shutil.copyfile(source / name, target / name)

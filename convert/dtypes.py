@@ -1,0 +1,40 @@
+"""The three number formats a checkpoint may hold."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from convert.errors import CheckpointError
+
+BY_NAME = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+BY_SAFETENSORS_CODE = {"F32": BY_NAME["float32"], "BF16": BY_NAME["bfloat16"], "F16": BY_NAME["float16"]}
+
+
+def parse(dtype: Any) -> np.dtype:
+    """`dtype` (a name, a NumPy or a JAX type) as one of the three.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in BY_NAME:
+        raise CheckpointError(f"dtype {dtype!r} is not supported; expected one of {', '.join(BY_NAME)}.")
+    return BY_NAME[name]
+
+
+def check_cast(values: np.ndarray, source: np.dtype, name: str) -> None:
+    """Looks at `values`, cast from `source`, for infinities: they would show only much later, as NaN.
+
+    Raises:
+        CheckpointError: the cast was not to a wider format, and a value is not finite.
+    """
+    if values.dtype not in (source, BY_NAME["float32"]) and not np.isfinite(values).all():
+        raise CheckpointError(f"{name} has values too large for {values.dtype}; choose bfloat16 or float32.")

@@ -1,0 +1,49 @@
+"""Typed access to the fields of a parsed config.json; `null` counts as left out."""
+
+import math
+from typing import Any
+
+from convert.errors import CheckpointError
+
+Fields = dict[str, Any]
+_FIX = "as in the model's own config.json"
+
+
+def _required(raw: Fields, key: str, default: Any, expected: str) -> Any:
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        raise CheckpointError(f"{key} is missing; expected {expected}, {_FIX}.")
+    return value
+
+
+def integer(raw: Fields, key: str, default: int | None = None) -> int:
+    """A positive integer. Raises CheckpointError otherwise (true and 4096.0 are none)."""
+    value = _required(raw, key, default, "a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{key} is {value!r}; expected a positive integer, {_FIX}.")
+    return value
+
+
+def number(raw: Fields, key: str) -> float:
+    """A positive finite number. Raises CheckpointError otherwise."""
+    value = _required(raw, key, None, "a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"{key} is {value!r}; expected a positive number, {_FIX}.")
+    return float(value)
+
+
+def flag(raw: Fields, key: str) -> bool:
+    """True or false, false if left out. Raises CheckpointError otherwise."""
+    value = False if raw.get(key) is None else raw[key]
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{key} is {value!r}; expected true or false, {_FIX}.")
+    return value
+
+
+def token_ids(raw: Fields, key: str) -> tuple[int, ...]:
+    """An id, a list of ids, or none. Raises CheckpointError otherwise."""
+    value = raw.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise CheckpointError(f"{key} is {value!r}; expected a token id, a list of token ids or null.")
+    return tuple(ids)

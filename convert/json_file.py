@@ -1,0 +1,34 @@
+"""Strict JSON objects from disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from convert.errors import CheckpointError
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen = dict(pairs)
+    if len(seen) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} appears twice")
+    return seen
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        CheckpointError: no such file, not UTF-8, not JSON, a repeated key (Python would keep the last one
+            without a word), or something other than an object.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; copy or download the whole checkpoint directory again.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or write the file again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object; download it again.")
+    return value

@@ -1,0 +1,101 @@
+"""The strict two-way table between Hugging Face tensor names and ours.
+
+Ours are flat dotted names, weights [out, in] as in the source; q, k, v are joined on axis 0, and so are gate
+and up.
+Letters: V vocabulary, E hidden, F intermediate, Q query heads x head size, K key-value heads x head size.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from convert.config import LlamaConfig
+
+# ours, its parts in Hugging Face's names with their rows, columns, the config flag that adds a bias
+_LINEARS = (
+    (
+        "self_attn.qkv_proj",
+        (("self_attn.q_proj", "Q"), ("self_attn.k_proj", "K"), ("self_attn.v_proj", "K")),
+        "E",
+        "attention_bias",
+    ),
+    ("self_attn.o_proj", (("self_attn.o_proj", "E"),), "Q", "attention_bias"),
+    ("mlp.gate_up_proj", (("mlp.gate_proj", "F"), ("mlp.up_proj", "F")), "E", "mlp_bias"),
+    ("mlp.down_proj", (("mlp.down_proj", "E"),), "F", "mlp_bias"),
+)
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+# Old exporters saved these tables; they are recomputed from the config, so they are left out on purpose.
+_BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A Hugging Face tensor that fills `rows` rows of one of our arrays."""
+
+    hf_name: str
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of ours: its name, its shape, and the parts that lie one after another on axis 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def _sizes(config: LlamaConfig) -> dict[str, int]:
+    return {
+        "V": config.vocab_size,
+        "E": config.hidden_size,
+        "F": config.intermediate_size,
+        "Q": config.num_attention_heads * config.head_dim,
+        "K": config.num_key_value_heads * config.head_dim,
+    }
+
+
+def _entry(name: str, parts: tuple[tuple[str, int], ...], columns: tuple[int, ...]) -> Entry:
+    return Entry(name, (sum(rows for _, rows in parts), *columns), tuple(Part(*part) for part in parts))
+
+
+def _layer(config: LlamaConfig, i: int) -> Iterator[Entry]:
+    sizes, prefix = _sizes(config), f"layers.{i}."
+    for norm in _NORMS:
+        name = f"{prefix}{norm}.weight"
+        yield _entry(name, ((f"model.{name}", sizes["E"]),), ())
+    for ours, theirs, columns, bias in _LINEARS:
+        kinds = [("weight", (sizes[columns],))] + ([("bias", ())] if getattr(config, bias) else [])
+        for kind, width in kinds:
+            parts = tuple((f"model.{prefix}{part}.{kind}", sizes[rows]) for part, rows in theirs)
+            yield _entry(f"{prefix}{ours}.{kind}", parts, width)
+
+
+@functools.lru_cache(maxsize=16)
+def entries(config: LlamaConfig) -> tuple[Entry, ...]:
+    """Every array of a model with this config, in the order of the forward pass."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    table = [_entry("embed_tokens.weight", ((EMBEDDING, vocab),), (hidden,))]
+    for i in range(config.num_hidden_layers):
+        table += _layer(config, i)
+    table.append(_entry("norm.weight", (("model.norm.weight", hidden),), ()))
+    if not config.tie_word_embeddings:
+        table.append(_entry("lm_head.weight", ((HEAD, vocab),), (hidden,)))
+    return tuple(table)
+
+
+def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every array that a checkpoint with this config must hold."""
+    return {entry.name: entry.shape for entry in entries(config)}
+
+
+def hf_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor that a checkpoint with this config must hold."""
+    return {part.hf_name: (part.rows, *entry.shape[1:]) for entry in entries(config) for part in entry.parts}
+
+
+def ignored(config: LlamaConfig) -> frozenset[str]:
+    """Hugging Face names that may be present and are not read."""
+    return frozenset(f"model.{name.format(i=i)}" for name in _BUFFERS for i in range(config.num_hidden_layers))

@@ -1,0 +1,25 @@
+"""Which tensor lies in which file of the source, kept so that the way back gives the same files."""
+
+from pathlib import Path
+from typing import Any
+
+from convert import from_hf, store
+from convert.config import LlamaConfig
+from convert.safetensors_reader import metadata
+
+Layout = dict[str, Any]  # file name -> {"metadata": the header's free text, "tensors": Hugging Face names}
+
+
+def read(directory: Path, config: LlamaConfig) -> Layout:
+    """The layout of a Hugging Face directory, or the one that a converted directory remembers.
+
+    Raises:
+        CheckpointError: the directory is damaged.
+    """
+    if store.is_store(directory):
+        return store.describe(directory)["files"]
+    layout: Layout = {}
+    for name, tensor in from_hf.tensors(directory, config).items():
+        file = layout.setdefault(tensor.file.name, {"metadata": metadata(tensor.file), "tensors": []})
+        file["tensors"].append(name)
+    return layout

@@ -1,0 +1,50 @@
+"""Reads any kind of checkpoint: Hugging Face directory, hub id, converted directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert import dtypes, from_hf, safetensors_reader, store
+from convert.checkpoint import Checkpoint
+from convert.config import LlamaConfig, read_config
+from convert.source import resolve
+
+Arrays = Iterator[tuple[str, np.ndarray]]
+
+
+def load(source: str | Path, dtype: Any = None, revision: str | None = None) -> Checkpoint:
+    """Reads a Hugging Face directory, a hub id or a converted directory into NumPy arrays.
+
+    Needs the memory of the arrays in the target dtype and that of about one array more.
+
+    Args:
+        source: the directory, or a hub id `org/model`.
+        dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored one.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: anything about the checkpoint is not as it should be; nothing is repaired or skipped.
+    """
+    config, directory, arrays = stream(source, dtype, revision)
+    return Checkpoint(config, dict(arrays), directory)
+
+
+def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaConfig, Path, Arrays]:
+    """`load` with the arrays one after another, so that a caller can show progress.
+
+    Raises:
+        CheckpointError: as `load`, now or while the arrays are read.
+    """
+    target = None if dtype is None else dtypes.parse(dtype)
+    directory = resolve(source, revision)
+    if store.is_store(directory):
+        store.verify(directory)
+        config = read_config(directory)
+        return config, directory, store.stream(directory, config, target)
+    safetensors_reader.files(directory)  # first, for "no weights" says more than "no config.json"
+    config = read_config(directory)
+    found = from_hf.tensors(directory, config)
+    target = from_hf.stored_dtype(found, directory) if target is None else target
+    return config, directory, from_hf.stream(found, config, target)

@@ -1,0 +1,80 @@
+"""Where a checkpoint is: a directory as it stands, or a Hugging Face hub id, downloaded."""
+
+import re
+from pathlib import Path
+
+from convert.errors import CheckpointError, brief
+
+PARTIAL = ".partial-"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt"]
+# A checkpoint lies in the root of its repository; folders (original/, onnx/) hold the same weights again.
+_UNWANTED = ["*/*", "*.bin", "consolidated*"]
+
+
+def resolve(source: str | Path, revision: str | None = None) -> Path:
+    """The local directory of `source`: itself if it exists, else the snapshot of the hub id `org/name`.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub id that can be downloaded; `revision` with a directory.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _local(path, revision)
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; expected the directory that holds config.json and the weights.")
+    if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
+        raise CheckpointError(
+            f"{source} does not exist and is no hub id; expected a checkpoint directory or a name like 'org/model'."
+        )
+    return _download(source, revision)
+
+
+def _local(path: Path, revision: str | None) -> Path:
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} was given with the directory {path}; only hub ids have revisions, so leave it out."
+        )
+    if PARTIAL in path.resolve().name:
+        raise CheckpointError(f"{path} was left by a conversion that was stopped; delete it and convert again.")
+    try:
+        empty = not any(path.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be listed ({error}); check its permissions.") from error
+    if empty:
+        raise CheckpointError(f"{path} is empty; expected config.json and *.safetensors, or a converted checkpoint.")
+    return path
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download  # lazily: it takes half a second
+
+    name = repo_id if revision is None else f"{repo_id} at revision {revision}"
+    page = f"https://huggingface.co/{repo_id}"
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{name} is gated; accept the licence on the model's page, {page}, and set HF_TOKEN to a "
+            "token of that account."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{name} does not exist; choose a branch, tag or commit listed on {page}.") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise CheckpointError(
+            f"{name} is neither a directory nor a model on the hub; check the spelling, and set "
+            "HF_TOKEN if the model is private."
+        ) from error
+    except (
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        errors.RevisionResolutionError,
+    ) as error:
+        raise CheckpointError(
+            f"{name} is neither a directory nor in the local cache, and the hub cannot be reached; "
+            "go online (unset HF_HUB_OFFLINE) or pass a directory."
+        ) from error
+    except Exception as error:  # the client lets errors of its HTTP library through
+        raise CheckpointError(
+            f"{name} could not be downloaded ({brief(error)}); try again, it continues where it stopped."
+        ) from error

@@ -1,0 +1,148 @@
+"""The converted directory: arrays in an Orbax checkpoint, beside config, tokenizer, layout and manifest."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert import dtypes, manifest
+from convert.config import LlamaConfig
+from convert.errors import CheckpointError, brief, listing
+from convert.json_file import read_object
+from convert.keymap import shapes
+from convert.safetensors_reader import row_chunks
+
+ARRAYS = "arrays"
+DESCRIPTION = "jspec_checkpoint.json"
+_CHUNK_BYTES = 16 * 2**20
+_GROUP_BYTES = 32 * 2**20
+_FORMAT = {"format": "jspec checkpoint", "version": 1}
+
+
+def is_store(directory: Path) -> bool:
+    """Whether `directory` is a converted checkpoint, be it a damaged one."""
+    return any((directory / name).exists() for name in (ARRAYS, DESCRIPTION, manifest.NAME))
+
+
+def verify(directory: Path) -> None:
+    """Checks every byte of a converted directory.
+
+    Raises:
+        CheckpointError: a bit differs from what was written, or the format is of another version.
+    """
+    manifest.verify(directory)
+    found = describe(directory)
+    if {key: found.get(key) for key in _FORMAT} != _FORMAT:
+        raise CheckpointError(
+            f"{directory / DESCRIPTION} is not of the format {_FORMAT}; convert the source again with this version."
+        )
+
+
+def describe(directory: Path) -> dict[str, Any]:
+    """The content of the description: `dtype`, and `files`, the layout of the source's safetensors files.
+
+    Raises:
+        CheckpointError: missing or not JSON.
+    """
+    return read_object(directory / DESCRIPTION)
+
+
+def _arrays(directory: Path) -> str:
+    return str(directory.absolute() / ARRAYS)  # Orbax takes no relative path
+
+
+def _context() -> Any:
+    from orbax.checkpoint import v1 as ocp  # lazily: it takes over a second
+
+    context = ocp.Context()
+    # Without copy and compression, writing needs no memory beyond the arrays and a third of the time.
+    context.memory.deepcopy_host_arrays = False
+    context.array.saving.use_compression = False
+    context.pytree.loading.partial_load = True  # the names were compared before
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    return context
+
+
+def write(directory: Path, params: dict[str, np.ndarray], files: dict[str, Any]) -> None:
+    """Adds arrays and description to a directory under construction.
+
+    Raises:
+        CheckpointError: Orbax could not write.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    dtype = next(iter(params.values())).dtype.name
+    description = json.dumps(_FORMAT | {"dtype": dtype, "files": files}, indent=1)
+    (directory / DESCRIPTION).write_text(description + "\n", encoding="utf-8")
+    try:
+        with _context():
+            ocp.save(_arrays(directory), params)
+    except Exception as error:  # the storage layer reports a full disk in several ways
+        raise CheckpointError(
+            f"the arrays could not be written to {directory} ({brief(error)}); check the disk."
+        ) from error
+
+
+def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of a verified directory one after another, in `dtype` (None: as stored).
+
+    Raises:
+        CheckpointError: names, shapes or dtype are not those of the config, or a value does not fit `dtype`.
+    """
+    stored = dtypes.parse(describe(directory).get("dtype"))
+    _check(directory, {name: (shape, stored) for name, shape in shapes(config).items()})
+    for group in _groups(config, stored):
+        arrays = _read(directory, {name: np.empty(shape, dtype or stored) for name, shape in group.items()})
+        for name in group:
+            for rows in row_chunks(arrays[name].shape, arrays[name].itemsize):
+                dtypes.check_cast(arrays[name][rows], stored, name)
+            yield name, arrays.pop(name)
+
+
+def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        with _context():
+            return ocp.load(_arrays(directory), abstract)
+    except Exception as error:  # Orbax has no common class for what it finds wrong
+        raise CheckpointError(
+            f"{directory / ARRAYS} cannot be read ({brief(error)}); convert the source again."
+        ) from error
+
+
+def _groups(config: LlamaConfig, stored: np.dtype) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Name -> shape, in groups of 32 MiB or one array: Orbax reads all that a call asks for ahead."""
+    group: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name, shape in shapes(config).items():
+        nbytes = stored.itemsize * math.prod(shape)
+        if group and size + nbytes > _GROUP_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = shape
+        size += nbytes
+    yield group
+
+
+def _check(directory: Path, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
+    """Orbax hands out NumPy arrays in their stored shape, whatever the abstract tree says."""
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        found = ocp.metadata(_arrays(directory)).metadata
+        if found is None:  # so Orbax says that it could not read it
+            raise ValueError("no metadata of arrays")
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory / ARRAYS} cannot be read ({brief(error)}); convert the source again."
+        ) from error
+    actual = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in found.items()}
+    wrong = {name for name, _ in actual.items() ^ expected.items()}
+    if wrong:
+        raise CheckpointError(
+            f"{directory / ARRAYS} does not fit config.json in {listing(wrong)}; convert the source again."
+        )

@@ -1,0 +1,54 @@
+"""Our arrays -> Hugging Face safetensors files, the exact reverse of from_hf.py."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from convert import keymap
+from convert.config import LlamaConfig
+from convert.errors import CheckpointError
+from convert.layout import Layout
+from convert.safetensors_reader import INDEX, SINGLE
+
+
+def _views(params: dict[str, np.ndarray], config: LlamaConfig) -> dict[str, np.ndarray]:
+    """Hugging Face name -> the rows of our array that it is; nothing is copied."""
+    views: dict[str, np.ndarray] = {}
+    for entry in keymap.entries(config):
+        start = 0
+        for part in entry.parts:
+            views[part.hf_name] = params[entry.name][start : start + part.rows]
+            start += part.rows
+    views.setdefault(keymap.HEAD, views[keymap.EMBEDDING])
+    return views
+
+
+def _write_index(directory: Path, views: dict[str, np.ndarray], layout: Layout) -> None:
+    weight_map = {name: file for file, content in layout.items() for name in content["tensors"]}
+    index = {
+        "metadata": {
+            "total_parameters": sum(views[name].size for name in weight_map),
+            "total_size": sum(views[name].nbytes for name in weight_map),
+        },
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, layout: Layout) -> None:
+    """Writes the safetensors files of `layout`, and their index if there is more than model.safetensors.
+
+    Raises:
+        CheckpointError: a file could not be written.
+    """
+    views = _views(params, config)
+    for file, content in layout.items():
+        try:
+            save_file({name: views[name] for name in content["tensors"]}, directory / file, content["metadata"])
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{directory / file} could not be written ({error}); check the disk.") from error
+    if set(layout) != {SINGLE}:
+        _write_index(directory, views, layout)

@@ -1,0 +1,154 @@
+"""Small Hugging Face checkpoints for the tests, made without `convert`: by hand, or by transformers.
+
+`raw_config` is the content of a config.json, `tensors` gives random weights for it (names and shapes written
+out here a second time, on purpose), `write` puts both on disk. `torch_model` is the same model in
+transformers.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "vocab_size": 97,
+}
+# Every feature of the family, one or two at a time.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 4},
+    "mqa_tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "attention_bias": {"attention_bias": True},
+    "mlp_bias": {"mlp_bias": True, "tie_word_embeddings": True},
+    "wide_heads": {"head_dim": 16},
+    "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "llama3_rope": {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [2, 5]},
+}
+
+
+def raw_config(**changes: Any) -> dict[str, Any]:
+    """A config.json's content, with fields replaced; the value `...` removes a field."""
+    raw = copy.deepcopy(_RAW) | changes
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+def hf_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape, written out apart from the table under test."""
+    hidden, inner, head = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
+    query, key = raw["num_attention_heads"] * head, raw["num_key_value_heads"] * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], hidden)}
+    for i in range(raw["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        shapes[layer + "input_layernorm.weight"] = shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
+        for name, rows, columns in (
+            ("q", query, hidden),
+            ("k", key, hidden),
+            ("v", key, hidden),
+            ("o", hidden, query),
+        ):
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, columns)
+            if raw["attention_bias"]:
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            shapes[f"{layer}mlp.{name}_proj.weight"] = (rows, columns)
+            if raw["mlp_bias"]:
+                shapes[f"{layer}mlp.{name}_proj.bias"] = (rows,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not raw["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (raw["vocab_size"], hidden)
+    return shapes
+
+
+def tensors(raw: dict[str, Any], dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights for a config."""
+    rng = np.random.default_rng(seed)
+    shapes = hf_shapes(raw)
+    return {name: (0.1 * rng.standard_normal(shape, np.float32)).astype(dtype) for name, shape in shapes.items()}
+
+
+def write(directory: Path, raw: dict[str, Any], weights: dict[str, np.ndarray], shards: int = 1) -> Path:
+    """Writes config.json, tokenizer files and the weights in `shards` files, as transformers would."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    (directory / "generation_config.json").write_text('{"eos_token_id": 2}\n', encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 128}\n', encoding="utf-8")
+    (directory / "tokenizer.model").write_bytes(bytes(range(256)))
+    (directory / "README.md").write_text("not carried along\n", encoding="utf-8")
+    if shards == 1:
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+        return directory
+    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    weight_map = {name: files[i % shards] for i, name in enumerate(weights)}
+    for file in files:
+        save_file({n: weights[n] for n in weights if weight_map[n] == file}, directory / file, {"format": "pt"})
+    size = {
+        "total_parameters": sum(w.size for w in weights.values()),
+        "total_size": sum(w.nbytes for w in weights.values()),
+    }
+    index = {"metadata": size, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def make(directory: Path, dtype: Any = np.float32, shards: int = 1, seed: int = 0, **changes: Any) -> Path:
+    """`write` of a random checkpoint with some config fields changed."""
+    raw = raw_config(**changes)
+    return write(directory, raw, tensors(raw, dtype, seed), shards)
+
+
+def torch_model(seed: int = 0, **changes: Any) -> Any:
+    """The transformers LlamaForCausalLM for `raw_config(**changes)`, in float32, with spread-out weights.
+
+    The default initialisation has zero biases and unit norms, which would hide a swapped or forgotten one.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**raw_config(**changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    return model
+
+
+def save_torch(directory: Path, seed: int = 0, **changes: Any) -> Any:
+    """Saves `torch_model(...)` to `directory` with transformers' own writer, and returns it."""
+    model = torch_model(seed, **changes)
+    model.save_pretrained(directory)
+    return model
+
+
+BFLOAT16 = ml_dtypes.bfloat16
