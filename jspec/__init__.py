@@ -1,0 +1,69 @@
+"""Lossless speculative decoding of Llama-family models in JAX: one jitted call, exactly the target's law."""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jspec import theory
+    from jspec.drafters import ModelDrafter
+    from jspec.generate import generate, speculative_generate
+    from jspec.llama import Llama
+    from jspec.sampling import SamplingParams
+    from jspec.types import Output, Stats
+    from jspec.weights import demo_pair, load
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Llama",
+    "ModelDrafter",
+    "Output",
+    "SamplingParams",
+    "Stats",
+    "demo_pair",
+    "generate",
+    "load",
+    "speculative_generate",
+    "theory",
+]
+
+# Names are looked up when they are first used: importing jax takes a second, which `jspec --help` should not.
+_HOMES = {
+    "Llama": "jspec.llama",
+    "ModelDrafter": "jspec.drafters",
+    "Output": "jspec.types",
+    "SamplingParams": "jspec.sampling",
+    "Stats": "jspec.types",
+    "demo_pair": "jspec.weights",
+    "load": "jspec.weights",
+    "speculative_generate": "jspec.generate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "theory":
+        return importlib.import_module("jspec.theory")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(types.ModuleType):
+    """`jspec.generate` is the function, although importing its file would leave the module there."""
+
+    @property
+    def generate(self) -> Any:
+        return importlib.import_module("jspec.generate").generate
+
+    @generate.setter
+    def generate(self, module: types.ModuleType) -> None:
+        """The import system offers the module; it stays in `sys.modules`."""
+
+
+sys.modules[__name__].__class__ = _Package

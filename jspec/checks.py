@@ -1,0 +1,207 @@
+"""What `generate` and `speculative_generate` refuse, before any device work, and what they say.
+
+Inside a caller's `jax.jit` arguments are tracers without values; then only their shapes and dtypes can be checked.
+"""
+
+import operator
+import reprlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.sampling import SamplingParams
+
+# Name: what is allowed, the test of a NumPy array of values.
+RANGES = {
+    "temperature": ("at least 0 and finite (0 is greedy)", lambda x: np.isfinite(x) & (x >= 0)),
+    "draft_temperature": ("at least 0 and finite, or None for the target's", lambda x: np.isfinite(x) & (x >= 0)),
+    "top_k": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
+    "top_p": ("above 0 and at most 1 (1 is off)", lambda x: (x > 0) & (x <= 1)),
+    "min_p": ("between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
+    "repetition_penalty": ("above 0 and finite (1 is off)", lambda x: np.isfinite(x) & (x > 0)),
+    "presence_penalty": ("a finite number (0 is off)", np.isfinite),
+    "frequency_penalty": ("a finite number (0 is off)", np.isfinite),
+    "max_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
+}
+
+
+def check_arguments(
+    target: Any,
+    drafter: Any,
+    tokens: Any,
+    lengths: Any,
+    keys: Any,
+    max_new_tokens: Any,
+    num_draft_tokens: Any,
+    sampling: Any,
+    eos_ids: Any,
+    pad_id: Any,
+) -> None:
+    """Raise ValueError or TypeError with one sentence about the first argument that cannot be right.
+
+    Plain decoding has neither a drafter nor a number of draft tokens: both are None.
+    """
+    _check_target(target)
+    vocab_size = target.config.vocab_size
+    _check_whole("max_new_tokens", max_new_tokens)
+    if drafter is not None or num_draft_tokens is not None:
+        _check_whole("num_draft_tokens", num_draft_tokens)
+        _check_drafter(drafter, vocab_size)
+    batch = _check_prompts(tokens, lengths, vocab_size)
+    _check_keys(keys, batch)
+    _check_positions(target, drafter, lengths, max_new_tokens)
+    _check_sampling(sampling, batch, vocab_size)
+    _check_ids(eos_ids, pad_id, batch, vocab_size)
+
+
+def as_array(name: str, value: Any) -> Any:
+    """`value` itself where it is an array or is being traced; the NumPy array of a list."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name} has rows of different lengths; pad them on the right to one length.") from None
+
+
+def _values(x: Any) -> np.ndarray | None:
+    """`x` on the host, or None while it is being traced."""
+    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    try:
+        if not isinstance(value, bool) and operator.index(value) >= 1:
+            return
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be a Python int of at least 1, for it fixes the shapes that are compiled; "
+                     f"got {value!r}.")  # fmt: skip
+
+
+def _check_target(target: Any) -> None:
+    missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
+    if missing:
+        raise TypeError(f"target is a {type(target).__name__} without {', '.join(missing)}; "
+                        "pass a model, as jspec.load(...) returns it.")  # fmt: skip
+
+
+def _check_drafter(drafter: Any, vocab_size: int) -> None:
+    missing = [name for name in ("init", "propose", "commit", "vocab_size") if not hasattr(drafter, name)]
+    if missing:
+        raise TypeError(f"draft is a {type(drafter).__name__} without {', '.join(missing)}; "
+                        "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip
+    if drafter.vocab_size != vocab_size:
+        raise ValueError(f"The draft's vocabulary has {drafter.vocab_size} tokens and the target's {vocab_size}; "
+                         "use a draft that shares the target's tokenizer.")  # fmt: skip
+
+
+def _check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> int:
+    """The batch size, if the prompts are as they should be."""
+    if tokens.size == 0:
+        raise ValueError(f"tokens has shape {tokens.shape}, so there is nothing to continue; "
+                         "pass at least one prompt of at least one token.")  # fmt: skip
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError("tokens must be integers of shape [B, P], one prompt a row, padded on the right; "
+                         f"got {tokens.dtype} of shape {tokens.shape}.")  # fmt: skip
+    batch, width = tokens.shape
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be integers of shape [{batch}], one for each row of tokens; "
+                         f"got {lengths.dtype} of shape {lengths.shape}.")  # fmt: skip
+    lengths, tokens = _values(lengths), _values(tokens)
+    if lengths is not None and (bad := np.flatnonzero((lengths < 1) | (lengths > width))).size:
+        raise ValueError(f"lengths[{bad[0]}] is {lengths[bad[0]]}, but a prompt has 1 to {width} tokens (P = {width}); "
+                         "an empty prompt needs at least a start-of-text token.")  # fmt: skip
+    if lengths is not None and tokens is not None:
+        inside = np.arange(width) < lengths[:, None]
+        bad = np.argwhere(inside & ((tokens < 0) | (tokens >= vocab_size)))
+        if bad.size:
+            row, column = bad[0]
+            raise ValueError(f"tokens[{row}, {column}] is {tokens[row, column]}, outside the vocabulary of "
+                             f"{vocab_size} tokens; was the prompt encoded with another tokenizer?")  # fmt: skip
+    return batch
+
+
+def _check_keys(keys: Any, batch: int) -> None:
+    if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
+        raise TypeError("keys must be typed PRNG keys, one for each row: "
+                        f"jax.random.split(jax.random.key(seed), {batch}); raw jax.random.PRNGKey arrays and plain "
+                        "numbers are not accepted.")  # fmt: skip
+    if "rbg" in str(jax.random.key_impl(keys)):
+        raise ValueError(f"keys are of kind {jax.random.key_impl(keys)}, which gives every row of a batch the same "
+                         'numbers; use jax.random.key(seed, impl="threefry2x32").')  # fmt: skip
+    if keys.shape != (batch,):
+        raise ValueError(f"keys has shape {keys.shape}; expected ({batch},), one key for each row of tokens: "
+                         f"jax.random.split(key, {batch}).")  # fmt: skip
+
+
+def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int) -> None:
+    lengths = _values(lengths)
+    if lengths is None:
+        return
+    longest = int(lengths.max()) + max_new_tokens
+    limits = {"target": target.config.max_position_embeddings, "draft": getattr(drafter, "max_positions", None)}
+    for name, limit in limits.items():
+        if limit is not None and longest > limit:
+            raise ValueError(f"The longest prompt ({int(lengths.max())} tokens) and max_new_tokens={max_new_tokens} "
+                             f"make {longest} positions, but the {name} model has {limit}; "
+                             "shorten one of them.")  # fmt: skip
+
+
+def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be a jspec.SamplingParams, not a {type(sampling).__name__}.")
+    for name, (allowed, test) in RANGES.items():
+        value = getattr(sampling, name)
+        if value is None and name == "draft_temperature":
+            continue
+        if not _is_number(value) or np.shape(value) not in ((), (batch,)):
+            raise ValueError(f"{name} must be a number, or a NumPy or JAX array of shape [{batch}] with one for each "
+                             f"row; got {_describe(value)}.")  # fmt: skip
+        values = _values(value)
+        if values is not None and not (good := np.atleast_1d(test(values))).all():
+            raise ValueError(f"{name} must be {allowed}; got {np.atleast_1d(values)[~good][0]}.")
+    bias = sampling.logit_bias
+    if bias is None:
+        return
+    if not _is_number(bias) or np.shape(bias) not in ((vocab_size,), (batch, vocab_size)):
+        raise ValueError(f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V); "
+                         f"got {_describe(bias)}.")  # fmt: skip
+    values = _values(bias)
+    if values is not None and (np.isnan(values).any() or np.isposinf(values).any()):
+        raise ValueError("logit_bias must be finite, or -inf to forbid a token; got NaN or +inf.")
+    if values is not None and np.isneginf(values).all(axis=-1).any():
+        raise ValueError("logit_bias forbids every token (-inf everywhere); leave at least one possible.")
+
+
+def _is_number(value: Any) -> bool:
+    if value is None:
+        return False
+    try:
+        dtype = jnp.result_type(value)
+    except TypeError:
+        return False
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _describe(value: Any) -> str:
+    return f"shape {np.shape(value)}" if _is_number(value) else reprlib.repr(value)
+
+
+def _check_ids(eos_ids: Any, pad_id: Any, batch: int, vocab_size: int) -> None:
+    if eos_ids.ndim not in (1, 2) or (eos_ids.ndim == 2 and len(eos_ids) != batch):
+        raise ValueError(f"eos_ids must be a sequence of token ids, such as (2,), or an array of shape [{batch}, n]; "
+                         f"got shape {eos_ids.shape}.")  # fmt: skip
+    if eos_ids.size and not jnp.issubdtype(eos_ids.dtype, jnp.integer):
+        raise ValueError(f"eos_ids must be integers, the ids of tokens; got {eos_ids.dtype}.")
+    values = _values(eos_ids)
+    if values is not None:
+        bad = values[(values < (0 if values.ndim == 1 else -1)) | (values >= vocab_size)]
+        if bad.size:
+            raise ValueError(f"eos_ids holds {bad.flat[0]}, outside the vocabulary of {vocab_size} tokens; "
+                             "take the ids from the target's tokenizer.")  # fmt: skip
+    pad = _values(pad_id)
+    if pad is not None and not (pad.shape == () and pad.dtype.kind in "iu" and -(2**31) <= pad < 2**31):
+        raise ValueError(f"pad_id must be one int32; got {pad_id!r}.")

@@ -1,0 +1,58 @@
+"""The drafter contract: three functions over pytrees.
+
+A drafter is any pytree with these three methods. What it returns from `propose` pairs every token with the law it was
+drawn from; as long as that is true, nothing a drafter does can change the law of the text, only its speed.
+"""
+
+from typing import Any, Protocol
+
+from jax import Array
+
+from jspec.sampling import Seen, Warp
+from jspec.types import Draft, Verdict, pytree
+
+
+@pytree
+class Context:
+    """What a drafter may look at.
+
+    Attributes:
+        tokens: ``int32[B, W]``, prompt and text so far; row b is valid up to ``lengths[b]``.
+        lengths: ``int32[B]``.
+        keys: typed keys ``[B]``; draw with ``stream(keys, position, Purpose.DRAFT)`` and no other purpose.
+        warp: the transforms the draft's law goes through.
+        seen: what penalties look at, or None where there are none.
+    """
+
+    tokens: Array
+    lengths: Array
+    keys: Array
+    warp: Warp
+    seen: Seen | None
+
+
+class Drafter(Protocol):
+    """Guesses tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, which must be the target's."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text it can guess for, or None for any."""
+        ...
+
+    def init(self, tokens: Array, num_slots: int) -> Any:
+        """The state before the first round: ``tokens[B, P]`` are the prompts, ``num_slots`` bounds every position."""
+        ...
+
+    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+        """A draft of `num_draft_tokens` tokens for positions ``context.lengths ..``."""
+        ...
+
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
+        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the target's states over it."""
+        ...
+

@@ -1,0 +1,158 @@
+"""The parts of a Llama: norm, rotary embedding, grouped-query attention, gated MLP. Softmax and norms in float32."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+
+from convert.config import LlamaConfig, RopeConfig
+from jspec.cache import visible, write
+
+
+def _einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
+    """`jnp.einsum` with a result in `dtype`; float32 means float32 on every backend (GPUs and TPUs round by default)."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
+
+
+def _project(weight: Array, x: Array, dtype: Any = None) -> Array:
+    """``[B, S, out]`` from ``weight[out, in]`` and ``x[B, S, in]``.
+
+    The weight comes first in the product: for the few rows of decoding XLA's CPU kernels then read it two to four times
+    as fast, and other backends choose the layout themselves.
+    """
+    return jnp.moveaxis(_einsum("oi,bsi->obs", weight, x, dtype), 0, -1)
+
+
+class Linear(nnx.Module):
+    """``y = x W^T + b`` with W stored ``[out, in]``, as in Hugging Face files: fused projections just stack rows."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(_normal(rngs, (out_size, in_size), dtype))
+        self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = _project(self.weight[...], x)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embed(nnx.Module):
+    """Token embedding, and the output head where the two are tied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(_normal(rngs, (vocab_size, hidden_size), dtype))
+
+    def __call__(self, tokens: Array) -> Array:
+        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+
+    def logits(self, x: Array) -> Array:
+        """``float32[B, S, V]`` from hidden states ``[B, S, E]``."""
+        return _project(self.weight[...], x, jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return self.weight[...] * wide.astype(x.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """``float32[D / 2]`` rotations a position, for rope kinds default, linear and llama3, as in transformers."""
+    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    frequencies = frequencies.astype(np.float32)
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / np.float32(rope.factor)
+    # llama3: long waves are slowed by the factor, short ones kept, those between blended.
+    wavelengths = 2 * math.pi / frequencies
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    blend = (rope.original_max_position_embeddings / wavelengths - low) / (high - low)
+    blend = np.clip(blend, 0, 1)
+    return ((1 - blend) * frequencies / rope.factor + blend * frequencies).astype(np.float32)
+
+
+def rope_tables(positions: Array, rope: RopeConfig, head_dim: int) -> tuple[Array, Array]:
+    """Cosines and sines ``float32[B, 1, S, D / 2]`` for ``positions[B, S]``."""
+    angles = positions[:, None, :, None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
+    """Rotary embedding of ``x[B, heads, S, D]``, the two halves of D being the pairs (Hugging Face's layout)."""
+    cos, sin = tables
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a preallocated cache; the q, k and v projections are one matrix."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        heads, groups, size = self.sizes
+        bias = config.attention_bias
+        self.qkv_proj = Linear(config.hidden_size, (heads + 2 * groups) * size, bias, dtype, rngs)
+        self.o_proj = Linear(heads * size, config.hidden_size, bias, dtype, rngs)
+
+    def __call__(self, x: Array, keys: Array, values: Array, positions: Array, tables: tuple[Array, Array]):
+        """Write this pass's keys and values, then attend.
+
+        Args:
+            x: ``[B, S, E]``. keys, values: ``[B, G, T, D]``, the cache of this layer.
+            positions: ``int32[B, S]``, consecutive in each row. tables: from `rope_tables`.
+
+        Returns:
+            ``[B, S, E]`` and the updated keys and values.
+        """
+        heads, groups, size = self.sizes
+        batch, steps, _ = x.shape
+        qkv = self.qkv_proj(x).reshape(batch, steps, heads + 2 * groups, size).swapaxes(1, 2)
+        q, k, v = jnp.split(qkv, (heads, heads + groups), axis=1)
+        keys = write(keys, rotate(k, tables), positions[:, 0])
+        values = write(values, v, positions[:, 0])
+        mixed = _attend(rotate(q, tables), keys, values, positions)
+        return self.o_proj(mixed.swapaxes(1, 2).reshape(batch, steps, heads * size)), keys, values
+
+
+def _attend(q: Array, keys: Array, values: Array, positions: Array) -> Array:
+    """Softmax attention of ``q[B, H, S, D]`` over the slots each position may see; ``[B, H, S, D]``."""
+    batch, heads, steps, size = q.shape
+    groups, slots = keys.shape[1], keys.shape[2]
+    mask = visible(positions, slots)[:, None, None]
+    q = q.reshape(batch, groups, heads // groups, steps, size)
+    scores = _einsum("bgrsd,bgtd->bgrst", q, keys, jnp.float32) / math.sqrt(size)
+    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    # A slot that no query sees has weight 0, but 0 * NaN is NaN: what a rejected token left must not leak.
+    values = jnp.where(jnp.arange(slots)[:, None] <= positions[:, -1, None, None, None], values, 0)
+    mixed = _einsum("bgrst,bgtd->bgrsd", weights.astype(q.dtype), values)
+    return mixed.reshape(batch, heads, steps, size)
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward; the gate and up projections are one matrix."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias, dtype, rngs)
+        self.down_proj = Linear(inner, hidden, bias, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Random weights with the standard deviation Llama models are initialised with."""
+    return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,78 @@
+"""The Llama decoder as a Flax NNX module. It is a pytree: pass it to `jax.jit`, shard it, close over it."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig
+from jspec.cache import KVCache, empty_cache
+from jspec.layers import MLP, Attention, Embed, RMSNorm, rope_tables
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each on the normed residual stream."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, dtype, rngs)
+
+    def __call__(self, x: Array, keys: Array, values: Array, positions: Array, tables: tuple[Array, Array]):
+        """``[B, S, E]`` to ``[B, S, E]``, with the layer's updated keys and values."""
+        mixed, keys, values = self.self_attn(self.input_layernorm(x), keys, values, positions, tables)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x)), keys, values
+
+
+class Llama(nnx.Module):
+    """A LlamaForCausalLM.
+
+    Args:
+        config: sizes and constants, from `convert.read_config`.
+        dtype: of weights, activations and cache.
+        rngs: random initial weights, as Hugging Face initialises them.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
+        self.layers = nnx.List([DecoderLayer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, dtype, rngs)
+
+    def __call__(self, tokens: Array) -> Array:
+        """Logits ``float32[B, T, V]`` for ``tokens int32[B, T]``, plain causal, without a cache."""
+        hidden, _ = self.forward(tokens, self.new_cache(*tokens.shape), jnp.zeros(tokens.shape[0], jnp.int32))
+        return self.logits(hidden)
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache of `slots` positions for `batch` rows."""
+        config = self.config
+        shape = (batch, config.num_key_value_heads, slots, config.head_dim)
+        return empty_cache(config.num_hidden_layers, shape, self.embed_tokens.weight.dtype)
+
+    def forward(self, tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]:
+        """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows, and store their keys and values.
+
+        Args:
+            tokens: ``int32[B, S]``.
+            cache: holds positions ``0 .. start[b] - 1`` of row b.
+            start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
+
+        Returns:
+            Hidden states ``[B, S, E]`` before the final norm, and the cache.
+        """
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        tables = rope_tables(positions, self.config.rope, self.config.head_dim)
+        x = self.embed_tokens(tokens)
+        keys, values = list(cache.keys), list(cache.values)
+        for i, layer in enumerate(self.layers):
+            x, keys[i], values[i] = layer(x, keys[i], values[i], positions, tables)
+        return x, KVCache(tuple(keys), tuple(values))
+
+    def logits(self, hidden: Array) -> Array:
+        """``float32[B, S, V]`` from the hidden states of `forward`."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return head.logits(self.norm(hidden))

@@ -1,0 +1,148 @@
+"""One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.accept import Rule
+from jspec.cache import KVCache
+from jspec.drafters.base import Context
+from jspec.probs import at_tokens
+from jspec.sampling import Seen, Warp, add_seen, token_probs
+from jspec.types import ACCEPTED, BONUS, CORRECTED, Draft, Stats, Verdict, pytree
+
+
+@pytree
+class Request:
+    """What stays the same for the whole generation, one entry a row.
+
+    Attributes:
+        keys: typed keys ``[B]``.
+        prompt_lengths: ``int32[B]``.
+        limits: ``int32[B]``, most new tokens.
+        eos_ids: ``int32[B, n]``, tokens that end a row; -1 matches none.
+        warp, draft_warp: the transforms of target and draft.
+    """
+
+    keys: Array
+    prompt_lengths: Array
+    limits: Array
+    eos_ids: Array
+    warp: Warp
+    draft_warp: Warp
+
+
+@pytree
+class State:
+    """What the next round needs. Buffers have K + 1 spare slots: a round may write that far past the last limit.
+
+    Attributes:
+        tokens: ``int32[B, W]``, prompt and text; valid up to ``lengths[b]``.
+        lengths: ``int32[B]``, committed tokens, prompt included.
+        done: ``bool[B]``; such a row no longer moves.
+        cache: the target's; holds every committed token but the last.
+        drafter: the drafter's own state.
+        seen: what penalties look at, or None.
+    """
+
+    tokens: Array
+    lengths: Array
+    done: Array
+    cache: KVCache
+    drafter: Any
+    seen: Seen | None
+
+
+@pytree
+class Record:
+    """What people want to know afterwards; no round reads it. Shapes as in `jspec.types.Output`, with spare slots."""
+
+    logprobs: Array
+    origins: Array
+    stats: Stats
+
+
+def play_round(
+    target: Any, drafter: Any, rule: Rule, num_draft_tokens: int, request: Request, state: State, record: Record
+) -> tuple[State, Record]:
+    """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
+    draft, drafter_state = _propose(target, drafter, num_draft_tokens, request, state)
+    with jax.named_scope("verify"):
+        last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+        fed = jnp.concatenate([last, draft.tokens], axis=1)
+        hidden, cache = target.forward(fed, state.cache, state.lengths - 1)
+        target_probs = token_probs(target.logits(hidden), request.warp, state.seen, draft.tokens)
+    with jax.named_scope("accept"):
+        verdict = rule.judge(request.keys, state.lengths, draft, target_probs)
+    with jax.named_scope("commit"):
+        if drafter is not None:
+            drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
+        state = State(state.tokens, state.lengths, state.done, cache, drafter_state, state.seen)
+        return _commit(request, state, record, draft, verdict, target_probs)
+
+
+def _propose(target: Any, drafter: Any, num_draft_tokens: int, request: Request, state: State) -> tuple[Draft, Any]:
+    """The draft of this round; without a drafter, a draft of no tokens."""
+    if drafter is None:
+        batch = state.lengths.size
+        empty = jnp.zeros((batch, 0, target.config.vocab_size), jnp.float32)
+        return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
+    context = Context(state.tokens, state.lengths, request.keys, request.draft_warp, state.seen)
+    with jax.named_scope("draft"):
+        return drafter.propose(state.drafter, context, num_draft_tokens)
+
+
+def _commit(
+    request: Request, state: State, record: Record, draft: Draft, verdict: Verdict, target_probs: Array
+) -> tuple[State, Record]:
+    """Write the accepted tokens and the one after them, up to the end of text and the row's limit."""
+    num_accepted, width = verdict.num_accepted, draft.tokens.shape[1] + 1
+    index = jnp.arange(width)
+    emitted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    emitted = jnp.where(index == num_accepted[:, None], verdict.next_token[:, None], emitted)
+    # Where the target's law has no mass (its logits were not finite) there is no next token.
+    lawless = jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) == 0
+
+    written = state.lengths - request.prompt_lengths
+    remaining = request.limits - written
+    is_eos = (emitted[:, :, None] == request.eos_ids[:, None, :]).any(-1)
+    to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1) + 1, width)
+    possible = num_accepted + ~lawless
+    count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, remaining)))
+    ended = is_eos[jnp.arange(count.size), jnp.maximum(count - 1, 0)] & (count > 0) | (count == remaining)
+    invalid = lawless & (count == num_accepted) & ~ended & ~state.done
+
+    kept = index < count[:, None]
+    log_law = jnp.log(at_tokens(target_probs, emitted))
+    from_draft = index < num_accepted[:, None]
+    after = jnp.where(num_accepted == width - 1, BONUS, CORRECTED)[:, None]
+    record = Record(
+        _write(record.logprobs, log_law, written),
+        _write(record.origins, jnp.where(from_draft, ACCEPTED, after).astype(jnp.int8), written),
+        _count(record.stats, state.done, jnp.minimum(num_accepted, count), to_eos, remaining, invalid),
+    )
+    seen = None if state.seen is None else add_seen(state.seen, emitted, kept)
+    tokens = _write(state.tokens, emitted, state.lengths)
+    done = state.done | ended | invalid
+    return State(tokens, state.lengths + count, done, state.cache, state.drafter, seen), record
+
+
+def _count(stats: Stats, done: Array, accepted: Array, to_eos: Array, remaining: Array, invalid: Array) -> Stats:
+    """`stats` after a round in which `accepted` drafted tokens were committed."""
+    num_draft_tokens = stats.accepted_at.shape[1]
+    offered = jnp.minimum(num_draft_tokens, remaining)
+    offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
+    return Stats(
+        rounds=stats.rounds + ~done,
+        drafted=stats.drafted + jnp.where(done, 0, offered),
+        accepted=stats.accepted + accepted,
+        accepted_at=stats.accepted_at + (jnp.arange(num_draft_tokens) < accepted[:, None]),
+        invalid=stats.invalid | invalid,
+    )
+
+
+def _write(buffer: Array, new: Array, start: Array) -> Array:
+    """``buffer[B, W]`` with ``new[B, S]`` from column ``start[b]`` of each row."""
+    return jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))(buffer, new, start)

@@ -1,0 +1,217 @@
+"""From logits to the law a token is drawn from: one pipeline for target and draft, plain and speculative.
+
+The order and the treatment of ties are those of transformers: logit bias, repetition penalty, (frequency and presence
+penalty, as in vLLM,) temperature, top-k, top-p, min-p. Thresholds are found by bisection over the bits of a float:
+exact, and without sorting the vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.types import pytree
+
+
+@pytree
+class SamplingParams:
+    """How each request is sampled. Every field is one number for all requests, or an array with one entry a request.
+
+    Values are traced: changing them never recompiles. A field left at its default is left out of the program.
+
+    Attributes:
+        temperature: 0 is greedy decoding.
+        top_k: keep the k most likely tokens (and ties with the last of them); 0 is off.
+        top_p: keep the most likely tokens whose mass reaches this; in (0, 1]; 1 is off.
+        min_p: keep tokens at least this times as likely as the likeliest; in [0, 1]; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of every token in prompt or text; 1 is off.
+        presence_penalty: subtracted from the logit of every token already generated; 0 is off.
+        frequency_penalty: subtracted from a token's logit as often as it was generated; 0 is off.
+        logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``; -inf forbids a token; None is off.
+        max_tokens: a limit of new tokens for each request, below ``max_new_tokens``; 0 is off.
+        draft_temperature: the draft's own temperature; None means the target's. It changes speed, never the law.
+    """
+
+    temperature: Any = 1.0
+    top_k: Any = 0
+    top_p: Any = 1.0
+    min_p: Any = 0.0
+    repetition_penalty: Any = 1.0
+    presence_penalty: Any = 0.0
+    frequency_penalty: Any = 0.0
+    logit_bias: Any = None
+    max_tokens: Any = 0
+    draft_temperature: Any = None
+
+
+@pytree
+class Warp:
+    """`SamplingParams` as the program takes them: None for what is left out, else numbers or arrays (see `spread`)."""
+
+    temperature: Any
+    top_k: Any
+    tail_mass: Any  # 1 - top_p
+    min_p: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    bias: Any
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the law depends on which tokens came before."""
+        return any(field is not None for field in (self.repetition, self.presence, self.frequency))
+
+
+@pytree
+class Seen:
+    """The tokens a penalty looks at: ``prompt`` bool[B, V], ``counts`` int32[B, V] of generated tokens."""
+
+    prompt: Array
+    counts: Array
+
+
+def warp(params: SamplingParams) -> Warp:
+    """The target's transforms. A filter left at its off value, as a plain number, is left out. No device work."""
+
+    def unless(off: float, value: Any) -> Any:
+        return None if isinstance(value, int | float) and value == off else value
+
+    return Warp(
+        temperature=params.temperature,
+        top_k=unless(0, params.top_k),
+        # A plain number is subtracted in double precision, as transformers does.
+        tail_mass=unless(0.0, 1.0 - params.top_p),
+        min_p=unless(0.0, params.min_p),
+        repetition=unless(1.0, params.repetition_penalty),
+        presence=unless(0.0, params.presence_penalty),
+        frequency=unless(0.0, params.frequency_penalty),
+        bias=params.logit_bias,
+    )
+
+
+def draft_warp(params: SamplingParams) -> Warp:
+    """The draft's transforms: the target's, at the draft's own temperature where it has one."""
+    if params.draft_temperature is None:
+        return warp(params)
+    return warp(dataclasses.replace(params, temperature=params.draft_temperature))
+
+
+def spread(warp: Warp, batch: int) -> Warp:
+    """`warp` with one float32 entry a row: ``[B]``, and ``[B, V]`` for the bias."""
+    fields = {field.name: getattr(warp, field.name) for field in dataclasses.fields(warp)}
+    bias = fields.pop("bias")
+    rows = jax.tree.map(lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,)), fields)
+    if bias is not None:
+        bias = jnp.asarray(bias, jnp.float32)
+        bias = jnp.broadcast_to(bias, (batch, bias.shape[-1]))
+    return Warp(**rows, bias=bias)
+
+
+def seen_in_prompt(tokens: Array, lengths: Array, vocab_size: int) -> Seen:
+    """`Seen` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
+    inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    prompt = jnp.zeros((tokens.shape[0], vocab_size), bool).at[rows, tokens].max(inside)
+    return Seen(prompt, jnp.zeros(prompt.shape, jnp.int32))
+
+
+def add_seen(seen: Seen, tokens: Array, keep: Array) -> Seen:
+    """`seen` after ``tokens[B, S]`` were generated, those where ``keep[B, S]``."""
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    return Seen(seen.prompt, seen.counts.at[rows, tokens].add(keep.astype(jnp.int32)))
+
+
+def token_probs(logits: Array, warp: Warp, seen: Seen | None, drafted: Array | None = None) -> Array:
+    """The law each position is sampled from.
+
+    Args:
+        logits: ``[B, S, V]``, any float dtype.
+        warp: the transforms, one set a row.
+        seen: what penalties look at before the first position; needed only where ``warp.penalised``.
+        drafted: ``int32[B, S - 1]``, the tokens between the positions: position s has seen ``drafted[:, :s]`` as well.
+
+    Returns:
+        ``float32[B, S, V]``; rows sum to 1, or are all 0 where the logits are no law (NaN, +inf, or all -inf).
+    """
+    logits = logits.astype(jnp.float32)
+    if warp.bias is not None:
+        logits = logits + warp.bias[:, None, :]
+    if warp.penalised:
+        assert seen is not None, "penalties need the tokens they look at"
+        counts = _counts_by_position(seen.counts, drafted)
+        logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, seen.prompt, warp)
+    return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(warp, bias=None))
+
+
+def _counts_by_position(counts: Array, drafted: Array | None) -> Array:
+    """``int32[B, S, V]``: `counts` and, at position s, the first s drafted tokens."""
+    if drafted is None or drafted.shape[1] == 0:
+        return counts[:, None, :]
+    grown = jnp.cumsum(jax.nn.one_hot(drafted, counts.shape[-1], dtype=counts.dtype), axis=1)
+    return counts[:, None, :] + jnp.pad(grown, ((0, 0), (1, 0), (0, 0)))
+
+
+def _penalise(logits: Array, counts: Array, prompt: Array, warp: Warp) -> Array:
+    """Penalties for one position of one row, unbatched: ``[V]`` to ``[V]``."""
+    if warp.repetition is not None:
+        penalised = jnp.where(logits < 0, logits * warp.repetition, logits / warp.repetition)
+        logits = jnp.where(prompt | (counts > 0), penalised, logits)
+    if warp.frequency is not None:
+        logits = logits - warp.frequency * counts
+    if warp.presence is not None:
+        logits = logits - warp.presence * (counts > 0)
+    return logits
+
+
+def _law(logits: Array, warp: Warp) -> Array:
+    """Temperature and filters for one position of one row, unbatched: logits ``[V]`` to probabilities ``[V]``."""
+    largest = jnp.max(logits)
+    greedy = jax.nn.one_hot(jnp.argmax(logits), logits.size, dtype=logits.dtype)
+    # The maximum is taken off first, so that a tiny temperature cannot overflow.
+    scaled = (logits - largest) / jnp.where(warp.temperature > 0, warp.temperature, 1)
+    if warp.top_k is not None:
+        scaled = jnp.where(scaled >= _kth_largest(scaled, warp.top_k), scaled, -jnp.inf)
+    probs = jax.nn.softmax(scaled)
+    keep = jnp.ones(probs.shape, bool)
+    if warp.tail_mass is not None:
+        keep &= _nucleus(probs, warp.tail_mass)
+    if warp.min_p is not None:
+        keep &= probs >= warp.min_p * jnp.max(probs)
+    probs = jnp.where(keep, probs, 0)
+    probs = jnp.where(warp.temperature > 0, probs / probs.sum(), greedy)
+    return jnp.where(jnp.isfinite(largest), probs, 0)
+
+
+def _kth_largest(values: Array, k: Array) -> Array:
+    """The k-th largest of ``values[V]``; -inf where k is 0 or above V."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    # Flip negative floats entirely and positive ones in the sign, so that unsigned order is float order.
+    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    threshold = _largest_where(lambda candidate: jnp.sum(order >= candidate) >= k)
+    kth = jnp.min(jnp.where(order >= threshold, values, jnp.inf))
+    return jnp.where((k > 0) & (k <= values.size), kth, -jnp.inf)
+
+
+def _nucleus(probs: Array, tail_mass: Array) -> Array:
+    """The tokens top-p keeps: those left when the least likely ones, ties by index, up to `tail_mass` are dropped."""
+    bits = lax.bitcast_convert_type(probs, jnp.uint32)  # ordered as the floats are, for none is negative
+    below = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
+    threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass)
+    tied = bits == threshold
+    dropped_with_ties = below(threshold) + jnp.cumsum(jnp.where(tied, probs, 0))
+    keep = (bits > threshold) | (tied & (dropped_with_ties > tail_mass))
+    last_largest = probs.size - 1 - jnp.argmax(probs[::-1])
+    return keep | (~jnp.any(keep) & (jnp.arange(probs.size) == last_largest))
+
+
+def _largest_where(holds: Any) -> Array:
+    """The largest uint32 for which `holds` is true, for a test that is true up to some number and false after."""
+
+    def try_bit(i: Array, found: Array) -> Array:
+        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return lax.fori_loop(0, 32, try_bit, jnp.uint32(0))

@@ -1,0 +1,95 @@
+"""The nouns every file shares, and the alphabet of their shapes.
+
+B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens fed in one forward
+pass, T cache slots, V vocabulary, E hidden size, H query heads, G key/value heads, D head size.
+
+In formulas p is the target's law and q the draft's, as in Leviathan et al. 2023; in code they are ``target_probs``
+and ``draft_probs``. Both are the laws *after* every sampling transform, in float32.
+"""
+
+import dataclasses
+from typing import TypeVar, dataclass_transform
+
+import jax
+from jax import Array
+
+T = TypeVar("T", bound=type)
+
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: T) -> T:
+    """Make `cls` a frozen dataclass and a JAX pytree whose fields are all children."""
+    frozen = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(frozen)]
+    return jax.tree_util.register_dataclass(frozen, data_fields=names, meta_fields=[])
+
+
+@pytree
+class Draft:
+    """Guessed tokens, each beside the law it was drawn from. The pairing is what makes a rule exact.
+
+    Attributes:
+        tokens: ``int32[B, K]``.
+        probs: ``float32[B, K, V]``; ``tokens[:, k]`` was drawn from ``probs[:, k]``. A copied token has a one-hot law.
+            An all-zero row says "no guess": it is never accepted.
+    """
+
+    tokens: Array
+    probs: Array
+
+
+@pytree
+class Verdict:
+    """What an acceptance rule says of one round.
+
+    Attributes:
+        num_accepted: ``int32[B]`` in 0..K, the length of the accepted prefix of the draft.
+        next_token: ``int32[B]``, the token that follows it: a correction, or a bonus when all K were accepted.
+    """
+
+    num_accepted: Array
+    next_token: Array
+
+
+@pytree
+class Stats:
+    """What happened, per request; counted over tokens that were committed.
+
+    Attributes:
+        rounds: ``int32[B]``, passes of the target after the prompt.
+        drafted: ``int32[B]``, draft tokens that could still be committed when they were offered (those behind a
+            committed end of text or behind the request's limit are not counted).
+        accepted: ``int32[B]``, draft tokens committed.
+        accepted_at: ``int32[B, K]``, rounds in which draft k was committed.
+        invalid: ``bool[B]``, the target's logits were NaN, +inf or all -inf; the row stopped there.
+    """
+
+    rounds: Array
+    drafted: Array
+    accepted: Array
+    accepted_at: Array
+    invalid: Array
+
+
+# Where a committed token came from: the values of `Output.origins`.
+PADDING, ACCEPTED, CORRECTED, BONUS = 0, 1, 2, 3
+
+
+@pytree
+class Output:
+    """What `generate` and `speculative_generate` return.
+
+    Attributes:
+        tokens: ``int32[B, N]``, the new tokens, ``pad_id`` after the end.
+        lengths: ``int32[B]``, how many of them there are (the end-of-text token counts).
+        logprobs: ``float32[B, N]``, natural log of the target's probability of each token under the law it was
+            sampled from (after temperature, top-k, ...); 0 after the end.
+        origins: ``int8[B, N]``, 0 padding, 1 accepted draft, 2 correction, 3 bonus (every token of plain decoding).
+        stats: counts, see `Stats`.
+    """
+
+    tokens: Array
+    lengths: Array
+    logprobs: Array
+    origins: Array
+    stats: Stats

@@ -1,0 +1,57 @@
+"""Checkpoints to models: what `convert` reads, placed into a `Llama`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from convert.config import LlamaConfig
+from convert.loading import stream
+from jspec.llama import Llama
+
+PAIR = Path(__file__).parent / "pair_data"
+
+
+def load(source: str | Path, dtype: Any = None) -> Llama:
+    """A model from a checkpoint.
+
+    Args:
+        source: a Hugging Face directory (config.json and safetensors), a Hugging Face hub id such as
+            "meta-llama/Llama-3.2-1B", or a directory written by ``python -m convert``.
+        dtype: of weights, activations and cache; float32 on CPU and bfloat16 on GPU and TPU unless given.
+
+    Returns:
+        The model, its weights on the default device.
+
+    Raises:
+        convert.CheckpointError: the source is no Llama checkpoint, or a damaged one; says what was found and expected.
+    """
+    dtype = jnp.dtype(dtype or default_dtype())
+    config, _, arrays = stream(source, dtype, None)
+    return from_arrays(config, arrays, dtype)
+
+
+def default_dtype() -> Any:
+    """float32 on CPU, where bfloat16 products are slower; bfloat16 on GPU and TPU."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def from_arrays(config: LlamaConfig, arrays: Iterable[tuple[str, Any]], dtype: Any) -> Llama:
+    """A `Llama` of `config` from (name, array) pairs named as in `convert.keymap`, moved to the device one by one."""
+    model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    for name, array in arrays:
+        leaves.pop(name).set_value(jnp.asarray(array, dtype))
+    if leaves:
+        raise ValueError(f"arrays lacks {sorted(leaves)[0]}; expected every name of convert.shapes(config).")
+    return model
+
+
+def demo_pair(dtype: Any = None) -> tuple[Llama, Llama, Any]:
+    """The bundled pair: ``(target, draft, tokenizer)``, small models of Python source code. Works offline."""
+    from transformers import AutoTokenizer
+
+    return load(PAIR / "target", dtype), load(PAIR / "draft", dtype), AutoTokenizer.from_pretrained(PAIR / "target")
