@@ -1,0 +1,120 @@
+"""Tiny models whose laws are known: a Markov table that stands in for a Llama, and random Llamas of 8 tokens."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig, RopeConfig
+from jspec.accept import RULES
+from jspec.generate import _decode, _start
+from jspec.llama import Llama
+from jspec.round import Request, play_round
+from jspec.sampling import Warp, draft_warp, spread, warp
+
+SPREAD_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                 "frequency_penalty", "draft_temperature")  # fmt: skip
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class MarkovModel:
+    """A language model whose next logits depend on the last token alone: ``table[last]``, float32[V, V]."""
+
+    table: Array
+
+    @property
+    def config(self):
+        return types.SimpleNamespace(vocab_size=self.table.shape[-1], max_position_embeddings=1 << 20)
+
+    def new_cache(self, batch, slots):
+        return ()
+
+    def forward(self, tokens, cache, start):
+        return self.table[tokens], cache
+
+    def logits(self, hidden):
+        return hidden
+
+
+def markov_pair(seed, vocab_size=8, scale=1.2):
+    """Target and draft tables, independent of each other and far from uniform."""
+    tables = scale * np.random.default_rng(seed).normal(size=(2, vocab_size, vocab_size))
+    return tuple(MarkovModel(jnp.asarray(table, jnp.float32)) for table in tables)
+
+
+def llama_config(num_layers, vocab_size=8):
+    """A Llama of `vocab_size` tokens, hidden size 16, two query heads on one key/value head."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig(),
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+def tiny_llama(seed, num_layers=2, related_to=None, closeness=0.9):
+    """A random Llama with laws far from uniform, in which context and position matter.
+
+    Args:
+        related_to: a Llama with at least as many layers, whose weights are mixed in with weight `closeness`.
+    """
+    model = nnx.eval_shape(lambda: Llama(llama_config(num_layers), rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(seed)
+    known = {} if related_to is None else dict(nnx.to_flat_state(nnx.state(related_to)))
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        values = np.ones(leaf.shape) if len(leaf.shape) == 1 else rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.5
+        if path[0] == "lm_head":
+            values *= 1.3
+        if path in known:
+            values = closeness * np.asarray(known[path][...]) + (1 - closeness**2) ** 0.5 * values
+        leaf.set_value(jnp.asarray(values, jnp.float32))
+    return model
+
+
+def warps(params, batch):
+    """Target's and draft's transforms with one entry a row, nothing left out: one program for all settings."""
+    return spread(warp(params), batch), spread(draft_warp(params), batch)
+
+
+def request(keys, lengths, limit, target_warp: Warp, drafter_warp: Warp, eos_ids=(-1,)):
+    """A `Request` as `_decode` makes it."""
+    batch = keys.shape[0]
+    eos = jnp.broadcast_to(jnp.asarray(eos_ids, jnp.int32), (batch, len(eos_ids)))
+    return Request(keys, lengths, jnp.full(batch, limit), eos, target_warp, drafter_warp)
+
+
+def first_round(target, drafter, tokens, lengths, keys, warps, num_draft_tokens):
+    """The shipped start and one shipped round: ``(State, Record)``, with no limit or end of text in the way."""
+    width = num_draft_tokens + 1
+    asked = request(keys, lengths, width + 1, *warps)
+    state, record = _start(target, drafter, asked, tokens, width + 1, num_draft_tokens)
+    return play_round(target, drafter, RULES["rejection"], num_draft_tokens, asked, state, record)
+
+
+def decode(target, drafter, tokens, lengths, keys, warps, *, max_new_tokens, num_draft_tokens, eos_ids=(-1,)):
+    """The shipped program, compiled anew at every call, so that a patched function is never hidden by a cache."""
+    eos_ids = jnp.asarray(eos_ids, jnp.int32)
+
+    def program(target, drafter, tokens, lengths, keys, warps):
+        return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *warps, 0, eos_ids, 0,
+                                   max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens,
+                                   rule=RULES["rejection"])  # fmt: skip
+
+    return jax.jit(program)(target, drafter, tokens, lengths, keys, warps)
