@@ -1,14 +1,12 @@
 """Lossless speculative decoding of Llama-family models in JAX: one jitted call, exactly the target's law."""
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jspec import theory
     from jspec.drafters import ModelDrafter
-    from jspec.generate import generate, speculative_generate
+    from jspec.decode import generate, speculative_generate
     from jspec.llama import Llama
     from jspec.sampling import SamplingParams
     from jspec.types import Output, Stats
@@ -38,7 +36,8 @@ _HOMES = {
     "Stats": "jspec.types",
     "demo_pair": "jspec.weights",
     "load": "jspec.weights",
-    "speculative_generate": "jspec.generate",
+    "generate": "jspec.decode",
+    "speculative_generate": "jspec.decode",
 }
 
 
@@ -53,17 +52,3 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
-
-class _Package(types.ModuleType):
-    """`jspec.generate` is the function, although importing its file would leave the module there."""
-
-    @property
-    def generate(self) -> Any:
-        return importlib.import_module("jspec.generate").generate
-
-    @generate.setter
-    def generate(self, module: types.ModuleType) -> None:
-        """The import system offers the module; it stays in `sys.modules`."""
-
-
-sys.modules[__name__].__class__ = _Package

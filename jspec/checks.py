@@ -8,6 +8,7 @@ import reprlib
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

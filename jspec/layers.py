@@ -120,8 +120,11 @@ class Attention(nnx.Module):
         batch, steps, _ = x.shape
         qkv = self.qkv_proj(x).reshape(batch, steps, heads + 2 * groups, size).swapaxes(1, 2)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=1)
-        keys = write(keys, rotate(k, tables), positions[:, 0])
-        values = write(values, v, positions[:, 0])
+        # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
+        # is stored in its key, where the mask takes it away.
+        finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
+        keys = write(keys, jnp.where(finite, rotate(k, tables), jnp.nan), positions[:, 0])
+        values = write(values, jnp.where(finite, v, 0), positions[:, 0])
         mixed = _attend(rotate(q, tables), keys, values, positions)
         return self.o_proj(mixed.swapaxes(1, 2).reshape(batch, steps, heads * size)), keys, values
 
@@ -134,8 +137,6 @@ def _attend(q: Array, keys: Array, values: Array, positions: Array) -> Array:
     q = q.reshape(batch, groups, heads // groups, steps, size)
     scores = _einsum("bgrsd,bgtd->bgrst", q, keys, jnp.float32) / math.sqrt(size)
     weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    # A slot that no query sees has weight 0, but 0 * NaN is NaN: what a rejected token left must not leak.
-    values = jnp.where(jnp.arange(slots)[:, None] <= positions[:, -1, None, None, None], values, 0)
     mixed = _einsum("bgrst,bgtd->bgrsd", weights.astype(q.dtype), values)
     return mixed.reshape(batch, heads, steps, size)
 

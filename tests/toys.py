@@ -12,7 +12,7 @@ from jax import Array
 
 from convert.config import LlamaConfig, RopeConfig
 from jspec.accept import RULES
-from jspec.generate import _decode, _start
+from jspec.decode import _decode, _start
 from jspec.llama import Llama
 from jspec.round import Request, play_round
 from jspec.sampling import Warp, draft_warp, spread, warp

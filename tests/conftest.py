@@ -1,0 +1,126 @@
+"""Shared by all tests: toy models, ragged prompts, and the figures that tests report."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import convert
+from jspec import Llama
+from jspec.weights import from_arrays
+
+TOY = convert.LlamaConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    rope=convert.RopeConfig(),
+    bos_token_id=None,
+    eos_token_ids=(),
+)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List the figures that the tests which ran have reported."""
+    lines = [
+        f"{result.nodeid.split('::')[-1]}: {text}"
+        for outcome in ("passed", "failed")
+        for result in terminalreporter.stats.get(outcome, [])
+        for name, text in getattr(result, "user_properties", [])
+        if name == "figures" and result.when == "call"
+    ]
+    if lines:
+        terminalreporter.section("figures")
+        terminalreporter.write("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def report(request):
+    """``report(tokens=25600, differing=0)``: figures of this test, listed after the run."""
+
+    def add(**figures):
+        text = ", ".join(f"{name}={value}" for name, value in figures.items())
+        request.node.user_properties.append(("figures", text))
+        print(text)
+
+    return add
+
+
+@pytest.fixture
+def quick_compile():
+    """Let XLA skip its slow optimisations; for tests of logic, where models are tiny and compiling is the cost."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def compilations():
+    """``compilations()``: how many programs XLA has compiled since the test began."""
+    events = []
+
+    def listen(name, *_, **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: len(events)
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _arrays(config: convert.LlamaConfig, seed: int) -> dict[str, np.ndarray]:
+    """Random weights under which every layer matters and the laws are as peaked as those of a trained model."""
+    rng = np.random.default_rng(seed)
+
+    def draw(name, shape):
+        if name.endswith("norm.weight"):
+            return rng.uniform(0.7, 1.3, shape)
+        scale = {"lm_head.weight": 3.0, "embed_tokens.weight": 6.0}.get(name, 1.5)
+        return rng.normal(size=shape) * scale / np.sqrt(config.hidden_size)
+
+    return {name: draw(name, shape).astype(np.float32) for name, shape in convert.shapes(config).items()}
+
+
+@pytest.fixture(scope="session")
+def toy():
+    """``toy(seed, distance=0, **changes) -> Llama``: a toy model of `TOY` with `changes` to its config.
+
+    With ``distance`` above 0 its weights are those of the same seed pushed that far (1: as far as an unrelated
+    model's), which makes a draft that often agrees with ``toy(seed)``.
+    """
+
+    def make(seed: int, distance: float = 0.0, **changes) -> Llama:
+        config = dataclasses.replace(TOY, **changes)
+        near, far = _arrays(config, seed), _arrays(config, seed + 1000)
+        mixed = ((name, near[name] + distance * (far[name] - near[name])) for name in near)
+        return from_arrays(config, mixed, np.float32)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """``prompts(lengths, seed=0, width=None, vocab_size=61)``: random ragged prompts ``(tokens, lengths, keys)``.
+
+    What lies behind a prompt's end is garbage, ids far outside the vocabulary included.
+    """
+
+    def make(lengths, seed=0, width=None, vocab_size=TOY.vocab_size):
+        rng = np.random.default_rng(seed)
+        lengths = np.asarray(lengths, np.int32)
+        shape = (lengths.size, width or lengths.max())
+        tokens = rng.integers(0, vocab_size, shape)
+        garbage = rng.integers(-(10**6), 10**6, shape)
+        tokens = np.where(np.arange(shape[1]) < lengths[:, None], tokens, garbage).astype(np.int32)
+        return tokens, lengths, jax.random.split(jax.random.key(seed), lengths.size)
+
+    return make

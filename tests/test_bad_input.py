@@ -1,0 +1,210 @@
+"""What cannot be right is answered with one clear sentence, before anything is compiled or run."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+
+B, P, V = 3, 5, 61
+KEYS = jax.random.split(jax.random.key(0), B)
+TOKENS = np.arange(B * P, dtype=np.int32).reshape(B, P)
+GOOD = {
+    "tokens": TOKENS,
+    "lengths": np.array([5, 2, 1], np.int32),
+    "keys": KEYS,
+    "max_new_tokens": 8,
+    "num_draft_tokens": 2,
+}
+
+
+def _with(array, at, value):
+    array = np.array(array)
+    array[at] = value
+    return array
+
+
+# Argument, bad values, what the message must say.
+CASES = [
+    # prompts
+    ("tokens", [np.zeros((0, 5), int), np.zeros((3, 0), int), [], [[], [], []]], "there is nothing to continue"),
+    ("tokens", [np.zeros(5, int), [1, 2, 3], 7], r"integers of shape \[B, P\]"),
+    ("tokens", [np.zeros((3, 5), np.float32), [[1.5]], np.ones((3, 5), bool)], r"integers of shape \[B, P\]"),
+    ("tokens", [["def f(x):"], "text", None], r"integers of shape \[B, P\]"),
+    ("tokens", [[[1, 2, 3], [4]]], "rows of different lengths; pad them on the right"),
+    ("tokens", [_with(TOKENS, (0, 4), V), _with(TOKENS, (0, 4), 10**6)], r"tokens\[0, 4\] is \d+, outside"),
+    ("tokens", [_with(TOKENS, (1, 1), -1)], r"tokens\[1, 1\] is -1, outside the vocabulary of 61 tokens"),
+    ("tokens", [TOKENS[:2]], r"lengths must be integers of shape \[2\]"),
+    ("lengths", [_with(GOOD["lengths"], 1, 0), [5, 0, 1]], r"lengths\[1\] is 0, but a prompt has 1 to 5 tokens"),
+    ("lengths", [_with(GOOD["lengths"], 2, -4)], r"lengths\[2\] is -4, but a prompt has 1 to 5 tokens"),
+    ("lengths", [_with(GOOD["lengths"], 0, 6)], r"lengths\[0\] is 6, but a prompt has 1 to 5 tokens"),
+    ("lengths", [np.array([5, 2]), np.array([[5], [2], [1]]), 5, None, []], r"lengths must be integers of shape \[3\]"),
+    ("lengths", [np.array([5.0, 2.0, 1.0]), np.array([True] * 3)], r"lengths must be integers of shape \[3\]"),
+    # keys
+    ("keys", [jax.random.PRNGKey(0), jax.random.key_data(KEYS), np.zeros((3, 2), np.uint32)], "be typed PRNG keys"),
+    ("keys", [0, [0, 1, 2], None, np.arange(3), list(KEYS)], "must be typed PRNG keys"),
+    ("keys", [KEYS[:2], KEYS[0], KEYS[None], jax.random.split(KEYS[0], (3, 2))], r"expected \(3,\), one key for each"),
+    ("keys", [jax.random.split(jax.random.key(0, impl="rbg"), B)], "every row of a batch the same numbers"),
+    # numbers that fix shapes
+    ("max_new_tokens", [0, -3, 2.0, "8", None, True, np.float32(4), np.arange(2)], "Python int of at least 1"),
+    ("num_draft_tokens", [0, -1, 1.5, "4", None, True, jnp.arange(2)], "Python int of at least 1"),
+    ("max_new_tokens", [252, 10**9], r"positions, but the target model has 256; shorten one"),
+    # models
+    ("target", [None, "model", {}], "pass a model, as jspec.load"),
+    ("draft", [None, "model", lambda *_: None], "pass a jspec.Llama or a drafter"),
+    # sampling
+    ("sampling", [None, {"temperature": 1.0}, 0.7], "must be a jspec.SamplingParams, not a"),
+    ("temperature", [-1.0, -1e-9, np.nan, np.inf, _with(np.ones(3), 1, -0.5)], "temperature must be at least 0"),
+    ("draft_temperature", [-1.0, np.nan, np.inf], "draft_temperature must be at least 0 and finite, or None"),
+    ("top_k", [-1, 2.5, np.nan, np.array([1, 2, -3])], "top_k must be a whole number, 0"),
+    ("top_p", [0, 0.0, -0.1, 1.01, np.nan, 50, np.array([0.5, 1, 0])], "top_p must be above 0 and at most 1"),
+    ("min_p", [-0.1, 1.5, np.nan], "min_p must be between 0"),
+    ("repetition_penalty", [0, -1.0, np.nan, np.inf], "repetition_penalty must be above 0 and finite"),
+    ("presence_penalty", [np.nan, np.inf], "presence_penalty must be a finite number"),
+    ("frequency_penalty", [np.nan, -np.inf], "frequency_penalty must be a finite number"),
+    ("max_tokens", [-1, 1.5, np.array([1, 2, -1])], "max_tokens must be a whole number, 0"),
+    *[
+        (name, [np.ones(2), np.ones((3, 1)), [1, 1, 1], "1", True, object()], rf"{name} must be a number, or .*\[3\]")
+        for name in ("temperature", "draft_temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                     "presence_penalty", "frequency_penalty", "max_tokens")
+    ],
+    ("temperature", [None], "temperature must be a number"),
+    ("logit_bias", [np.zeros(V - 1), np.zeros((2, V)), 0.5, {3: -1.0}], r"must have shape \[61\] or \[3, 61\]"),
+    ("logit_bias", [np.full(V, np.nan), _with(np.zeros((3, V)), (1, 2), np.inf)], "finite, or -inf to forbid"),
+    ("logit_bias", [np.full(V, -np.inf), _with(np.zeros((3, V)), 1, -np.inf)], "leave at least one possible"),
+    # the rest
+    ("accept", ["typical", "", None, ["rejection"]], r"is not an acceptance rule; choose one of \["),
+    ("eos_ids", [[V], (-1,), [3, 10**6], _with(np.zeros((3, 2), int), (0, 0), -2)], "outside the vocabulary"),
+    ("eos_ids", [2, None, np.zeros((2, 1), int), np.zeros((3, 1, 1), int)], "eos_ids must be a sequence of token ids"),
+    ("eos_ids", [[2.0], [True], ["</s>"]], "eos_ids must be integers"),
+    ("eos_ids", [[[1, 2], [3], []]], "rows of different lengths"),
+    ("pad_id", [None, 1.5, "0", [0], True, 2**40], "pad_id must be one int32"),
+]
+SAMPLING = set(jspec.SamplingParams.__dataclass_fields__)
+FLAT = [(name, value, message) for name, values, message in CASES for value in values]
+
+
+@pytest.fixture(scope="module")
+def models(toy):
+    return {"target": toy(0), "draft": toy(1)}
+
+
+@pytest.fixture
+def no_device_work(monkeypatch, compilations):
+    """Fail if anything reaches the compiled program."""
+
+    def refuse(*_, **__):
+        raise AssertionError("bad input reached the device")
+
+    monkeypatch.setattr(sys.modules["jspec.decode"], "_decode", refuse)
+    yield
+    assert compilations() == 0
+
+
+def _call(function, **arguments):
+    chosen = {name: arguments.pop(name) for name in SAMPLING & arguments.keys()}
+    if chosen:
+        arguments["sampling"] = jspec.SamplingParams(**chosen)
+    return function(**arguments)
+
+
+def _is_one_sentence(error):
+    text = str(error)
+    return text.endswith((".", "?")) and ". " not in text and "\n" not in text and 20 < len(text) < 300
+
+
+@pytest.mark.parametrize(("name", "value", "message"), FLAT, ids=[f"{i}-{name}" for i, (name, *_) in enumerate(FLAT)])
+def test_bad_input_is_refused_in_one_sentence(models, no_device_work, name, value, message):
+    arguments = {**models, **GOOD, name: value}
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        _call(jspec.speculative_generate, **arguments)
+    assert _is_one_sentence(caught.value), str(caught.value)
+    if name in ("draft", "num_draft_tokens", "accept"):
+        return
+    for only_speculative in ("draft", "num_draft_tokens"):
+        arguments.pop(only_speculative)
+    with pytest.raises(type(caught.value)) as plain:
+        _call(jspec.generate, **arguments)
+    assert str(plain.value) == str(caught.value)
+
+
+def test_how_many_were_tried(report):
+    report(bad_values=len(FLAT), arguments=len({name for name, *_ in FLAT}))
+    assert len(FLAT) >= 120
+
+
+def test_vocabularies_must_match(models, toy, no_device_work):
+    draft = toy(1, vocab_size=60)
+    with pytest.raises(ValueError, match="draft's vocabulary has 60 tokens and the target's 61; use a draft") as caught:
+        jspec.speculative_generate(**{**models, "draft": draft}, **GOOD)
+    assert _is_one_sentence(caught.value)
+
+
+def test_a_draft_with_too_short_a_context_is_refused(models, toy, no_device_work):
+    draft = toy(1, max_position_embeddings=12)
+    with pytest.raises(ValueError, match="13 positions, but the draft model has 12") as caught:
+        jspec.speculative_generate(**{**models, "draft": draft}, **GOOD)
+    assert _is_one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("function", [jspec.generate, jspec.speculative_generate])
+def test_misspelt_options_are_refused(models, no_device_work, function):
+    arguments = {**models, **GOOD}
+    if function is jspec.generate:
+        del arguments["draft"], arguments["num_draft_tokens"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        function(**arguments, temperature=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'topk'"):
+        jspec.SamplingParams(topk=3)
+
+
+def test_lists_are_as_good_as_arrays(models, quick_compile):
+    """And NumPy integers as Python's; a refused call leaves nothing behind."""
+    with pytest.raises(ValueError, match="lengths"):
+        jspec.speculative_generate(**models, **{**GOOD, "lengths": [5, 0, 1]}, eos_ids=np.array([3]))
+    expected = jspec.speculative_generate(**models, **GOOD, eos_ids=np.array([3]))
+    lists = {"tokens": GOOD["tokens"].tolist(), "lengths": GOOD["lengths"].tolist(), "eos_ids": [3]}
+    out = jspec.speculative_generate(**models, **{**GOOD, **lists, "max_new_tokens": np.int64(8)})
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+
+
+def test_while_traced_shapes_are_still_checked(models):
+    def traced(**changes):
+        arguments = {**GOOD, **changes}
+        arrays = {name: arguments.pop(name) for name in ("tokens", "lengths", "keys")}
+        jax.eval_shape(lambda arrays: jspec.speculative_generate(**models, **arrays, **arguments), arrays)
+
+    traced()
+    for changes, message in (
+        ({"tokens": np.zeros((3, 5), np.float32)}, r"integers of shape \[B, P\]"),
+        ({"lengths": np.ones(4, np.int32)}, r"lengths must be integers of shape \[3\]"),
+        ({"keys": KEYS[:2]}, r"expected \(3,\)"),
+        ({"keys": np.zeros((3, 2), np.uint32)}, "typed PRNG keys"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            traced(**changes)
+
+
+def test_a_row_whose_target_has_no_law_says_so_and_stops_alone(models, prompts, quick_compile):
+    """NaN or all -inf logits can only be met inside the program: no token, `invalid`, and no harm to the other rows."""
+
+    def decode(models, batch, bias):
+        return jspec.speculative_generate(**models, **dict(zip(("tokens", "lengths", "keys"), batch, strict=True)),
+                                          max_new_tokens=8, num_draft_tokens=2, pad_id=7,
+                                          sampling=jspec.SamplingParams(logit_bias=bias))  # fmt: skip
+
+    decode, batch, bias = jax.jit(decode), prompts([4, 2, 3]), np.zeros((B, V), np.float32)
+    healthy = decode(models, batch, bias)
+    for sick in (np.nan, np.inf, -np.inf):
+        out = decode(models, batch, _with(bias, 1, sick))
+        np.testing.assert_array_equal(out.stats.invalid, [False, True, False])
+        np.testing.assert_array_equal(out.lengths, [8, 0, 8])
+        assert (out.tokens[1] == 7).all()
+        np.testing.assert_array_equal(out.tokens[::2], healthy.tokens[::2])
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, models["target"])
+    out = decode({**models, "target": broken}, batch, bias)
+    assert out.stats.invalid.all()
+    assert (out.lengths == 0).all()

@@ -1,0 +1,153 @@
+"""What XLA makes of a generation: compiled once, usable inside other programs, no copy of the cache in the loop."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.accept import RULES
+from jspec.decode import _decode, _traced
+
+SIZE, NEW, K = 3, 12, 2
+
+
+@pytest.fixture(scope="module")
+def models(toy):
+    return toy(0), toy(0, distance=0.1)
+
+
+def _settings(rng, size):
+    """Random settings of one kind: which fields are given never changes, only what they hold."""
+    return jspec.SamplingParams(
+        temperature=rng.choice([0.0, 0.5, 1.0, 2.0], size),
+        top_k=rng.integers(0, 61, size),
+        top_p=rng.uniform(0.1, 1, size),
+        min_p=float(rng.uniform(0.01, 0.2)),
+        repetition_penalty=float(rng.uniform(1.01, 1.5)),
+        max_tokens=rng.integers(0, NEW, size),
+    )
+
+
+def test_one_compilation_serves_all_calls_of_a_shape(models, prompts, quick_compile, compilations, report):
+    rng = np.random.default_rng(0)
+    batches = [prompts(rng.integers(1, 7, SIZE), seed=seed, width=6) for seed in range(101)]
+    texts = set()
+
+    def call(i):
+        out = jspec.speculative_generate(*models, *batches[i], max_new_tokens=NEW, num_draft_tokens=K,
+                                         sampling=_settings(rng, SIZE), eos_ids=rng.integers(0, 61, 2),
+                                         pad_id=int(rng.integers(61)))  # fmt: skip
+        texts.add(np.asarray(out.tokens).tobytes())
+
+    call(0)
+    before, programs = compilations(), _decode._cache_size()
+    assert before > 0  # the listener hears something
+    for i in range(1, 101):
+        call(i)
+    report(calls=100, distinct_outputs=len(texts), compilations=compilations() - before)
+    assert len(texts) == 101
+    assert compilations() == before
+    assert _decode._cache_size() == programs
+
+
+@pytest.fixture
+def outside(models, prompts, quick_compile):
+    """Two batches and their texts, from calls that stand alone."""
+    batches = [prompts([4, 1, 6], seed=seed) for seed in (1, 2)]
+    outs = [jspec.speculative_generate(*models, *b, max_new_tokens=NEW, num_draft_tokens=K) for b in batches]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    return stacked, np.stack([out.tokens for out in outs])
+
+
+def _call(models, batch, **options):
+    return jspec.speculative_generate(*models, *batch, max_new_tokens=NEW, num_draft_tokens=K, **options)
+
+
+def test_inside_jit(models, outside):
+    batches, expected = outside
+    batch = jax.tree.map(lambda leaf: leaf[0], batches)
+    np.testing.assert_array_equal(jax.jit(_call)(models, batch).tokens, expected[0])
+
+
+def test_settings_and_ends_may_be_traced_too(models, outside):
+    batch = jax.tree.map(lambda leaf: leaf[1], outside[0])
+    sampling = jspec.SamplingParams(temperature=jnp.array([0.0, 0.5, 1.0]), top_k=jnp.array([0, 9, 3]))
+    options = {"sampling": sampling, "eos_ids": jnp.array([3, 4]), "pad_id": jnp.array(7)}
+    inside = jax.jit(lambda models, batch, options: _call(models, batch, **options))(models, batch, options)
+    np.testing.assert_array_equal(inside.tokens, _call(models, batch, **options).tokens)
+
+
+def test_inside_scan(models, outside):
+    batches, expected = outside
+    tokens = jax.jit(lambda: jax.lax.scan(lambda _, batch: (None, _call(models, batch).tokens), None, batches)[1])()
+    np.testing.assert_array_equal(tokens, expected)
+
+
+def test_inside_vmap(models, outside):
+    batches, expected = outside
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda batch: _call(models, batch).tokens))(batches), expected)
+
+
+def _computations(hlo):
+    """Name -> instruction lines, of every computation in the text of an HLO module."""
+    found, name = {}, None
+    for line in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?\{?.*\{$", line):
+            name = header[1]
+            found[name] = []
+        elif name and " = " in line:
+            found[name].append(line.strip())
+    return found
+
+
+def _reached(computations, root):
+    """All instructions of `root` and of what it calls."""
+    lines, waiting, seen = [], [root], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        lines += computations[name]
+        for line in computations[name]:
+            waiting += [called for called in re.findall(r"%([\w.\-]+)", line) if called in computations]
+    return lines
+
+
+def _shape_and_op(line):
+    """``f32[2,3] copy`` of ``%x = f32[2,3]{1,0} copy(...)``; tuples give their op alone."""
+    match = re.match(r"(?:ROOT )?%?[\w.\-]+ = (?:(\w+\[[\d,]*\])\S*|\(.*?\)) ([\w\-]+)\(", line)
+    return (match[1], match[2]) if match else (None, None)
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, k, report):
+    """Batch 5, 2 heads, odd widths: no other array has the size of a cache."""
+    target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
+    batch, new = prompts([7, 3, 1, 2, 5]), 31
+    drafter = jspec.ModelDrafter(draft) if k else None
+    program = _decode.lower(target, drafter, *batch, *_traced(jspec.SamplingParams(), (5,), 0), max_new_tokens=new,
+                            num_draft_tokens=k, rule=RULES["rejection"]).compile().as_text()  # fmt: skip
+    slots = 7 + new + k + 1
+    sizes = {5 * heads * slots * 8 for heads in ((2, 4) if k else (2,))}
+    computations = _computations(program)
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", program, re.M)[1]
+    body = [line for line in computations[entry] if _shape_and_op(line)[1] == "while"]
+    assert len(body) == 1
+    lines = _reached(computations, re.search(r"body=%?([\w.\-]+)", body[0])[1])
+    shapes = [_shape_and_op(line) for line in lines]
+
+    def size(shape):
+        return math.prod(map(int, filter(None, shape.split("[")[1].rstrip("]").split(","))))
+
+    of_cache = [(shape, op) for shape, op in shapes if shape and size(shape) in sizes]
+    copies = [(shape, op) for shape, op in of_cache if op in ("copy", "copy-start", "transpose", "concatenate")]
+    host = [line for line in lines if re.search(r"\b(infeed|outfeed|send|recv)\(|callback|python", line)]
+    report(instructions=len(lines), cache_sized=len(of_cache), copies=len(copies), host_calls=len(host))
+    assert len(of_cache) > 4  # the parser sees the caches
+    assert not copies
+    assert not host

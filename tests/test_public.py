@@ -1,0 +1,109 @@
+"""The public names, the order of the files, and the sizes that keep them readable."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import convert
+import jspec
+
+ROOT = Path(jspec.__file__).parent
+# Each file imports only from those before it. Of `convert`, any part may be used by any file.
+ORDER = ["types", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "weights", "accept", "drafters",
+         "checks", "round", "decode", "text", "report", "cli"]  # fmt: skip
+FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
+
+
+def _name(path):
+    """The module's dotted name."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path):
+    """Dotted names of everything a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            whole_package = node.module in ("jspec", "convert")
+            yield from (f"{node.module}.{a.name}" for a in node.names) if whole_package else [node.module]
+
+
+def _room(dotted):
+    return dotted.split(".")[1]
+
+
+def test_the_public_names():
+    assert jspec.__all__ == [
+        "Llama",
+        "ModelDrafter",
+        "Output",
+        "SamplingParams",
+        "Stats",
+        "demo_pair",
+        "generate",
+        "load",
+        "speculative_generate",
+        "theory",
+    ]
+    for name in jspec.__all__:
+        assert inspect.getdoc(getattr(jspec, name)), f"jspec.{name} has no docstring"
+    assert {"acceptance_rate", "expected_tokens", "speedup", "optimal_k", "operations"} <= set(dir(jspec.theory))
+    assert {"CheckpointError", "LlamaConfig", "load", "read_config"} <= set(convert.__all__)
+
+
+def test_the_signatures_that_callers_rely_on():
+    def parameters(function):
+        return [(p.name, p.kind is p.KEYWORD_ONLY) for p in inspect.signature(function).parameters.values()]
+
+    batch = ["tokens", "lengths", "keys"]
+    last = ["sampling", "eos_ids", "pad_id"]
+    expected = [(n, False) for n in ["target", *batch]] + [(n, True) for n in ["max_new_tokens", *last]]
+    assert parameters(jspec.generate) == expected
+    options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id"]
+    expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
+    assert parameters(jspec.speculative_generate) == expected
+    assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype"]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT)], ids=_name)
+def test_files_import_only_from_those_above(path):
+    if _name(path) in ("jspec", "jspec.__main__"):
+        return
+    own = _room(_name(path))
+    assert own in ORDER, f"{path.name} has no place in the order"
+    for dotted in _imports(path):
+        if not dotted.startswith("jspec"):
+            continue
+        if dotted == "jspec" or _room(dotted) in {"__version__", *jspec.__all__} - set(ORDER):
+            assert own == "cli", f"{path.name} uses the public API, which stands on top of it"
+            continue
+        inside = own == "drafters" and _room(dotted) == "drafters"
+        assert ORDER.index(_room(dotted)) < ORDER.index(own) or inside, f"{path.name} imports {dotted}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_convert_is_the_ground_floor_and_torch_is_nowhere(path):
+    imported = {dotted.split(".")[0] for dotted in _imports(path)}
+    assert "torch" not in imported
+    if _name(path).startswith("convert"):
+        assert "jspec" not in imported
+
+
+def test_sizes(report):
+    files = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    functions = {
+        f"{path.name}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    longest_file, longest_function = max(files, key=files.get), max(functions, key=functions.get)
+    report(files=len(files), longest_file=f"{longest_file.name} {files[longest_file]}", functions=len(functions),
+           longest_function=f"{longest_function} {functions[longest_function]}")  # fmt: skip
+    assert files[longest_file] <= 350
+    assert functions[longest_function] <= 70
