@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jspec import theory
-    from jspec.drafters import ModelDrafter
     from jspec.decode import generate, speculative_generate
+    from jspec.drafters import ModelDrafter
     from jspec.llama import Llama
     from jspec.sampling import SamplingParams
     from jspec.types import Output, Stats
@@ -51,4 +51,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-

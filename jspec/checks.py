@@ -155,7 +155,7 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be a jspec.SamplingParams, not a {type(sampling).__name__}.")
     for name, (allowed, test) in RANGES.items():
-        value = getattr(sampling, name)
+        value: Any = getattr(sampling, name)
         if value is None and name == "draft_temperature":
             continue
         if not _is_number(value) or np.shape(value) not in ((), (batch,)):

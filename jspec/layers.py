@@ -14,7 +14,7 @@ from jspec.cache import visible, write
 
 
 def _einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
-    """`jnp.einsum` with a result in `dtype`; float32 means float32 on every backend (GPUs and TPUs round by default)."""
+    """`jnp.einsum` giving `dtype`; float32 means float32 on every backend, though GPUs and TPUs round by default."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
 

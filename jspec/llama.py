@@ -54,7 +54,7 @@ class Llama(nnx.Module):
         return empty_cache(config.num_hidden_layers, shape, self.embed_tokens.weight.dtype)
 
     def forward(self, tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]:
-        """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows, and store their keys and values.
+        """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows; store their keys and values.
 
         Args:
             tokens: ``int32[B, S]``.

@@ -180,9 +180,7 @@ def operations(alpha: ArrayLike, k: ArrayLike, c_hat: ArrayLike) -> Floats:
     Raises:
         ValueError: as `speedup`, with c_hat in the place of c.
     """
-    rate, drafts, cost = _broadcast(
-        alpha=_rate("alpha", alpha), k=_count("k", k), c_hat=_cost("c_hat", c_hat)
-    )
+    rate, drafts, cost = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k), c_hat=_cost("c_hat", c_hat))
     return (drafts * cost + drafts + 1.0) / expected_tokens(rate, drafts)
 
 
@@ -207,9 +205,7 @@ def optimal_k(alpha: ArrayLike, c: ArrayLike, max_k: int = 64) -> int | NDArray[
     rate, cost = _broadcast(alpha=_rate("alpha", alpha), c=_cost("c", c))
     limit = _count("max_k", max_k)
     if limit.ndim != 0:
-        raise ValueError(
-            f"max_k has shape {limit.shape}; expected one integer: call optimal_k once per limit."
-        )
+        raise ValueError(f"max_k has shape {limit.shape}; expected one integer: call optimal_k once per limit.")
     best = np.argmax(speedup(rate[..., None], np.arange(int(limit) + 1), cost[..., None]), axis=-1)
     # Near alpha = c = 1 every k ties within rounding, so corollary 3.9 decides there and not the last bit.
     best = np.where(rate > cost, best, 0)
@@ -235,9 +231,7 @@ def _distribution(name: str, value: ArrayLike) -> NDArray[np.float64]:
             f"{name} has shape {probs.shape}; expected [..., V] with V at least 1: pass whole distributions."
         )
     if not (np.isfinite(probs) & (probs >= 0)).all():
-        raise ValueError(
-            f"{name} has a negative or non-finite entry; expected probabilities: apply softmax to logits."
-        )
+        raise ValueError(f"{name} has a negative or non-finite entry; expected probabilities: apply softmax to logits.")
     sums = probs.sum(axis=-1, keepdims=True)
     error = np.abs(sums - 1.0).max(initial=0.0)
     if error > _SUM_TOLERANCE:
@@ -275,13 +269,9 @@ def _count(name: str, value: ArrayLike) -> NDArray[np.int64]:
     """`value` as int64 of at least 0; floats are refused, since a rate given as k would be cut to 0."""
     count = np.asarray(value)
     if count.dtype.kind not in "iu":
-        raise ValueError(
-            f"{name} has dtype {count.dtype}; expected integers of at least 0: pass int({name})."
-        )
+        raise ValueError(f"{name} has dtype {count.dtype}; expected integers of at least 0: pass int({name}).")
     if (count < 0).any():
-        raise ValueError(
-            f"{name} is {count.min()}; expected an integer of at least 0: use 0 for no speculation."
-        )
+        raise ValueError(f"{name} is {count.min()}; expected an integer of at least 0: use 0 for no speculation.")
     return count.astype(np.int64)
 
 

@@ -68,8 +68,17 @@ CASES = [
     ("max_tokens", [-1, 1.5, np.array([1, 2, -1])], "max_tokens must be a whole number, 0"),
     *[
         (name, [np.ones(2), np.ones((3, 1)), [1, 1, 1], "1", True, object()], rf"{name} must be a number, or .*\[3\]")
-        for name in ("temperature", "draft_temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-                     "presence_penalty", "frequency_penalty", "max_tokens")
+        for name in (
+            "temperature",
+            "draft_temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "max_tokens",
+        )
     ],
     ("temperature", [None], "temperature must be a number"),
     ("logit_bias", [np.zeros(V - 1), np.zeros((2, V)), 0.5, {3: -1.0}], r"must have shape \[61\] or \[3, 61\]"),

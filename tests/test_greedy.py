@@ -157,8 +157,16 @@ def _check_bundled_pair(report, count, new, drafts):
     twin = transformers.AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32").eval()
     _check_same(report, plain, _hf_greedy(twin, tokens, lengths, new), gaps, against="transformers")
     for num_draft_tokens, name in drafts:
-        out = jspec.speculative_generate(target, {"bundled": draft, "itself": target}[name], tokens, lengths, keys,
-                                         max_new_tokens=new, num_draft_tokens=num_draft_tokens, sampling=GREEDY)
+        out = jspec.speculative_generate(
+            target,
+            {"bundled": draft, "itself": target}[name],
+            tokens,
+            lengths,
+            keys,
+            max_new_tokens=new,
+            num_draft_tokens=num_draft_tokens,
+            sampling=GREEDY,
+        )
         rate = np.sum(out.stats.accepted) / np.sum(out.stats.drafted)
         _check_same(report, np.asarray(out.tokens), plain, gaps, draft=name, k=num_draft_tokens, accepted=f"{rate:.1%}")
         assert rate == 1 if name == "itself" else rate > 0.1

@@ -173,9 +173,7 @@ def test_expected_tokens_equal_equation_1(alpha, k):
 
 @given(RATES, DRAFTS)
 def test_equal_conditional_rates_reduce_to_equation_1(alpha, k):
-    assert theory.expected_tokens_from_rates(np.full(k, alpha)) == pytest.approx(
-        theory.expected_tokens(alpha, k)
-    )
+    assert theory.expected_tokens_from_rates(np.full(k, alpha)) == pytest.approx(theory.expected_tokens(alpha, k))
 
 
 @given(RATES, RATES, DRAFTS, COSTS)
@@ -202,9 +200,7 @@ def test_optimal_k_beats_every_other_k(alpha, c, max_k):
     assert isinstance(best, int)
     assert 0 <= best <= max_k
     tolerance = 1 + 1e-14
-    assert all(
-        theory.speedup(alpha, k, c) <= theory.speedup(alpha, best, c) * tolerance for k in range(max_k + 1)
-    )
+    assert all(theory.speedup(alpha, k, c) <= theory.speedup(alpha, best, c) * tolerance for k in range(max_k + 1))
 
 
 @given(RATES, COSTS)

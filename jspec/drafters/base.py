@@ -55,4 +55,3 @@ class Drafter(Protocol):
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
         """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the target's states over it."""
         ...
-
