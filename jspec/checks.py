@@ -155,9 +155,9 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be a jspec.SamplingParams, not a {type(sampling).__name__}.")
     for name, (allowed, test) in RANGES.items():
-        value: Any = getattr(sampling, name)
-        if value is None and name == "draft_temperature":
+        if name == "draft_temperature" and sampling.draft_temperature is None:
             continue
+        value = getattr(sampling, name)
         if not _is_number(value) or np.shape(value) not in ((), (batch,)):
             raise ValueError(f"{name} must be a number, or a NumPy or JAX array of shape [{batch}] with one for each "
                              f"row; got {_describe(value)}.")  # fmt: skip
