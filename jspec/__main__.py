@@ -1,0 +1,5 @@
+"""`python -m jspec`: the `jspec` command."""
+
+from jspec.cli import main
+
+main()

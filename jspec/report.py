@@ -1,0 +1,126 @@
+"""What became of each prompt: its text by origin, its counts beside theory; as JSON or in colour."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from rich.text import Text
+
+from jspec import theory
+from jspec.text import Batch, pieces
+from jspec.types import ACCEPTED, BONUS, CORRECTED, Output
+
+NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus"}
+COLOURS = {ACCEPTED: "green", CORRECTED: "bold red", BONUS: "cyan"}
+# A control character in a text could recolour or rewrite the terminal.
+_VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One prompt and its continuation.
+
+    Attributes:
+        prompt: as it was given.
+        pieces: the text each new token added.
+        tokens, logprobs, origins: as in `jspec.types.Output`, without the padding.
+        finish_reason: "eos" or "length".
+        stats: see `statistics`.
+    """
+
+    prompt: str
+    pieces: list[str]
+    tokens: list[int]
+    logprobs: list[float]
+    origins: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(self.pieces)
+
+
+def completions(
+    prompts: Sequence[str], batch: Batch, out: Output, tokenizer: Any, end_ids: Sequence[int]
+) -> list[Completion]:
+    """What `out` says of each of `prompts`, which were encoded as `batch`.
+
+    Raises:
+        ValueError: the target's logits were not finite.
+    """
+    if out.stats.invalid[: batch.count].any():
+        raise ValueError("The target's logits are not finite: its weights are damaged, or too large for the dtype.")
+    out, result = jax.device_get(out), []
+    for row, prompt in enumerate(prompts):
+        new = slice(int(out.lengths[row]))
+        ids, tokens = batch.tokens[row, : batch.lengths[row]].tolist(), out.tokens[row, new].tolist()
+        result.append(
+            Completion(
+                prompt=prompt,
+                pieces=pieces(tokenizer, ids, tokens),
+                tokens=tokens,
+                logprobs=out.logprobs[row, new].tolist(),
+                origins=out.origins[row, new].tolist(),
+                finish_reason="eos" if tokens[-1] in end_ids else "length",
+                stats=statistics(out, row),
+            )
+        )
+    return result
+
+
+def statistics(out: Output, row: int) -> dict[str, Any]:
+    """The counts of one request, and what the theory makes of its acceptance rate.
+
+    ``acceptance_rate`` is that of the drafts that were judged: those behind a rejection never are.
+    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. The measured number is
+    lower where the end of the text cuts the last round off, and differs where acceptance comes in streaks.
+    """
+    tokens, rounds, accepted = (int(x[row]) for x in (out.lengths, out.stats.rounds, out.stats.accepted))
+    accepted_at = out.stats.accepted_at[row].tolist()
+    judged = accepted + int((out.origins[row] == CORRECTED).sum())
+    rate = accepted / judged if judged else None
+    return {
+        "tokens": tokens,
+        "rounds": rounds,
+        "drafted": int(out.stats.drafted[row]),
+        "accepted": accepted,
+        "accepted_at": accepted_at,
+        "acceptance_rate": rate,
+        "tokens_per_round": tokens / rounds,
+        "predicted_tokens_per_round": None if rate is None else float(theory.expected_tokens(rate, len(accepted_at))),
+    }
+
+
+def as_json(done: Completion) -> dict[str, Any]:
+    """`done` as JSON takes it, origins by name."""
+    fields = {"prompt": done.prompt, "text": done.text} | dataclasses.asdict(done)
+    del fields["pieces"]
+    return fields | {"origins": [NAMES[origin] for origin in done.origins]}
+
+
+def sentence(done: Completion, seconds: float) -> str:
+    """The figures of one request in one line; `seconds` is how long its batch ran."""
+    stats, speed = done.stats, f"{len(done.tokens) / seconds:.0f} tokens/s"
+    counts = f"{stats['tokens']} tokens ({done.finish_reason}) in {stats['rounds']} rounds"
+    if stats["acceptance_rate"] is None:
+        return f"{counts}; {speed}"
+    return (
+        f"{counts}: {stats['tokens_per_round']:.2f} a round, {stats['predicted_tokens_per_round']:.2f} "
+        f"predicted from {stats['acceptance_rate']:.0%} acceptance; {speed}"
+    )
+
+
+def coloured(done: Completion) -> Text:
+    """Figure 1 of Leviathan et al. 2023 for terminals and notebooks: the text, coloured by origin."""
+    text = Text().append(done.prompt.translate(_VISIBLE), "dim")
+    for piece, origin in zip(done.pieces, done.origins, strict=True):
+        text.append(piece.translate(_VISIBLE), COLOURS[origin])
+    return text
+
+
+def legend() -> Text:
+    """What the colours of `coloured` mean."""
+    return Text(" ").join([Text("prompt", "dim"), *(Text(NAMES[i], COLOURS[i]) for i in NAMES)])

@@ -1,0 +1,131 @@
+"""Text in, text out: tokenizers, prompts as one ragged batch, keys from a seed, tokens back to text.
+
+Nothing in the core imports this file; the command line and the notebooks do.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import convert
+
+if TYPE_CHECKING:
+    from jax import Array
+
+_LEAST_WIDTH = 32
+_CONTEXT = 8  # tokens decoded before a new one: enough for a space or a character that spans several
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Prompts as `jspec.generate` takes them, in one of few shapes, so that new ones seldom compile again.
+
+    Attributes:
+        tokens: ``int32[B, P]``, padded on the right; B and P are powers of two.
+        lengths: ``int32[B]``.
+        limits: ``int32[B]`` for `SamplingParams.max_tokens`: 0 (no limit) for a prompt, 1 for a row that only
+            fills up the batch, so that it never prolongs a generation.
+        count: how many rows are prompts; they come first.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    limits: np.ndarray
+    count: int
+
+
+def load_tokenizer(source: str | os.PathLike) -> Any:
+    """The transformers tokenizer beside a checkpoint.
+
+    Raises:
+        convert.CheckpointError: the source has no tokenizer files, or they cannot be read.
+    """
+    directory = convert.resolve(source if isinstance(source, str) else os.fspath(source))
+    if not any(directory.glob("tokenizer*")):
+        raise convert.CheckpointError(
+            f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
+        )
+    from transformers import AutoTokenizer  # over a second
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the tokenizer libraries raise many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}") from error
+
+
+def check_same_tokenizer(target: Any, draft: Any) -> None:
+    """Refuse a draft whose ids mean other tokens than the target's.
+
+    Raises:
+        ValueError: names the first id that differs, and both its tokens.
+    """
+    ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (target, draft))
+    different = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+    if different:
+        i = min(different)
+        raise ValueError(
+            f"The draft's tokenizer is not the target's: id {i} is {theirs.get(i)!r} for the draft and "
+            f"{ours.get(i)!r} for the target; use a draft that shares the target's tokenizer."
+        )
+
+
+def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text, by the model's config or by the tokenizer."""
+    known = {*model.config.eos_token_ids, tokenizer.eos_token_id} - {None}
+    return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))
+
+
+def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
+    """`prompts` as one batch. A tokenizer that starts every text with a token of its own (BOS) does so here.
+
+    Raises:
+        ValueError: a prompt has no tokens.
+    """
+    rows = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
+    if not rows or not all(rows):
+        number = next((i for i, row in enumerate(rows, 1) if not row), 1)
+        raise ValueError(f"Prompt {number} is empty, and the tokenizer adds no start token; give it some text.")
+    shape = _bucket(len(rows)), _bucket(max(map(len, rows)), _LEAST_WIDTH)
+    tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], lengths[i] = row, len(row)
+    limits = np.where(np.arange(shape[0]) < len(rows), 0, 1).astype(np.int32)
+    return Batch(tokens, lengths, limits, len(rows))
+
+
+def _bucket(size: int, least: int = 1) -> int:
+    """The power of two at or above `size` and `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def request_keys(seed: int, batch: int) -> "Array":
+    """Typed keys ``[batch]``. Key i depends on the seed and i alone, not on how many requests there are."""
+    import jax
+
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(batch))
+
+
+def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """The text each of `tokens` adds after `prompt`; joined, the new text.
+
+    A token that ends inside a character adds nothing; the one that completes the character adds it. Special
+    tokens add nothing.
+    """
+    ids, result = [*prompt, *tokens], []
+    start, done = max(len(prompt) - _CONTEXT, 0), len(prompt)
+    for end in range(len(prompt) + 1, len(ids) + 1):
+        text = _decode(tokenizer, ids[start:end])
+        if text.endswith("\ufffd") and end < len(ids):
+            result.append("")
+            continue
+        result.append(text[len(_decode(tokenizer, ids[start:done])) :])
+        start, done = max(start, end - _CONTEXT), end
+    return result
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,225 @@
+"""The command as people meet it: help at once, one sentence for a mistake, one text whatever the way."""
+
+import importlib
+import io
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+import text_pair
+
+import jspec
+from jspec import cli
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+FIELDS = {"prompt", "text", "tokens", "logprobs", "origins", "finish_reason", "stats", "times"}
+PROMPTS = ["the thing", "in a", "Ω ≠ 🙂 then"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders of a tiny target and its draft."""
+    folder = tmp_path_factory.mktemp("sources")
+    return text_pair.write(folder / "target"), text_pair.write(folder / "draft", distance=0.3)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """``run(*arguments, stdin=None)``: exit code, standard output and error of `jspec`, in this process."""
+
+    def command(*arguments, stdin=None):
+        source = io.StringIO(stdin or "")
+        source.isatty = lambda: stdin is None
+        monkeypatch.setattr(sys, "stdin", source)
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        return exit_.value.code or 0, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def generate(run, sources):
+    """``generate(*arguments)``: the objects of a successful `jspec generate --json` with the tiny pair."""
+
+    def command(*arguments, **options):
+        arguments = "--target", sources[0], *arguments, "--max-new-tokens", 24, "--json"
+        pair = () if "--plain" in arguments else ("--draft", sources[1])
+        code, out, error = run("generate", *arguments, *pair, **options)
+        assert (code, error) == (0, "")
+        return [json.loads(line) for line in out.splitlines()]
+
+    return command
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], [], ["generate", "--no"]])
+def test_help_and_mistakes_load_nothing_slow(arguments):
+    code = (
+        "import sys, jspec.cli\n"
+        "try: jspec.cli.main(sys.argv[1:])\n"
+        "finally: print(sorted({'jax', 'flax', 'numpy', 'transformers', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == (2 if "--no" in arguments else 0), done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_public_names_are_found_when_they_are_used():
+    """They are imported lazily, from the file that defines them."""
+    module = importlib.import_module("jspec.decode")
+    assert jspec.generate is module.generate and jspec.speculative_generate is module.speculative_generate
+    assert all(getattr(jspec, name) is not None for name in jspec.__all__) and {*jspec.__all__} <= {*dir(jspec)}
+    with pytest.raises(AttributeError, match="no attribute 'generation'"):
+        _ = jspec.generation
+
+
+def test_version_and_help(run):
+    assert run("--version") == (0, f"jspec {jspec.__version__}\n", "")
+    code, out, _ = run("generate", "--help")
+    assert code == 0 and not (options := set(re.findall(r"--[a-z-]+", out))) ^ {
+        *("--target", "--draft", "--plain", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
+        *("--max-new-tokens", "--num-draft-tokens", "--json", "--help"),
+    }, options
+    assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1]
+
+
+def test_bundled_pair_by_default(tmp_path):
+    """A whole process, as a newcomer starts it: no noise, and a private cache of compiled programs."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-m", "jspec", "generate", "def main():", "--max-new-tokens", "6", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["stats"]["tokens"] == 6
+    cache = tmp_path / "jspec" / "xla"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700 and any(cache.iterdir())
+
+
+def test_ragged_prompts_are_the_prompts_alone(generate):
+    together = generate(*PROMPTS, "--temperature", 0)
+    assert [line["prompt"] for line in together] == PROMPTS
+    assert [line["text"] for line in together] == [generate(p, "--temperature", 0)[0]["text"] for p in PROMPTS]
+    # Sampled, the first request has the same key in any batch.
+    assert generate(*PROMPTS, "--seed", 4)[0]["tokens"] == generate(PROMPTS[0], "--seed", 4)[0]["tokens"]
+
+
+def test_json_adds_up(generate):
+    for line in generate(*PROMPTS):
+        stats, origins = line["stats"], line["origins"]
+        assert set(line) == FIELDS
+        assert len(line["tokens"]) == len(line["logprobs"]) == len(origins) == stats["tokens"] == 24
+        assert line["finish_reason"] == "length" and all(value <= 0 for value in line["logprobs"])
+        assert sum(stats["accepted_at"]) == stats["accepted"] == origins.count("accepted") > 0
+        assert stats["tokens_per_round"] == 24 / stats["rounds"] > 1
+        assert set(line["times"]) == {"load", "compile", "run", "tokens_per_second"}
+        assert text_pair.tokenizer().decode(line["tokens"], skip_special_tokens=True) == line["text"]
+
+
+def test_greedy_text_needs_no_draft(generate):
+    plain, drafted = (generate(PROMPTS[0], "--temperature", 0, *extra)[0] for extra in (["--plain"], []))
+    assert plain["tokens"] == drafted["tokens"] and plain["text"] == drafted["text"]
+    assert plain["stats"]["rounds"] == len(plain["tokens"]) > drafted["stats"]["rounds"]
+    assert set(plain["origins"]) == {"bonus"} and plain["stats"]["acceptance_rate"] is None
+
+
+def test_seed_decides(generate):
+    first, again, other = (generate(PROMPTS[0], "--seed", seed)[0]["tokens"] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_standard_input_is_one_prompt(generate):
+    piped = generate(stdin="the thing\nin a\n")
+    assert len(piped) == 1 and piped[0]["prompt"] == "the thing\nin a\n"
+    assert piped[0]["tokens"] == generate("the thing\nin a\n")[0]["tokens"]
+
+
+def test_every_option_arrives(monkeypatch, sources):
+    """Caught before decoding, which is checked elsewhere."""
+    caught = []
+    monkeypatch.setattr(cli, "_decode", lambda *arguments, **options: caught.append((arguments, options)) or 1 / 0)
+    pair = ["--target", str(sources[0]), "--draft", str(sources[1])]
+    options = "--temperature 0.5 --top-k 7 --top-p 0.25 --min-p 0.125 --seed 9 --max-new-tokens 3 --num-draft-tokens 2"
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["generate", "a", "bc", *pair, *options.split()])
+    ((models, batch, seed, sampling, _times), fixed) = caught[0]
+    assert len(models) == 2 and batch.count == 2 and seed == 9
+    assert sampling == jspec.SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    assert fixed == {"max_new_tokens": 3, "num_draft_tokens": 2, "eos_ids": (0,)}
+
+
+def test_end_of_text_is_the_models(generate, sources, tmp_path):
+    """A model whose config names another end stops there, with the same text before it."""
+    whole = generate(PROMPTS[0], "--temperature", 0, "--plain")[0]["tokens"]
+    end = whole[4]
+    shutil.copytree(sources[0], tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text(json.dumps(text_pair.RAW | {"eos_token_id": end}))
+    line = generate(PROMPTS[0], "--target", tmp_path / "target", "--temperature", 0, "--plain")[0]
+    assert line["tokens"] == whole[: whole.index(end) + 1] and line["finish_reason"] == "eos"
+
+
+def test_colour_only_on_a_terminal(run, sources, monkeypatch):
+    command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
+    code, out, error = run(*command)
+    assert code == 0 and "\x1b" not in out + error and out.startswith("the thing")
+    assert re.search(r"^24 tokens \(length\) in \d+ rounds: \S+ a round, \S+ predicted from \d+% acceptance", error)
+    assert re.search(r"^load \S+ s, compile \S+ s, run \S+ s; \d+ tokens/s in all$", error, re.M)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    _, bright, _ = run(*command)
+    legend, text = bright.split("\n\n", 1)
+    assert legend.count("\x1b[") > 4 and _printed(re.sub(r"\x1b\[[\d;]*m", "", text)) == _printed(out)
+
+
+def _printed(text):
+    """Its letters and signs, without those that a terminal is spared."""
+    return [letter for letter in text if letter.isprintable() and letter != "\ufffd"]
+
+
+MISTAKES = {
+    "unknown option": (["x", "--temprature", 1], 2, "No such option: --temprature"),
+    "not a number": (["x", "--seed", "one"], 2, "--seed"),
+    "below its range": (["x", "--temperature", -1], 2, "--temperature"),
+    "above its range": (["x", "--top-p", 1.5], 2, "--top-p"),
+    "no new tokens": (["x", "--max-new-tokens", 0], 2, "--max-new-tokens"),
+    "no prompt": ([], 2, "Give a prompt"),
+    "target alone": (["x", "--target", "TARGET"], 2, "--target needs --draft"),
+    "draft alone": (["x", "--draft", "DRAFT"], 2, "--draft needs --target"),
+    "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
+    "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder does not exist"),
+    "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 1, "Prompt 2 is empty"),
+    "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
+    "nothing kept": (
+        ["x", "--target", "TARGET", "--plain", "--max-new-tokens", 8, "--top-p", 0],
+        1,
+        "top_p must be above 0",
+    ),
+    "no weights": (["x", "--target", "EMPTY", "--plain"], 1, "safetensors"),
+    "another tokenizer": (["x", "--target", "TARGET", "--draft", "SWAPPED"], 1, "id 40 is"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
+    arguments, expected_code, phrase = MISTAKES[mistake]
+    folders = dict(zip(("TARGET", "DRAFT"), sources, strict=True)) | {
+        name: tmp_path / name for name in ("EMPTY", "SWAPPED")
+    }
+    for folder in (folders["EMPTY"], folders["SWAPPED"]):
+        shutil.copytree(sources[1], folder)
+    (folders["EMPTY"] / "model.safetensors").unlink()
+    text_pair.tokenizer(swapped=40).save_pretrained(folders["SWAPPED"])
+    code, out, error = run("generate", *(folders.get(argument, argument) for argument in arguments))
+    assert (code, out) == (expected_code, "")
+    assert error.startswith("jspec: ") and error.count("\n") == 1 and phrase in error
+
+
+def test_bugs_keep_their_traceback(run, monkeypatch):
+    monkeypatch.setattr(cli, "_sources", lambda *arguments: {}["gone"])
+    with pytest.raises(KeyError, match="gone"):
+        cli.main(["generate", "x"])

@@ -1,0 +1,86 @@
+"""What the command line and the notebooks say about a generation."""
+
+import json
+
+import numpy as np
+import pytest
+import text_pair
+
+from jspec import report, text, theory
+from jspec.types import ACCEPTED, BONUS, CORRECTED, Output, Stats
+
+TOKENIZER = text_pair.tokenizer()
+ORIGINS = [ACCEPTED, ACCEPTED, BONUS, CORRECTED, ACCEPTED, CORRECTED]
+
+
+def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
+    """The completion of "in" by `letters`, two drafts a round, in one row of two."""
+    batch = text.encode(TOKENIZER, ["in", "filler"])
+    ids = TOKENIZER(letters)["input_ids"] + [0] * end
+    size, columns = len(ids), 8
+    rows = (
+        np.zeros((2, columns), np.int32),
+        np.zeros((2, columns), np.float32),
+        np.zeros((2, columns), np.int8),
+    )
+    for buffer, values in zip(rows, (ids, np.full(size, -0.5), origins), strict=True):
+        buffer[0, :size] = values
+    accepted = origins.count(ACCEPTED)
+    counts = [np.array([n, 1], np.int32) for n in (size - accepted, 2 * (size - accepted), accepted)]
+    stats = Stats(*counts, np.array([[2, 1], [0, 0]]), np.array([invalid, False]))
+    out = Output(rows[0], np.array([size, 1]), rows[1], rows[2], stats)
+    return report.completions(["in"], batch, out, TOKENIZER, (0,))[0]
+
+
+def test_counts_stand_beside_the_theory():
+    done = made()
+    assert done.text == "abcdef" and done.finish_reason == "length"
+    rate = 3 / 5  # three accepted, two rejected
+    assert done.stats == {
+        "tokens": 6,
+        "rounds": 3,
+        "drafted": 6,
+        "accepted": 3,
+        "accepted_at": [2, 1],
+        "acceptance_rate": rate,
+        "tokens_per_round": 2.0,
+        "predicted_tokens_per_round": pytest.approx(float(theory.expected_tokens(rate, 2))),
+    }
+    line = report.sentence(done, seconds=2.0)
+    assert line == "6 tokens (length) in 3 rounds: 2.00 a round, 1.96 predicted from 60% acceptance; 3 tokens/s"
+
+
+def test_end_of_text_is_counted_and_not_shown():
+    done = made([*ORIGINS, BONUS], end=True)
+    assert done.finish_reason == "eos" and done.text == "abcdef" and done.stats["tokens"] == 7
+
+
+def test_plain_decoding_has_no_acceptance():
+    done = made([BONUS] * 6)
+    assert done.stats["acceptance_rate"] is None and done.stats["predicted_tokens_per_round"] is None
+    assert report.sentence(done, seconds=2.0) == "6 tokens (length) in 6 rounds; 3 tokens/s"
+
+
+def test_broken_logits_are_refused():
+    with pytest.raises(ValueError, match="logits are not finite"):
+        made(invalid=True)
+
+
+def test_json_is_complete():
+    line = json.loads(json.dumps(report.as_json(made())))
+    assert (line["prompt"], line["text"], line["finish_reason"]) == ("in", "abcdef", "length")
+    assert line["origins"] == ["accepted", "accepted", "bonus", "corrected", "accepted", "corrected"]
+    assert len(line["tokens"]) == len(line["logprobs"]) == 6 and line["stats"]["rounds"] == 3
+
+
+def test_every_token_has_the_colour_of_its_origin():
+    shown = report.coloured(made())
+    assert shown.plain == "inabcdef" and shown.style == ""
+    styles = {shown.plain[span.start : span.end]: span.style for span in shown.spans}
+    assert [styles[letter] for letter in "abcdef"] == [report.COLOURS[origin] for origin in ORIGINS]
+    assert len(set(report.COLOURS.values())) == 3 and report.legend().plain == "prompt accepted corrected bonus"
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    shown = report.coloured(made(letters="\x1b[3m\n\t")).plain
+    assert shown == "in\ufffd[3m\n\t"

@@ -1,0 +1,160 @@
+"""Text in and out: every character comes back, and padding, neighbours and batch size change nothing."""
+
+import jax
+import numpy as np
+import pytest
+import text_pair
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import convert
+import jspec
+from jspec import text
+from jspec.decode import _decode
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+TOKENIZER = text_pair.tokenizer()
+PROMPTS = ["the thing", "in a", "Ω ≠ 🙂 then", "x"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return [jspec.load(text_pair.write(folder / str(distance), distance)) for distance in (0.0, 0.3)]
+
+
+def continued(pair, batch, keys, temperature=0.0):
+    """The new tokens of each prompt in `batch`, cut at their ends; called as the command line does."""
+    sampling = jspec.SamplingParams(temperature=temperature, max_tokens=batch.limits)
+    options = {"keys": keys, "max_new_tokens": 24, "sampling": sampling, "eos_ids": (0,)}
+    out = jspec.speculative_generate(*pair, batch.tokens, batch.lengths, **options)
+    return [out.tokens[i, : out.lengths[i]].tolist() for i in range(batch.count)], out
+
+
+def test_tokenizer_files_are_missed_by_name(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(convert.CheckpointError, match=r"no tokenizer files \(tokenizer.json"):
+        text.load_tokenizer(tmp_path)
+
+
+def test_damaged_tokenizer_is_one_sentence(tmp_path):
+    text_pair.tokenizer().save_pretrained(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(whole[: len(whole) // 2])
+    with pytest.raises(convert.CheckpointError, match="cannot be read") as caught:
+        text.load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_first_differing_token_is_named():
+    swapped = text_pair.tokenizer(swapped=40)
+    ours, theirs = (one.convert_ids_to_tokens(40) for one in (TOKENIZER, swapped))
+    text.check_same_tokenizer(TOKENIZER, text_pair.tokenizer())
+    with pytest.raises(ValueError, match="id 40 is") as caught:
+        text.check_same_tokenizer(TOKENIZER, swapped)
+    assert f"{theirs!r} for the draft and {ours!r} for the target" in str(caught.value)
+
+
+def test_added_token_is_a_difference():
+    longer = text_pair.tokenizer()
+    longer.add_tokens(["<|more|>"])
+    with pytest.raises(ValueError, match=rf"id {len(TOKENIZER)} is '<\|more\|>' for the draft and None"):
+        text.check_same_tokenizer(TOKENIZER, longer)
+
+
+def test_end_of_text_by_model_and_tokenizer(pair, toy):
+    assert text.end_ids(pair[0], TOKENIZER) == (0,)
+    assert text.end_ids(toy(0, eos_token_ids=(7, 5)), TOKENIZER) == (0, 5, 7)
+
+
+def test_batch_holds_the_prompts_and_fillers():
+    batch = text.encode(TOKENIZER, PROMPTS[:3])
+    assert batch.count == 3 and batch.tokens.shape == (4, 32) and batch.tokens.dtype == np.int32
+    for prompt, row, length in zip(PROMPTS[:3], batch.tokens, batch.lengths, strict=False):
+        assert row[:length].tolist() == TOKENIZER(prompt)["input_ids"]
+    assert batch.limits.tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "characters", "shape"),
+    [
+        (1, 1, (1, 32)),
+        (1, 32, (1, 32)),
+        (1, 33, (1, 64)),
+        (2, 64, (2, 64)),
+        (5, 65, (8, 128)),
+        (9, 1, (16, 32)),
+    ],
+)
+def test_few_shapes(count, characters, shape):
+    assert text.encode(TOKENIZER, ["x" * characters] * count).tokens.shape == shape
+
+
+def test_empty_prompt_needs_a_start_token():
+    with pytest.raises(ValueError, match="Prompt 2 is empty"):
+        text.encode(TOKENIZER, ["a", ""])
+    batch = text.encode(text_pair.tokenizer(bos=True), ["a", ""])
+    assert batch.lengths.tolist() == [2, 1] and batch.tokens[:, 0].tolist() == [0, 0]
+
+
+def test_keys_of_a_request_do_not_depend_on_the_others():
+    eight = jax.random.key_data(text.request_keys(5, 8)).tolist()
+    assert eight[:3] == jax.random.key_data(text.request_keys(5, 3)).tolist()
+    assert (
+        len({tuple(key) for seed in (5, 6) for key in jax.random.key_data(text.request_keys(seed, 8)).tolist()}) == 16
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_and_fillers_change_nothing(pair, temperature):
+    batch = text.encode(TOKENIZER, PROMPTS[:3])
+    keys = text.request_keys(0, 4)
+    padded, out = continued(pair, batch, keys, temperature)
+    width = int(batch.lengths.max())
+    bare = text.Batch(batch.tokens[:3, :width], batch.lengths[:3], batch.limits[:3], 3)
+    assert continued(pair, bare, keys[:3], temperature)[0] == padded
+    assert out.lengths.tolist()[3:] == [1]
+
+
+def test_ragged_batch_is_its_prompts_alone(pair):
+    keys = text.request_keys(3, 4)
+    together = continued(pair, text.encode(TOKENIZER, PROMPTS), keys, 1.0)[0]
+    alone = [continued(pair, text.encode(TOKENIZER, [p]), keys[i : i + 1], 1.0)[0][0] for i, p in enumerate(PROMPTS)]
+    assert together == alone and len({tuple(row) for row in alone}) == len(PROMPTS)
+
+
+def test_new_prompts_of_a_known_shape_do_not_compile(pair, report):
+    continued(pair, text.encode(TOKENIZER, PROMPTS[:3]), text.request_keys(0, 4))
+    compiled = _decode._cache_size()
+    for seed, prompts in enumerate([["a", "bc", "def", "ghij"], ["x" * 32, "y", "z"]]):
+        continued(pair, text.encode(TOKENIZER, prompts), text.request_keys(seed, 4), temperature=0.5 + seed)
+    report(compilations=_decode._cache_size() - compiled)
+    assert _decode._cache_size() == compiled
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8")))
+def test_pieces_are_whole_characters(prompt, new):
+    ids, prompt_ids = TOKENIZER(new)["input_ids"], TOKENIZER(prompt)["input_ids"]
+    result = text.pieces(TOKENIZER, prompt_ids, [*ids, TOKENIZER.eos_token_id])
+    assert "".join(result) == new and len(result) == len(ids) + 1 and result[-1] == ""
+    assert all(("\ufffd" in piece) <= ("\ufffd" in new) for piece in result)
+
+
+def test_space_before_the_first_piece_is_kept():
+    """Tokenizers that mark words by a space before them drop the first one when they decode."""
+    words = Tokenizer(models.WordLevel({"▁the": 0, "▁thing": 1}, unk_token="▁the"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert words.decode([1]) == "thing" and text.pieces(words, [0], [1, 1]) == [" thing", " thing"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), min_size=1, max_size=40))
+def test_pieces_of_any_tokens_are_their_text(ids):
+    """Models emit bytes that are no text, too; nothing of it is lost or said twice."""
+    prompt = TOKENIZER("in the ")["input_ids"]
+    whole = TOKENIZER.decode([*prompt, *ids], skip_special_tokens=True)
+    assert "in the " + "".join(text.pieces(TOKENIZER, prompt, ids)) == whole
