@@ -1,0 +1,1 @@
+"""How the bundled target/draft pair is made and measured (development only, not shipped)."""

@@ -1,0 +1,67 @@
+"""The two Llama shapes, and how they are written to disk."""
+
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+END_ID = 0
+MAX_POSITIONS = 1024
+
+TARGET = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, head_dim=64, intermediate_size=704)
+DRAFT = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=32, intermediate_size=384)
+
+
+def new_model(shape: dict, vocab_size: int, seed: int) -> LlamaForCausalLM:
+    """A randomly initialised float32 Llama with tied embeddings and two key/value heads."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=END_ID,
+        eos_token_id=END_ID,
+        pad_token_id=END_ID,
+        **shape,
+    )
+    return LlamaForCausalLM(config)
+
+
+@torch.no_grad()
+def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """A copy of `small` with `layers` layers, at least as many as before, that computes the same function.
+
+    Copied layers come after their originals with both output matrices zero, so they add nothing to the
+    residual stream until trained. A shallow start costs a fraction of the time per token.
+    """
+    model = new_model(TARGET | {"num_hidden_layers": layers}, small.config.vocab_size, 0)
+    model.model.embed_tokens.load_state_dict(small.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(small.model.norm.state_dict())
+    sources = [index * len(small.model.layers) // layers for index in range(layers)]
+    for index, layer in enumerate(model.model.layers):
+        layer.load_state_dict(small.model.layers[sources[index]].state_dict())
+        if index and sources[index] == sources[index - 1]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def save_model(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write config.json, generation_config.json and bfloat16 model.safetensors into `folder`.
+
+    The copy is rounded, not `model`, so training can go on in float32.
+    """
+    rounded = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    rounded.load_state_dict(model.state_dict())
+    rounded.config.dtype = torch.bfloat16
+    rounded.generation_config = GenerationConfig(
+        bos_token_id=END_ID, eos_token_id=END_ID, pad_token_id=END_ID, do_sample=False
+    )
+    rounded.save_pretrained(folder)
+
+
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """The saved weights, exactly as rounded to bfloat16, held in float32 and in evaluation mode."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

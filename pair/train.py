@@ -1,0 +1,187 @@
+"""Train the pair: `python -m pair.train --out FOLDER`, from nothing to both checkpoints.
+
+The target is trained in TARGET_STAGES, shallow first, then the draft is distilled from it. An interrupted
+run goes on from the states in its work folder; delete that folder to start afresh.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from pair.corpus import load_corpus
+from pair.distill import distillation_loss, sample_pool
+from pair.models import DRAFT, TARGET, grow, load_model, new_model, save_model
+from pair.optim import Optimiser
+from pair.tokenizer import encode_documents, save_tokenizer, train_tokenizer
+
+THREADS = 2
+SEED = 20240607
+STEP_TOKENS = 2048
+WINDOW = 512
+POOL_EVERY = 3
+SAVE_EVERY = 50
+LOG_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of target training: depth, optimiser steps, tokens per window, share of the peak rates."""
+
+    layers: int
+    steps: int
+    window: int
+    rate_scale: float
+
+
+# The last stage has the final depth and the longest windows that the model will serve.
+TARGET_STAGES = (
+    Stage(layers=2, steps=550, window=512, rate_scale=1.0),
+    Stage(layers=2, steps=700, window=512, rate_scale=0.5),
+    Stage(layers=6, steps=260, window=1024, rate_scale=0.5),
+)
+
+
+@dataclass(frozen=True)
+class DraftStage:
+    """One stretch of distillation: steps, how many of them use KL rather than total variation, rate share."""
+
+    steps: int
+    divergence_steps: int
+    rate_scale: float
+
+
+DRAFT_STAGES = (
+    DraftStage(steps=500, divergence_steps=250, rate_scale=1.0),
+    DraftStage(steps=300, divergence_steps=0, rate_scale=0.5),
+)
+
+
+def windows(stream: np.ndarray, length: int, seed: int, step: int) -> torch.Tensor:
+    """STEP_TOKENS ids as random windows of `stream`: int64 [STEP_TOKENS / length, length].
+
+    The choice depends on (seed, step) alone, so a run can be repeated from any step.
+    """
+    generator = np.random.default_rng((seed, step))
+    starts = generator.integers(0, len(stream) - length, STEP_TOKENS // length)
+    return torch.from_numpy(np.stack([stream[s : s + length] for s in starts]).astype(np.int64))
+
+
+def run_steps(model: LlamaForCausalLM, optimiser: Optimiser, folder: Path, state_file: Path, loss_of: Callable) -> None:
+    """Train on the scalar `loss_of(step)` for `optimiser.steps` steps, exporting to `folder` as it goes.
+
+    If `state_file` exists an earlier, interrupted run goes on from there.
+    """
+    first = load_state(state_file, model, optimiser) if state_file.exists() else 0
+    start, recent = time.time(), []
+    for step in range(first, optimiser.steps):
+        loss = loss_of(step)
+        optimiser.step(loss, step)
+        recent.append(loss.item())
+        done = step + 1
+        if done % LOG_EVERY == 0:
+            mean, seconds = sum(recent) / len(recent), time.time() - start
+            print(f"{folder.name} step {done}/{optimiser.steps} loss {mean:.4f} {seconds:.0f} s", flush=True)
+            recent.clear()
+        if done % SAVE_EVERY == 0 or done == optimiser.steps:
+            save_model(model, folder)
+            save_state(state_file, model, optimiser, done)
+
+
+def save_state(file: Path, model: LlamaForCausalLM, optimiser: Optimiser, step: int) -> None:
+    """Write everything needed to go on at `step`."""
+    torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": step}, file)
+
+
+def load_state(file: Path, model: LlamaForCausalLM, optimiser: Optimiser) -> int:
+    """Restore what `save_state` wrote; returns the step to go on from."""
+    state = torch.load(file)
+    model.load_state_dict(state["model"])
+    optimiser.load_state_dict(state["optimiser"])
+    return state["step"]
+
+
+def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy, in nats, of each id of [batch, time] after the first."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train_target_stage(number: int, stream: np.ndarray, vocab_size: int, work: Path) -> None:
+    """Train stage `number` from the weights of the one before, into work/target-NUMBER."""
+    stage = TARGET_STAGES[number]
+    if number == 0:
+        model = new_model(TARGET | {"num_hidden_layers": stage.layers}, vocab_size, SEED)
+    else:
+        model = grow(load_model(work / f"target-{number - 1}"), stage.layers)
+    model.train()
+
+    def loss_of(step: int) -> torch.Tensor:
+        return next_token_loss(model, windows(stream, stage.window, SEED + number, step))
+
+    name = f"target-{number}"
+    run_steps(model, Optimiser(model, stage.steps, stage.rate_scale), work / name, work / f"{name}.pt", loss_of)
+
+
+def train_target(stream: np.ndarray, vocab_size: int, work: Path, folder: Path) -> None:
+    """Run every target stage, then write the last one's weights to `folder`."""
+    for number in range(len(TARGET_STAGES)):
+        train_target_stage(number, stream, vocab_size, work)
+    save_model(load_model(work / f"target-{number}"), folder)
+
+
+def train_draft_stage(number: int, stream: np.ndarray, pool: np.ndarray, target: LlamaForCausalLM, work: Path) -> None:
+    """Distil `target` into work/draft-NUMBER; every POOL_EVERY steps on its own text, else on the corpus."""
+    stage = DRAFT_STAGES[number]
+    draft = load_model(work / f"draft-{number - 1}") if number else new_model(DRAFT, target.config.vocab_size, SEED)
+    draft.train()
+
+    def loss_of(step: int) -> torch.Tensor:
+        source = stream if (step + 1) % POOL_EVERY else pool
+        ids = windows(source, WINDOW, SEED + 100 + number, step)
+        with torch.no_grad():
+            wanted = target(input_ids=ids, use_cache=False).logits
+        logits = draft(input_ids=ids, use_cache=False).logits
+        return distillation_loss(logits, wanted, step < stage.divergence_steps)
+
+    folder = work / f"draft-{number}"
+    optimiser = Optimiser(draft, stage.steps, stage.rate_scale)
+    run_steps(draft, optimiser, folder, folder.with_suffix(".pt"), loss_of)
+
+
+def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Path) -> None:
+    """Run every draft stage against the saved target, then write the last one's weights to `folder`."""
+    target = load_model(target_folder)
+    pool = sample_pool(target, stream, SEED)
+    for number in range(len(DRAFT_STAGES)):
+        train_draft_stage(number, stream, pool, target, work)
+    save_model(load_model(work / f"draft-{number}"), folder)
+
+
+def main() -> None:
+    """Parse the command line, then train target and draft."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="where target/ and draft/ are written")
+    parser.add_argument("--work", type=Path, default=Path(__file__).parent / "work", help="training states")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    options.work.mkdir(parents=True, exist_ok=True)
+    target_folder, draft_folder = options.out / "target", options.out / "draft"
+    train, _ = load_corpus()
+    tokenizer = train_tokenizer(d.text for d in train)
+    for folder in (target_folder, draft_folder):
+        save_tokenizer(tokenizer, folder)
+    stream = encode_documents(tokenizer, train)
+    print(f"{len(train)} files, {len(stream)} tokens", flush=True)
+    train_target(stream, tokenizer.get_vocab_size(), options.work, target_folder)
+    train_draft(stream, options.work, target_folder, draft_folder)
+
+
+if __name__ == "__main__":
+    main()
