@@ -44,7 +44,7 @@ def count_accepted(uniforms: Array, draft: Draft, target_probs: Array) -> Array:
     p = at_tokens(target_probs[:, : draft.tokens.shape[1]], draft.tokens)
     q = at_tokens(draft.probs, draft.tokens)
     accepted = (q > 0) & (uniforms * q < p)
-    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)
+    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def next_probs(num_accepted: Array, draft: Draft, target_probs: Array) -> Array:

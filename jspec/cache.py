@@ -7,6 +7,8 @@ A write past the last slot would be clamped, and overwrite good entries without 
 slots instead.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,6 +31,17 @@ def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dt
         return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
 
     return KVCache(layers(), layers())
+
+
+def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
+    """The cache of `model` after reading ``tokens[B, P]`` from position 0, with room for `num_slots` positions.
+
+    It is read with P slots and then enlarged: attention costs P x P and not P x `num_slots`.
+    """
+    batch, width = tokens.shape
+    _, cache = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
+    room = ((0, 0), (0, 0), (0, num_slots - width), (0, 0))
+    return jax.tree.map(lambda slots: jnp.pad(slots, room), cache)
 
 
 def write(slots: Array, new: Array, start: Array) -> Array:

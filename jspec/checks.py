@@ -21,10 +21,11 @@ RANGES = {
     "top_k": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
     "top_p": ("above 0 and at most 1 (1 is off)", lambda x: (x > 0) & (x <= 1)),
     "min_p": ("between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
-    "repetition_penalty": ("above 0 and finite (1 is off)", lambda x: np.isfinite(x) & (x > 0)),
+    # Beyond these bounds a penalised logit could overflow, and the model would get the blame.
+    "repetition_penalty": ("between 0.001 and 1000 (1 is off)", lambda x: (x >= 1e-3) & (x <= 1e3)),
     "presence_penalty": ("a finite number (0 is off)", np.isfinite),
     "frequency_penalty": ("a finite number (0 is off)", np.isfinite),
-    "max_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
+    "max_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
 }
 
 
@@ -68,8 +69,10 @@ def as_array(name: str, value: Any) -> Any:
 
 
 def _values(x: Any) -> np.ndarray | None:
-    """`x` on the host, or None while it is being traced."""
-    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+    """`x` on the host; None while it is being traced, or where other hosts hold parts of it."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
 
 
 def _check_whole(name: str, value: Any) -> None:

@@ -116,6 +116,8 @@ def generate(
     The text goes to standard output, on a terminal in colours that show where every token came from; figures
     go to standard error.
     """
+    if top_p == 0:
+        raise UsageError("--top-p must be above 0; 1 is off.")
     target, draft = _sources(target, draft, plain)
     prompts = prompts or [_standard_input()]
     began = time.perf_counter()

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from jspec.accept import RULES, Rule
+from jspec.cache import prefill
 from jspec.checks import as_array, check_arguments
 from jspec.drafters.base import Drafter
 from jspec.drafters.model import ModelDrafter
@@ -94,8 +95,11 @@ def _arrays(tokens: Any, lengths: Any, eos_ids: Any) -> tuple[Any, Any, Any]:
 
 def _traced(sampling: SamplingParams, eos_ids: Any, pad_id: Any) -> tuple[Warp, Warp, Any, Any, Any]:
     """What may change from call to call without compiling again."""
-    eos_ids = eos_ids if isinstance(eos_ids, jax.Array) else np.asarray(eos_ids, np.int32)
-    return warp(sampling), draft_warp(sampling), sampling.max_tokens, eos_ids, pad_id
+
+    def int32(value: Any) -> Any:
+        return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
+
+    return warp(sampling), draft_warp(sampling), int32(sampling.max_tokens), int32(eos_ids), int32(pad_id)
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "num_draft_tokens", "rule"))
@@ -122,7 +126,7 @@ def _decode(
     request = Request(
         keys=keys,
         prompt_lengths=lengths,
-        limits=jnp.broadcast_to(limits, (batch,)),
+        limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
         eos_ids=jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1])),
         warp=spread(target_warp, batch),
         draft_warp=spread(drafter_warp, batch),
@@ -146,7 +150,7 @@ def _start(
     spare = num_draft_tokens + 1
     slots = width + max_new_tokens + spare
     with jax.named_scope("prefill"):
-        _, cache = target.forward(tokens, target.new_cache(batch, slots), jnp.zeros(batch, jnp.int32))
+        cache = prefill(target, tokens, slots)
         drafter_state = () if drafter is None else drafter.init(tokens, slots)
     seen = None
     if request.warp.penalised:

@@ -5,8 +5,9 @@ for and by its purpose, so a request's text depends on its key and prompt alone:
 how many rounds came before. Two purposes never share a stream: noise shared by the draft and the correction biases
 the output.
 
-A position that is drafted again after a rejection reuses its streams. That is exact: the noise of position t decides
-nothing before t, so it is still independent of all that has been committed when it is used again.
+A position that is judged again after a rejection before it reuses its streams. That is exact: the noise of position t
+decides nothing before t, so it is still independent of all that has been committed when it is used again. Drafting is
+different, for a drafter may remember what was discarded: it gets a key of its own every round (`jspec.round`).
 """
 
 import enum

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jspec.accept import Rule
 from jspec.cache import KVCache
 from jspec.drafters.base import Context
+from jspec.keys import Purpose, stream
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
 from jspec.types import ACCEPTED, BONUS, CORRECTED, Draft, Stats, Verdict, pytree
@@ -89,7 +90,10 @@ def _propose(target: Any, drafter: Any, num_draft_tokens: int, request: Request,
         batch = state.lengths.size
         empty = jnp.zeros((batch, 0, target.config.vocab_size), jnp.float32)
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
-    context = Context(state.tokens, state.lengths, request.keys, request.draft_warp, state.seen)
+    # A key for this round, for no two rounds start at the same length. A position that is drafted again gets fresh
+    # noise, so a drafter may learn from all it has drafted, discarded or not, and stay exact.
+    keys = stream(request.keys, state.lengths, Purpose.DRAFT)
+    context = Context(state.tokens, state.lengths, keys, request.draft_warp, state.seen)
     with jax.named_scope("draft"):
         return drafter.propose(state.drafter, context, num_draft_tokens)
 
@@ -108,7 +112,7 @@ def _commit(
     written = state.lengths - request.prompt_lengths
     remaining = request.limits - written
     is_eos = (emitted[:, :, None] == request.eos_ids[:, None, :]).any(-1)
-    to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1) + 1, width)
+    to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1).astype(jnp.int32) + 1, width)
     possible = num_accepted + ~lawless
     count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, remaining)))
     ended = is_eos[jnp.arange(count.size), jnp.maximum(count - 1, 0)] & (count > 0) | (count == remaining)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jspec.types import pytree
@@ -19,7 +20,8 @@ from jspec.types import pytree
 class SamplingParams:
     """How each request is sampled. Every field is one number for all requests, or an array with one entry a request.
 
-    Values are traced: changing them never recompiles. A field left at its default is left out of the program.
+    A field left at its default is left out of the program, so using it for the first time compiles once more. Beyond
+    that values are traced: changing them never recompiles.
 
     Attributes:
         temperature: 0 is greedy decoding.
@@ -77,10 +79,11 @@ def warp(params: SamplingParams) -> Warp:
     """The target's transforms. A filter left at its off value, as a plain number, is left out. No device work."""
 
     def unless(off: float, value: Any) -> Any:
-        return None if isinstance(value, int | float) and value == off else value
+        value = _float32(value)
+        return None if isinstance(value, np.ndarray) and value.ndim == 0 and value == off else value
 
     return Warp(
-        temperature=params.temperature,
+        temperature=_float32(params.temperature),
         top_k=unless(0, params.top_k),
         # A plain number is subtracted in double precision, as transformers does.
         tail_mass=unless(0.0, 1.0 - params.top_p),
@@ -88,8 +91,13 @@ def warp(params: SamplingParams) -> Warp:
         repetition=unless(1.0, params.repetition_penalty),
         presence=unless(0.0, params.presence_penalty),
         frequency=unless(0.0, params.frequency_penalty),
-        bias=params.logit_bias,
+        bias=None if params.logit_bias is None else _float32(params.logit_bias),
     )
+
+
+def _float32(value: Any) -> Any:
+    """Numbers and NumPy arrays in one dtype, so that 0 after 0.5 does not compile again; JAX arrays as they are."""
+    return value if isinstance(value, jax.Array) else np.asarray(value, np.float32)
 
 
 def draft_warp(params: SamplingParams) -> Warp:

@@ -62,10 +62,10 @@ CASES = [
     ("top_k", [-1, 2.5, np.nan, np.array([1, 2, -3])], "top_k must be a whole number, 0"),
     ("top_p", [0, 0.0, -0.1, 1.01, np.nan, 50, np.array([0.5, 1, 0])], "top_p must be above 0 and at most 1"),
     ("min_p", [-0.1, 1.5, np.nan], "min_p must be between 0"),
-    ("repetition_penalty", [0, -1.0, np.nan, np.inf], "repetition_penalty must be above 0 and finite"),
+    ("repetition_penalty", [0, -1.0, 1e-30, np.nan, np.inf], "repetition_penalty must be between 0.001 and 1000"),
     ("presence_penalty", [np.nan, np.inf], "presence_penalty must be a finite number"),
     ("frequency_penalty", [np.nan, -np.inf], "frequency_penalty must be a finite number"),
-    ("max_tokens", [-1, 1.5, np.array([1, 2, -1])], "max_tokens must be a whole number, 0"),
+    ("max_tokens", [-1, 1.5, 2**31, np.array([1, 2, -1])], "max_tokens must be a whole number, 0"),
     *[
         (name, [np.ones(2), np.ones((3, 1)), [1, 1, 1], "1", True, object()], rf"{name} must be a number, or .*\[3\]")
         for name in (

@@ -11,7 +11,7 @@ import pytest
 import jspec
 from jspec import ModelDrafter, SamplingParams
 from jspec.accept import RULES
-from jspec.cache import KVCache
+from jspec.cache import KVCache, prefill
 from jspec.decode import _start
 from jspec.round import Request, play_round
 from jspec.sampling import draft_warp, spread, warp
@@ -37,9 +37,7 @@ def _round(target, drafter, request, state, record, num_draft_tokens):
 @functools.partial(jax.jit, static_argnames="rows")
 def _reread(model, prompt_lengths, prompts, tokens, rows):
     """The cache of a model that reads the prompts, and then the text without any rejection, `rows` tokens at a time."""
-    size = len(tokens)
-    cache = model.new_cache(size, tokens.shape[1])
-    cache = model.forward(prompts, cache, jnp.zeros(size, jnp.int32))[1]
+    cache = prefill(model, prompts, tokens.shape[1])
 
     def read(cache, i):
         start = prompt_lengths - 1 + i * rows

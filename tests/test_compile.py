@@ -151,3 +151,27 @@ def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, k, repo
     assert len(of_cache) > 4  # the parser sees the caches
     assert not copies
     assert not host
+
+
+def test_the_kind_of_number_does_not_compile_again(models, prompts, quick_compile):
+    batch = prompts([4, 1, 6], seed=1)
+
+    def call(temperature, max_tokens):
+        settings = jspec.SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        out = jspec.speculative_generate(*models, *batch, max_new_tokens=NEW, num_draft_tokens=K, sampling=settings)
+        return np.asarray(out.tokens), _decode._cache_size()
+
+    text, programs = call(0, 3)
+    for temperature, max_tokens in ((0.0, 3.0), (np.float32(0), np.int64(3)), (np.float64(0), np.float32(3))):
+        again, programs_now = call(temperature, max_tokens)
+        np.testing.assert_array_equal(text, again)
+        assert programs_now == programs
+
+
+def test_it_runs_with_64_bit_types_enabled(models, prompts, quick_compile):
+    tokens, lengths, keys = prompts([4, 1, 6], seed=1)
+    greedy = {"max_new_tokens": NEW, "sampling": jspec.SamplingParams(temperature=0.0, max_tokens=np.array([0, 2, 5]))}
+    expected = jspec.speculative_generate(*models, tokens, lengths, keys, **greedy)
+    with jax.enable_x64(True):
+        out = jspec.speculative_generate(*models, tokens.astype(np.int64), lengths, keys, **greedy)
+    jax.tree.map(np.testing.assert_array_equal, (out.tokens, out.stats), (expected.tokens, expected.stats))

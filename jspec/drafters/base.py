@@ -19,7 +19,7 @@ class Context:
     Attributes:
         tokens: ``int32[B, W]``, prompt and text so far; row b is valid up to ``lengths[b]``.
         lengths: ``int32[B]``.
-        keys: typed keys ``[B]``; draw with ``stream(keys, position, Purpose.DRAFT)`` and no other purpose.
+        keys: typed keys ``[B]`` for this round alone; draw with ``stream(keys, position, Purpose.DRAFT)``.
         warp: the transforms the draft's law goes through.
         seen: what penalties look at, or None where there are none.
     """

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.cache import KVCache
+from jspec.cache import KVCache, prefill
 from jspec.drafters.base import Context
 from jspec.keys import Purpose, stream
 from jspec.probs import sample
@@ -30,8 +30,7 @@ class ModelDrafter:
 
     def init(self, tokens: Array, num_slots: int) -> KVCache:
         """The prompt, read into a cache of `num_slots`."""
-        batch = tokens.shape[0]
-        return self.model.forward(tokens, self.model.new_cache(batch, num_slots), jnp.zeros(batch, jnp.int32))[1]
+        return prefill(self.model, tokens, num_slots)
 
     def propose(self, cache: KVCache, context: Context, num_draft_tokens: int) -> tuple[Draft, KVCache]:
         """Draw token after token, each from the model's law given those before it."""
