@@ -194,11 +194,7 @@ MISTAKES = {
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder does not exist"),
     "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 1, "Prompt 2 is empty"),
     "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
-    "nothing kept": (
-        ["x", "--target", "TARGET", "--plain", "--max-new-tokens", 8, "--top-p", 0],
-        1,
-        "top_p must be above 0",
-    ),
+    "nothing kept": (["x", "--top-p", 0], 2, "--top-p must be above 0"),
     "no weights": (["x", "--target", "EMPTY", "--plain"], 1, "safetensors"),
     "another tokenizer": (["x", "--target", "TARGET", "--draft", "SWAPPED"], 1, "id 40 is"),
 }

@@ -82,7 +82,9 @@ def acceptance_of_itself():
 
 
 def shared_key(patch):
+    """Corrections are drawn with the draft's own noise: no key of its own for the round, and the draft's purpose."""
     stream = accept.stream
+    patch(rounds, "stream", lambda keys, *name: keys)
 
     def mutant(keys, positions, purpose):
         purpose = jnp.asarray(purpose)
