@@ -1,8 +1,8 @@
 """From logits to the law a token is drawn from: one pipeline for target and draft, plain and speculative.
 
-The order and the treatment of ties are those of transformers: logit bias, repetition penalty, (frequency and presence
-penalty, as in vLLM,) temperature, top-k, top-p, min-p. Thresholds are found by bisection over the bits of a float:
-exact, and without sorting the vocabulary.
+The order is that of transformers, and so are the ties where it sorts stably: logit bias, repetition penalty,
+(frequency and presence penalty, as in vLLM,) temperature, top-k, top-p, min-p. Thresholds are found by bisection over
+the bits of a float: exact, and without sorting the vocabulary.
 """
 
 import dataclasses

@@ -142,9 +142,6 @@ def _source_prompts(tokenizer, count, seed):
     return np.stack([np.pad(row, (0, 60 - len(row))) for row in rows]).astype(np.int32), lengths
 
 
-needs_pair = pytest.mark.skipif(not (PAIR / "draft" / "config.json").exists(), reason="the bundled pair is not here")
-
-
 def _check_bundled_pair(report, count, new, drafts):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
@@ -172,12 +169,10 @@ def _check_bundled_pair(report, count, new, drafts):
         assert rate == 1 if name == "itself" else rate > 0.1
 
 
-@needs_pair
 def test_the_bundled_pair(report, quick_compile):
     _check_bundled_pair(report, 8, 24, [(4, "bundled")])
 
 
-@needs_pair
 @pytest.mark.slow
 def test_the_bundled_pair_in_full(report):
     bundled = [(k, "bundled") for k in (1, 3, 5, 8)]
