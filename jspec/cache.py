@@ -18,37 +18,38 @@ from jspec.types import pytree
 
 @pytree
 class KVCache:
-    """Keys and values of every layer, each ``[B, G, T, D]``: heads outside, so that attention needs no transpose."""
+    """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer: as attention reads them, without a transpose."""
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
 
 
 def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
-    """A cache of zeros; `shape` is ``(B, G, T, D)``."""
-
-    def layers() -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-
-    return KVCache(layers(), layers())
+    """A cache of zeros; `shape` is that of the values, ``(B, G, T, D)``."""
+    batch, groups, slots, size = shape
+    keys = tuple(jnp.zeros((batch, groups, size, slots), dtype) for _ in range(num_layers))
+    return KVCache(keys, tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
 
 
 def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
     """The cache of `model` after reading ``tokens[B, P]`` from position 0, with room for `num_slots` positions.
 
-    It is read with P slots and then enlarged: attention costs P x P and not P x `num_slots`.
+    It is read with P slots and then put into the larger one: attention costs P x P and not P x `num_slots`.
     """
     batch, width = tokens.shape
-    _, cache = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
-    room = ((0, 0), (0, 0), (0, num_slots - width), (0, 0))
-    return jax.tree.map(lambda slots: jnp.pad(slots, room), cache)
+    _, read = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
+
+    def enlarge(room: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice(room, part, (0,) * room.ndim)
+
+    return jax.tree.map(enlarge, model.new_cache(batch, num_slots), read)
 
 
-def write(slots: Array, new: Array, start: Array) -> Array:
-    """``slots[B, G, T, D]`` with ``new[B, G, S, D]`` at slots ``start[b] .. start[b] + S - 1`` of each row."""
+def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
+    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike."""
 
     def row(slots: Array, new: Array, start: Array) -> Array:
-        return lax.dynamic_update_slice(slots, new.astype(slots.dtype), (0, start, 0))
+        return lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis - 1)
 
     return jax.vmap(row)(slots, new, start)
 

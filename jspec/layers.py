@@ -20,19 +20,22 @@ def _einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
 
 
 def _project(weight: Array, x: Array, dtype: Any = None) -> Array:
-    """``[B, S, out]`` from ``weight[out, in]`` and ``x[B, S, in]``.
+    """``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``.
 
-    The weight comes first in the product: for the few rows of decoding XLA's CPU kernels then read it two to four times
-    as fast, and other backends choose the layout themselves.
+    Stored ``[in, out]`` and first in the product, float32 weights are read by XLA's CPU kernels at nearly the memory's
+    speed, for one row as for a few. In half precision that order does not run on CPU, and elsewhere it does not matter.
     """
-    return jnp.moveaxis(_einsum("oi,bsi->obs", weight, x, dtype), 0, -1)
+    if weight.dtype == jnp.float32:
+        rows = _einsum("io,ri->or", weight, x.reshape(-1, x.shape[-1]), dtype)
+        return rows.T.reshape(*x.shape[:-1], -1)
+    return _einsum("bsi,io->bso", x, weight, dtype)
 
 
 class Linear(nnx.Module):
-    """``y = x W^T + b`` with W stored ``[out, in]``, as in Hugging Face files: fused projections just stack rows."""
+    """``y = x W + b`` with W stored ``[in, out]``: the transpose of Hugging Face's, fused projections side by side."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.weight = nnx.Param(_normal(rngs, (out_size, in_size), dtype))
+        self.weight = nnx.Param(_normal(rngs, (in_size, out_size), dtype))
         self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
@@ -41,13 +44,16 @@ class Linear(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """Token embedding, and the output head where the two are tied."""
+    """Token embedding, output head, or both where the two are tied.
+
+    Stored ``[E, V]`` as the head reads it, all of it at every pass; looking up a few columns costs nothing beside that.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.weight = nnx.Param(_normal(rngs, (vocab_size, hidden_size), dtype))
+        self.weight = nnx.Param(_normal(rngs, (hidden_size, vocab_size), dtype))
 
     def __call__(self, tokens: Array) -> Array:
-        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        return jnp.moveaxis(jnp.take(self.weight[...], tokens, axis=1, mode="clip"), 0, -1)
 
     def logits(self, x: Array) -> Array:
         """``float32[B, S, V]`` from hidden states ``[B, S, E]``."""
@@ -110,7 +116,7 @@ class Attention(nnx.Module):
         """Write this pass's keys and values, then attend.
 
         Args:
-            x: ``[B, S, E]``. keys, values: ``[B, G, T, D]``, the cache of this layer.
+            x: ``[B, S, E]``. keys, values: ``[B, G, D, T]`` and ``[B, G, T, D]``, the cache of this layer.
             positions: ``int32[B, S]``, consecutive in each row. tables: from `rope_tables`.
 
         Returns:
@@ -123,8 +129,9 @@ class Attention(nnx.Module):
         # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
         # is stored in its key, where the mask takes it away.
         finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
-        keys = write(keys, jnp.where(finite, rotate(k, tables), jnp.nan), positions[:, 0])
-        values = write(values, jnp.where(finite, v, 0), positions[:, 0])
+        k = jnp.where(finite, rotate(k, tables), jnp.nan)
+        keys = write(keys, k.swapaxes(2, 3), positions[:, 0], axis=3)
+        values = write(values, jnp.where(finite, v, 0), positions[:, 0], axis=2)
         mixed = _attend(rotate(q, tables), keys, values, positions)
         return self.o_proj(mixed.swapaxes(1, 2).reshape(batch, steps, heads * size)), keys, values
 
@@ -132,10 +139,10 @@ class Attention(nnx.Module):
 def _attend(q: Array, keys: Array, values: Array, positions: Array) -> Array:
     """Softmax attention of ``q[B, H, S, D]`` over the slots each position may see; ``[B, H, S, D]``."""
     batch, heads, steps, size = q.shape
-    groups, slots = keys.shape[1], keys.shape[2]
+    groups, slots = keys.shape[1], keys.shape[3]
     mask = visible(positions, slots)[:, None, None]
     q = q.reshape(batch, groups, heads // groups, steps, size)
-    scores = _einsum("bgrsd,bgtd->bgrst", q, keys, jnp.float32) / math.sqrt(size)
+    scores = _einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
     weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
     mixed = _einsum("bgrst,bgtd->bgrsd", weights.astype(q.dtype), values)
     return mixed.reshape(batch, heads, steps, size)

@@ -1,6 +1,6 @@
 """Laws over a vocabulary: the leftover of a rejection, and drawing from a law. Dtype in, same dtype out."""
 
-import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ def residual(target_probs: Array, draft_probs: Array) -> Array:
 def sample(keys: Array, probs: Array) -> Array:
     """One token a row, drawn exactly from `probs`.
 
-    Gumbel noise in mode "high": the default mode cannot draw tokens less likely than about 1e-7, and a cumulative
-    sum in float32 loses the tail of a large vocabulary.
+    The vocabulary is cut into about sqrt(V) blocks; a block is drawn by its mass, then a token in it. That needs
+    2 sqrt(V) random numbers, not V, and sums of probabilities are the only arithmetic, so the rarest token keeps its
+    share to float32 precision; a cumulative sum over the vocabulary would lose the tail.
 
     Args:
         keys: typed keys ``[B]``; consumed.
@@ -39,8 +40,21 @@ def sample(keys: Array, probs: Array) -> Array:
     Returns:
         ``int32[B]``.
     """
-    draw = functools.partial(jax.random.categorical, mode="high")
-    return jax.vmap(draw)(keys, jnp.log(probs)).astype(jnp.int32)
+    return jax.vmap(_sample)(keys, probs)
+
+
+def _sample(key: Array, probs: Array) -> Array:
+    """`sample` for one row, unbatched."""
+    width = math.isqrt(probs.size - 1) + 1
+    blocks = jnp.pad(probs, (0, -probs.size % width)).reshape(-1, width)
+    block_key, token_key = jax.random.split(key)
+    block = _draw(block_key, blocks.sum(1))
+    return (block * width + _draw(token_key, blocks[block])).astype(jnp.int32)
+
+
+def _draw(key: Array, mass: Array) -> Array:
+    """An index drawn by ``mass[N]``. Gumbel noise in mode "high": the default cannot draw below about 1e-7."""
+    return jax.random.categorical(key, jnp.log(mass), mode="high")
 
 
 def at_tokens(probs: Array, tokens: Array) -> Array:

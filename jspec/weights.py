@@ -40,11 +40,14 @@ def default_dtype() -> Any:
 
 
 def from_arrays(config: LlamaConfig, arrays: Iterable[tuple[str, Any]], dtype: Any) -> Llama:
-    """A `Llama` of `config` from (name, array) pairs named as in `convert.keymap`, moved to the device one by one."""
+    """A `Llama` of `config` from (name, array) pairs as `convert` names and shapes them, moved to the device one by one.
+
+    There matrices are ``[out, in]``, in the model ``[in, out]`` (see `jspec.layers`).
+    """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
     for name, array in arrays:
-        leaves.pop(name).set_value(jnp.asarray(array, dtype))
+        leaves.pop(name).set_value(jnp.asarray(array, dtype).T)
     if leaves:
         raise ValueError(f"arrays lacks {sorted(leaves)[0]}; expected every name of convert.shapes(config).")
     return model

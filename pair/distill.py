@@ -4,22 +4,27 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-POOL_ROUNDS = 3
-POOL_BATCH = 64
+POOL_ROUNDS = 8
+POOL_BATCH = 256
 PROMPT_TOKENS = 64
 NEW_TOKENS = 448
+SHARP = 4.0
 
 
-def distillation_loss(draft: torch.Tensor, target: torch.Tensor, divergence: bool) -> torch.Tensor:
-    """Mean distance between the next-token distributions of logits [batch, time, vocabulary].
+def rejection(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean total variation, 1 - sum(min(p, q)), of logits [batch, time, vocabulary]: the rejection probability."""
+    return 1 - torch.minimum(target.softmax(-1), draft.softmax(-1)).sum(-1).mean()
 
-    With `divergence`, KL(target || draft), whose gradient is strong far from the goal; without it total
-    variation, 1 - sum(min(p, q)), which is the rejection probability itself.
-    """
+
+def divergence(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean KL(target || draft) of logits [batch, time, vocabulary]; its gradient is strong far from the goal."""
     log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
-    if divergence:
-        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    return 1 - torch.minimum(log_p.exp(), log_q.exp()).sum(-1).mean()
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
+def acceptance_loss(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The rejection probability at temperature 1 and, standing in for greedy decoding, at 1 / SHARP."""
+    return (rejection(draft, target) + rejection(draft * SHARP, target * SHARP)) / 2
 
 
 @torch.no_grad()
@@ -52,12 +57,12 @@ def random_prompts(stream: np.ndarray, count: int, length: int, seed: int) -> to
 def sample_pool(target: LlamaForCausalLM, stream: np.ndarray, seed: int) -> np.ndarray:
     """Continuations of corpus prompts by the target, one after another: uint16 [tokens].
 
-    The last of every three rounds is greedy, so that the draft also sees the loops greedy text falls into.
+    Every second round is greedy, so that the draft also sees the loops greedy text falls into.
     """
     rounds = []
     for index in range(POOL_ROUNDS):
         prompts = random_prompts(stream, POOL_BATCH, PROMPT_TOKENS, seed + index)
-        rows = continuations(target, prompts, NEW_TOKENS, index % 3 != 2, seed + index)
+        rows = continuations(target, prompts, NEW_TOKENS, index % 2 == 0, seed + index)
         rounds.append(rows.numpy().astype(np.uint16).ravel())
         print(f"pool round {index + 1}/{POOL_ROUNDS}", flush=True)
     return np.concatenate(rounds)

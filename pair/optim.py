@@ -5,47 +5,11 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 MUON_RATE = 0.02
-MUON_MOMENTUM = 0.95
 MUON_DECAY = 0.01
 ADAM_RATE = 3e-3
 WARMUP_STEPS = 20
 DECAY_FRACTION = 0.4
 CLIP_NORM = 1.0
-
-
-class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update is orthogonalised; for 2-D weights only.
-
-    `torch.optim.Muon` computes in bfloat16, which is slow on processors without bfloat16 arithmetic.
-    """
-
-    def __init__(self, parameters: list[torch.Tensor]):
-        super().__init__(parameters, {"lr": MUON_RATE})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Apply one update from the gradients."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
-                momentum.lerp_(weight.grad, 1 - MUON_MOMENTUM)
-                update = orthogonalise(weight.grad.lerp(momentum, MUON_MOMENTUM))
-                scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
-                weight.mul_(1 - group["lr"] * MUON_DECAY).add_(update, alpha=-group["lr"] * scale)
-
-
-def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with the same singular vectors as `matrix` and singular values near 1.
-
-    Five quintic Newton-Schulz iterations, with the usual coefficients for fast (rough) convergence.
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 class Optimiser:
@@ -60,7 +24,8 @@ class Optimiser:
         matrices = [p for p in self.parameters if p in inside]
         others = [p for p in self.parameters if p not in inside]
         adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
-        self.parts = [(Muon(matrices), MUON_RATE), (adam, ADAM_RATE)]
+        muon = torch.optim.Muon(matrices, weight_decay=MUON_DECAY)
+        self.parts = [(muon, MUON_RATE), (adam, ADAM_RATE)]
         self.steps, self.scale = steps, scale
 
     def step(self, loss: torch.Tensor, step: int) -> None:

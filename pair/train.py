@@ -1,7 +1,8 @@
 """Train the pair: `python -m pair.train --out FOLDER`, from nothing to both checkpoints.
 
 The target is trained in TARGET_STAGES, shallow first, then the draft is distilled from it. An interrupted
-run goes on from the states in its work folder; delete that folder to start afresh.
+run goes on from the states in its work folder; delete that folder to start afresh. Matrix products are in
+bfloat16, which pays on processors with bfloat16 arithmetic (AMX or AVX512-BF16) and is very slow on others.
 """
 
 import argparse
@@ -16,16 +17,14 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from pair.corpus import load_corpus
-from pair.distill import distillation_loss, sample_pool
-from pair.models import DRAFT, TARGET, grow, load_model, new_model, save_model
+from pair.distill import acceptance_loss, divergence, sample_pool
+from pair.models import DRAFT, MAX_POSITIONS, TARGET, grow, load_model, new_model, save_model
 from pair.optim import Optimiser
 from pair.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 
 THREADS = 2
 SEED = 20240607
-STEP_TOKENS = 2048
-WINDOW = 512
-POOL_EVERY = 3
+STEP_TOKENS = 8192
 SAVE_EVERY = 50
 LOG_EVERY = 10
 
@@ -42,25 +41,14 @@ class Stage:
 
 # The last stage has the final depth and the longest windows that the model will serve.
 TARGET_STAGES = (
-    Stage(layers=2, steps=550, window=512, rate_scale=1.0),
-    Stage(layers=2, steps=700, window=512, rate_scale=0.5),
-    Stage(layers=6, steps=260, window=1024, rate_scale=0.5),
+    Stage(layers=2, steps=1000, window=512, rate_scale=1.0),
+    Stage(layers=6, steps=1500, window=MAX_POSITIONS, rate_scale=0.7),
 )
 
-
-@dataclass(frozen=True)
-class DraftStage:
-    """One stretch of distillation: steps, how many of them use KL rather than total variation, rate share."""
-
-    steps: int
-    divergence_steps: int
-    rate_scale: float
-
-
-DRAFT_STAGES = (
-    DraftStage(steps=500, divergence_steps=250, rate_scale=1.0),
-    DraftStage(steps=300, divergence_steps=0, rate_scale=0.5),
-)
+# Divergence first, then the rejection probability; every POOL_EVERY steps on the target's own text.
+DRAFT_STEPS = 1800
+DIVERGENCE_STEPS = 600
+POOL_EVERY = 2
 
 
 def windows(stream: np.ndarray, length: int, seed: int, step: int) -> torch.Tensor:
@@ -81,7 +69,8 @@ def run_steps(model: LlamaForCausalLM, optimiser: Optimiser, folder: Path, state
     first = load_state(state_file, model, optimiser) if state_file.exists() else 0
     start, recent = time.time(), []
     for step in range(first, optimiser.steps):
-        loss = loss_of(step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(step)
         optimiser.step(loss, step)
         recent.append(loss.item())
         done = step + 1
@@ -109,7 +98,7 @@ def load_state(file: Path, model: LlamaForCausalLM, optimiser: Optimiser) -> int
 
 def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy, in nats, of each id of [batch, time] after the first."""
-    logits = model(input_ids=ids, use_cache=False).logits
+    logits = model(input_ids=ids, use_cache=False).logits.float()
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -136,32 +125,21 @@ def train_target(stream: np.ndarray, vocab_size: int, work: Path, folder: Path) 
     save_model(load_model(work / f"target-{number}"), folder)
 
 
-def train_draft_stage(number: int, stream: np.ndarray, pool: np.ndarray, target: LlamaForCausalLM, work: Path) -> None:
-    """Distil `target` into work/draft-NUMBER; every POOL_EVERY steps on its own text, else on the corpus."""
-    stage = DRAFT_STAGES[number]
-    draft = load_model(work / f"draft-{number - 1}") if number else new_model(DRAFT, target.config.vocab_size, SEED)
-    draft.train()
+def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Path) -> None:
+    """Distil the saved target into a new draft, on the corpus and on the target's own text."""
+    target = load_model(target_folder)
+    pool = sample_pool(target, stream, SEED)
+    draft = new_model(DRAFT, target.config.vocab_size, SEED).train()
 
     def loss_of(step: int) -> torch.Tensor:
         source = stream if (step + 1) % POOL_EVERY else pool
-        ids = windows(source, WINDOW, SEED + 100 + number, step)
+        ids = windows(source, MAX_POSITIONS, SEED + 100, step)
         with torch.no_grad():
-            wanted = target(input_ids=ids, use_cache=False).logits
-        logits = draft(input_ids=ids, use_cache=False).logits
-        return distillation_loss(logits, wanted, step < stage.divergence_steps)
+            wanted = target(input_ids=ids, use_cache=False).logits.float()
+        logits = draft(input_ids=ids, use_cache=False).logits.float()
+        return (divergence if step < DIVERGENCE_STEPS else acceptance_loss)(logits, wanted)
 
-    folder = work / f"draft-{number}"
-    optimiser = Optimiser(draft, stage.steps, stage.rate_scale)
-    run_steps(draft, optimiser, folder, folder.with_suffix(".pt"), loss_of)
-
-
-def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Path) -> None:
-    """Run every draft stage against the saved target, then write the last one's weights to `folder`."""
-    target = load_model(target_folder)
-    pool = sample_pool(target, stream, SEED)
-    for number in range(len(DRAFT_STAGES)):
-        train_draft_stage(number, stream, pool, target, work)
-    save_model(load_model(work / f"draft-{number}"), folder)
+    run_steps(draft, Optimiser(draft, DRAFT_STEPS), folder, work / "draft.pt", loss_of)
 
 
 def main() -> None:

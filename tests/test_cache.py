@@ -70,18 +70,16 @@ def _blank(batch):
 
 def _valid(cache, upto):
     """Keys and values of positions ``0 .. upto[b] - 1`` of each row, in one flat array."""
-    arrays = np.stack([np.asarray(leaf) for leaf in cache.keys + cache.values])
+    arrays = np.stack([np.asarray(leaf) for leaf in [*(k.swapaxes(2, 3) for k in cache.keys), *cache.values]])
     return np.concatenate([arrays[:, b, :, : max(n, 0)].ravel() for b, n in enumerate(upto)])
 
 
 def _poison(cache, upto):
     """`cache` with, in every slot from ``upto[b]`` on, what a token leaves that broke the model: a NaN key."""
 
-    def spoil(layers, value):
-        behind = [(jnp.arange(slots.shape[2]) >= upto[:, None])[:, None, :, None] for slots in layers]
-        return tuple(jnp.where(mask, value, slots) for mask, slots in zip(behind, layers, strict=True))
-
-    return KVCache(spoil(cache.keys, jnp.nan), spoil(cache.values, 1e30))
+    behind = jnp.arange(cache.keys[0].shape[3]) >= upto[:, None]
+    keys = tuple(jnp.where(behind[:, None, None, :], jnp.nan, slots) for slots in cache.keys)
+    return KVCache(keys, tuple(jnp.where(behind[:, None, :, None], 1e30, slots) for slots in cache.values))
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])
@@ -201,7 +199,7 @@ class _AlwaysOneToken:
 
 
 def test_a_token_that_breaks_the_model_harms_nobody_who_does_not_see_it(toy, prompts, report):
-    """Its row of the embedding is NaN, it is drafted in every round, and never accepted."""
+    """Its column of the embedding is NaN, it is drafted in every round, and never accepted."""
     target = toy(0)
     tokens, lengths, keys = prompts(LENGTHS, seed=1)
     greedy = {"max_new_tokens": NEW, "sampling": SamplingParams(temperature=0.0)}
@@ -209,7 +207,7 @@ def test_a_token_that_breaks_the_model_harms_nobody_who_does_not_see_it(toy, pro
     written = np.concatenate([expected.ravel(), *(row[:n] for row, n in zip(tokens, lengths, strict=True))])
     broken = np.setdiff1d(np.arange(target.config.vocab_size), written)[0]
     weight = target.embed_tokens.weight
-    weight[...] = weight[...].at[broken].set(jnp.nan)
+    weight[...] = weight[...].at[:, broken].set(jnp.nan)
     drafter = _AlwaysOneToken(jnp.int32(broken), jnp.zeros(target.config.vocab_size))
     out = jspec.speculative_generate(target, drafter, tokens, lengths, keys, **greedy)
     wrong = int((np.asarray(out.tokens) != expected).sum())

@@ -112,13 +112,13 @@ def _hf_twin(target):
         prefix = f"model.layers.{i}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             state[f"{prefix}{name}.weight"] = getattr(layer, name).weight
-        parts = np.split(layer.self_attn.qkv_proj.weight[...], np.array([heads, heads + groups]) * size)
-        parts += np.split(layer.mlp.gate_up_proj.weight[...], 2)
+        parts = np.split(layer.self_attn.qkv_proj.weight[...], np.array([heads, heads + groups]) * size, axis=1)
+        parts += np.split(layer.mlp.gate_up_proj.weight[...], 2, axis=1)
         parts += [layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight]
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
                  "self_attn.o_proj", "mlp.down_proj")  # fmt: skip
         state |= {f"{prefix}{name}.weight": part for name, part in zip(names, parts, strict=True)}
-    twin.load_state_dict({name: torch.tensor(np.array(weight[...])) for name, weight in state.items()})
+    twin.load_state_dict({name: torch.tensor(np.array(weight[...]).T.copy()) for name, weight in state.items()})
     return twin
 
 
