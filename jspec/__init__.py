@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from jspec.decode import generate, speculative_generate
     from jspec.drafters import ModelDrafter
     from jspec.llama import Llama
+    from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
     from jspec.types import Output, Stats
     from jspec.weights import demo_pair, load
@@ -23,6 +24,7 @@ __all__ = [
     "demo_pair",
     "generate",
     "load",
+    "quantize",
     "speculative_generate",
     "theory",
 ]
@@ -36,6 +38,7 @@ _HOMES = {
     "Stats": "jspec.types",
     "demo_pair": "jspec.weights",
     "load": "jspec.weights",
+    "quantize": "jspec.quantizer",
     "generate": "jspec.decode",
     "speculative_generate": "jspec.decode",
 }

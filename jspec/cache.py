@@ -18,7 +18,7 @@ from jspec.types import pytree
 
 @pytree
 class KVCache:
-    """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer: as attention reads them, without a transpose."""
+    """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer: as attention reads them."""
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]

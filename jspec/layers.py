@@ -19,12 +19,18 @@ def _einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
 
 
-def _project(weight: Array, x: Array, dtype: Any = None) -> Array:
-    """``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``.
+def _project(weight: Array, scale: nnx.Param | None, x: Array, dtype: Any = None) -> Array:
+    """``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``, in the dtype of x unless given.
+
+    An int8 weight has a ``scale[out]``. It multiplies the product and not the weight, so that XLA may read int8 in the
+    product itself, which is float32 until then: without its scale a sum is large enough to overflow float16.
 
     Stored ``[in, out]`` and first in the product, float32 weights are read by XLA's CPU kernels at nearly the memory's
     speed, for one row as for a few. In half precision that order does not run on CPU, and elsewhere it does not matter.
     """
+    if scale is not None:
+        product = _project(weight.astype(x.dtype), None, x, jnp.float32)
+        return (product * scale[...]).astype(dtype or x.dtype)
     if weight.dtype == jnp.float32:
         rows = _einsum("io,ri->or", weight, x.reshape(-1, x.shape[-1]), dtype)
         return rows.T.reshape(*x.shape[:-1], -1)
@@ -32,14 +38,18 @@ def _project(weight: Array, x: Array, dtype: Any = None) -> Array:
 
 
 class Linear(nnx.Module):
-    """``y = x W + b`` with W stored ``[in, out]``: the transpose of Hugging Face's, fused projections side by side."""
+    """``y = x W + b`` with W stored ``[in, out]``: the transpose of Hugging Face's, fused projections side by side.
+
+    `scale` is that of an int8 weight, ``float32[out]``; see `jspec.quantizer`.
+    """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (in_size, out_size), dtype))
+        self.scale: nnx.Param | None = None
         self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = _project(self.weight[...], x)
+        y = _project(self.weight[...], self.scale, x)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -47,17 +57,23 @@ class Embed(nnx.Module):
     """Token embedding, output head, or both where the two are tied.
 
     Stored ``[E, V]`` as the head reads it, all of it at every pass; looking up a few columns costs nothing beside that.
+    `scale` is that of an int8 weight, ``float32[V]``; see `jspec.quantizer`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (hidden_size, vocab_size), dtype))
+        self.scale: nnx.Param | None = None
 
     def __call__(self, tokens: Array) -> Array:
-        return jnp.moveaxis(jnp.take(self.weight[...], tokens, axis=1, mode="clip"), 0, -1)
+        """``[B, S, E]``, in float32 where the weight is int8."""
+        columns = jnp.moveaxis(jnp.take(self.weight[...], tokens, axis=1, mode="clip"), 0, -1)
+        if self.scale is None:
+            return columns
+        return columns.astype(jnp.float32) * jnp.take(self.scale[...], tokens, mode="clip")[..., None]
 
     def logits(self, x: Array) -> Array:
         """``float32[B, S, V]`` from hidden states ``[B, S, E]``."""
-        return _project(self.weight[...], x, jnp.float32)
+        return _project(self.weight[...], self.scale, x, jnp.float32)
 
 
 class RMSNorm(nnx.Module):

@@ -47,11 +47,16 @@ class Llama(nnx.Module):
         hidden, _ = self.forward(tokens, self.new_cache(*tokens.shape), jnp.zeros(tokens.shape[0], jnp.int32))
         return self.logits(hidden)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations and cache: that of the norms, which are never quantised."""
+        return self.norm.weight.dtype
+
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache of `slots` positions for `batch` rows."""
         config = self.config
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
-        return empty_cache(config.num_hidden_layers, shape, self.embed_tokens.weight.dtype)
+        return empty_cache(config.num_hidden_layers, shape, self.dtype)
 
     def forward(self, tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]:
         """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows; store their keys and values.
@@ -66,7 +71,7 @@ class Llama(nnx.Module):
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens).astype(self.dtype)
         keys, values = list(cache.keys), list(cache.values)
         for i, layer in enumerate(self.layers):
             x, keys[i], values[i] = layer(x, keys[i], values[i], positions, tables)

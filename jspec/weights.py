@@ -11,27 +11,33 @@ from flax import nnx
 from convert.config import LlamaConfig
 from convert.loading import stream
 from jspec.llama import Llama
+from jspec.quantizer import check_kind, matrices, pack
 
 PAIR = Path(__file__).parent / "pair_data"
 
 
-def load(source: str | Path, dtype: Any = None) -> Llama:
+def load(source: str | Path, dtype: Any = None, quantize: str | None = None) -> Llama:
     """A model from a checkpoint.
 
     Args:
         source: a Hugging Face directory (config.json and safetensors), a Hugging Face hub id such as
             "meta-llama/Llama-3.2-1B", or a directory written by ``python -m convert``.
         dtype: of weights, activations and cache; float32 on CPU and bfloat16 on GPU and TPU unless given.
+        quantize: "int8" stores every matrix as int8, see `quantize`, without ever holding the model unquantised; norms,
+            biases, activations and cache keep `dtype`.
 
     Returns:
         The model, its weights on the default device.
 
     Raises:
         convert.CheckpointError: the source is no Llama checkpoint, or a damaged one; says what was found and expected.
+        ValueError: an unknown `quantize`, or a weight that is not finite and so cannot be quantised.
     """
+    if quantize is not None:
+        check_kind(quantize)
     dtype = jnp.dtype(dtype or default_dtype())
     config, _, arrays = stream(source, dtype, None)
-    return from_arrays(config, arrays, dtype)
+    return from_arrays(config, arrays, dtype, quantize)
 
 
 def default_dtype() -> Any:
@@ -39,15 +45,23 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
-def from_arrays(config: LlamaConfig, arrays: Iterable[tuple[str, Any]], dtype: Any) -> Llama:
-    """A `Llama` of `config` from (name, array) pairs as `convert` names and shapes them, moved to the device one by one.
+def from_arrays(
+    config: LlamaConfig, arrays: Iterable[tuple[str, Any]], dtype: Any, quantize: str | None = None
+) -> Llama:
+    """A `Llama` of `config` from (name, array) pairs as `convert` names and shapes them.
 
-    There matrices are ``[out, in]``, in the model ``[in, out]`` (see `jspec.layers`).
+    They are moved to the device, and quantised if asked for, one by one. There matrices are ``[out, in]``, in the model
+    ``[in, out]`` (see `jspec.layers`).
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    owners = {} if quantize is None else matrices(model)
     for name, array in arrays:
-        leaves.pop(name).set_value(jnp.asarray(array, dtype).T)
+        leaf, value = leaves.pop(name), jnp.asarray(array, dtype).T
+        if name in owners:
+            pack(owners[name], value, name)
+        else:
+            leaf.set_value(value)
     if leaves:
         raise ValueError(f"arrays lacks {sorted(leaves)[0]}; expected every name of convert.shapes(config).")
     return model

@@ -11,8 +11,8 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["types", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "weights", "accept", "drafters",
-         "checks", "round", "decode", "text", "report", "cli"]  # fmt: skip
+ORDER = ["types", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "quantizer", "weights", "accept",
+         "drafters", "checks", "round", "decode", "text", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -47,6 +47,7 @@ def test_the_public_names():
         "demo_pair",
         "generate",
         "load",
+        "quantize",
         "speculative_generate",
         "theory",
     ]
@@ -67,7 +68,7 @@ def test_the_signatures_that_callers_rely_on():
     options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.speculative_generate) == expected
-    assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype"]
+    assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize"]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT)], ids=_name)
