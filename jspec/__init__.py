@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jspec import theory
-    from jspec.decode import generate, speculative_generate
+    from jspec.decode import generate, speculative_generate, tune
     from jspec.drafters import ModelDrafter
     from jspec.llama import Llama
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
+    from jspec.tuning import Tuning
     from jspec.types import Output, Stats
     from jspec.weights import demo_pair, load
 
@@ -21,12 +22,14 @@ __all__ = [
     "Output",
     "SamplingParams",
     "Stats",
+    "Tuning",
     "demo_pair",
     "generate",
     "load",
     "quantize",
     "speculative_generate",
     "theory",
+    "tune",
 ]
 
 # Names are looked up when they are first used: importing jax takes a second, which `jspec --help` should not.
@@ -36,11 +39,13 @@ _HOMES = {
     "Output": "jspec.types",
     "SamplingParams": "jspec.sampling",
     "Stats": "jspec.types",
+    "Tuning": "jspec.tuning",
     "demo_pair": "jspec.weights",
     "load": "jspec.weights",
     "quantize": "jspec.quantizer",
     "generate": "jspec.decode",
     "speculative_generate": "jspec.decode",
+    "tune": "jspec.decode",
 }
 
 

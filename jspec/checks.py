@@ -49,13 +49,34 @@ def check_arguments(
     vocab_size = target.config.vocab_size
     _check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
-        _check_whole("num_draft_tokens", num_draft_tokens)
+        if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
+            _check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto" or ')
         _check_drafter(drafter, vocab_size)
     batch = _check_prompts(tokens, lengths, vocab_size)
     _check_keys(keys, batch)
     _check_positions(target, drafter, lengths, max_new_tokens)
     _check_sampling(sampling, batch, vocab_size)
     _check_ids(eos_ids, pad_id, batch, vocab_size)
+
+
+def check_tuning(max_new_tokens: Any, max_draft_tokens: Any) -> None:
+    """Raise ValueError where texts of `max_new_tokens` cannot tell what rounds of `max_draft_tokens` yield."""
+    _check_whole("max_new_tokens", max_new_tokens)
+    _check_whole("max_draft_tokens", max_draft_tokens)
+    least = 4 * (max_draft_tokens + 1)
+    if max_new_tokens < least:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is too short a text to measure {max_draft_tokens} drafts a "
+                         f"round; use at least {least}, or a smaller max_draft_tokens.")  # fmt: skip
+
+
+def check_measurable(*arguments: Any) -> None:
+    """Raise ValueError where there is nothing to time, or several hosts might come to several answers."""
+    # Inside a caller's transformation even a new array is traced.
+    leaves = jax.tree.leaves((arguments, jnp.zeros(())))
+    if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise ValueError('jspec.tune and num_draft_tokens="auto" measure time, which cannot be done inside jax.jit or '
+                         "another transformation, nor by several processes at once; call jspec.tune beforehand and "
+                         "pass the number it finds.")  # fmt: skip
 
 
 def as_array(name: str, value: Any) -> Any:
@@ -75,13 +96,13 @@ def _values(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
-def _check_whole(name: str, value: Any) -> None:
+def _check_whole(name: str, value: Any, or_else: str = "") -> None:
     try:
         if not isinstance(value, bool) and operator.index(value) >= 1:
             return
     except TypeError:
         pass
-    raise ValueError(f"{name} must be a Python int of at least 1, for it fixes the shapes that are compiled; "
+    raise ValueError(f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; "
                      f"got {value!r}.")  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from jspec import __version__
 if TYPE_CHECKING:
     from jspec.report import Completion
     from jspec.text import Batch
+    from jspec.tuning import Tuning
     from jspec.types import Output
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -30,7 +31,8 @@ With --json, each prompt gives one line, an object of
   stats             tokens, rounds, drafted, accepted, accepted_at (by position in
                     the draft), acceptance_rate (of the drafts that were judged),
                     tokens_per_round, predicted_tokens_per_round (from that rate)
-  times             load, compile, run: seconds for all prompts together;
+  times             load, compile (and measure, with --num-draft-tokens auto), run:
+                    seconds for all prompts together;
                     tokens_per_second: of this prompt
 
 \b
@@ -47,17 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(arguments, prog_name="jspec", standalone_mode=False)
     except Exception as error:
-        code, message = _explained(error)
+        code, message = _explained(error, _command(sys.argv[1:] if arguments is None else arguments))
         print(f"jspec: {message}", file=sys.stderr)
     sys.exit(code)
 
 
-def _explained(error: Exception) -> tuple[int, str]:
+def _command(arguments: Sequence[str]) -> str:
+    """What to ask for help."""
+    known = [arguments[0]] if arguments and arguments[0] in ("generate", "tune") else []
+    return " ".join(["jspec", *known])
+
+
+def _explained(error: Exception, command: str) -> tuple[int, str]:
     """Exit code and one line for what a person can mend; anything else is a bug and keeps its traceback."""
     if message := getattr(error, "format_message", None):  # the command line parser's own errors
-        return 2, f"{message()} (see jspec generate --help)"
+        return 2, f"{message()} (see {command} --help)"
     if isinstance(error, UsageError):
-        return 2, f"{error} (see jspec generate --help)"
+        return 2, f"{error} (see {command} --help)"
     if isinstance(error, ValueError | OSError):
         return 1, " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in str(error):
@@ -86,6 +94,13 @@ def root(
         typer.echo(context.get_help())
 
 
+def _length(text: str) -> int | str:
+    """A number of draft tokens, or "auto"."""
+    if text == "auto" or (text.isdecimal() and int(text) >= 1):
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f"{text!r} is neither a whole number of at least 1 nor auto.")
+
+
 def _option(name: str, metavar: str | None, text: str, **checks: Any) -> Any:
     return typer.Option(name, metavar=metavar, help=text, **checks)
 
@@ -108,7 +123,9 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, _option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)] = 0,
     max_new_tokens: Annotated[int, _option("--max-new-tokens", "N", "Limit for each prompt.", min=1)] = 128,
-    num_draft_tokens: Annotated[int, _option("--num-draft-tokens", "N", "Tokens guessed a round.", min=1)] = 4,
+    num_draft_tokens: Annotated[
+        Any, _option("--num-draft-tokens", "N", "Tokens guessed a round; auto: as jspec tune finds.", parser=_length)
+    ] = "4",
     as_json: Annotated[bool, _option("--json", None, "One JSON object a line, for machines.")] = False,
 ) -> None:
     """Continue each PROMPT, all as one batch; without any, standard input, taken whole, is the prompt.
@@ -139,6 +156,49 @@ def generate(
         _print_json(completions, times)
     else:
         _print_text(completions, times, plain)
+
+
+@app.command()
+def tune(
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="Directory or hub id [default: bundled].")
+    ] = None,
+    draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        _option("--prompt", "TEXT", "Text to continue; may be given again [default: some Python].", show_default=False),
+    ] = None,
+    batch: Annotated[
+        int | None, _option("--batch", "N", "Texts at once; prompts repeat [default: one for each prompt].", min=1)
+    ] = None,
+    temperature: Annotated[float, _option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
+    max_new_tokens: Annotated[int, _option("--max-new-tokens", "N", "Limit of the texts to come.", min=1)] = 128,
+    max_draft_tokens: Annotated[int, _option("--max-draft-tokens", "N", "The most to consider.", min=1)] = 8,
+    as_json: Annotated[bool, _option("--json", None, "One JSON object, for machines.")] = False,
+) -> None:
+    """Measure on this device how many tokens TARGET should have DRAFT guess a round, if any.
+
+    The answer holds for this device, batch size and kind of text.
+    """
+    if target and not draft:
+        raise UsageError("TARGET needs DRAFT, a smaller model with the same tokenizer.")
+    target, draft = _sources(target, draft, plain=False)
+    _prepare_environment()
+    import jax
+    from rich.console import Console
+
+    from jspec import report, text
+
+    with Console(stderr=True).status("Loading, compiling, measuring"):
+        tokenizer, models = _load(target, draft)
+        rows = text.repeated(prompts or text.PYTHON, batch)
+        found = _tune(models, text.encode(tokenizer, rows), temperature, max_new_tokens, max_draft_tokens)
+    conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found) | conditions, allow_nan=False))
+    else:
+        screen = Console(highlight=False)
+        screen.print(report.tuning_table(found, conditions), report.advice(found), sep="\n", soft_wrap=True)
 
 
 def _sources(target: str | None, draft: str | None, plain: bool) -> tuple[str, str | None]:
@@ -208,6 +268,21 @@ def _decode(
 
     run("compile", batch.limits * 0 + 1)
     return run("run", batch.limits)
+
+
+def _tune(
+    models: list[Any], batch: "Batch", temperature: float, max_new_tokens: int, max_draft_tokens: int
+) -> "Tuning":
+    """`jspec.tune` on the prompts alone, without the rows that fill up a batch."""
+    import jspec
+    from jspec import text
+
+    target, draft = models
+    prompts: Any = batch.tokens[: batch.count], batch.lengths[: batch.count], text.request_keys(0, batch.count)
+    sampling = jspec.SamplingParams(temperature=temperature)
+    return jspec.tune(
+        target, draft, *prompts, max_new_tokens=max_new_tokens, sampling=sampling, max_draft_tokens=max_draft_tokens
+    )
 
 
 def _print_json(completions: Sequence["Completion"], times: dict[str, float]) -> None:

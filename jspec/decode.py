@@ -1,5 +1,6 @@
-"""`generate` and `speculative_generate`: one XLA program each, from prompt to tokens."""
+"""`generate` and `speculative_generate`: one XLA program each, from prompt to tokens; and `tune`, which times them."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,12 +11,14 @@ from jax import Array, lax
 
 from jspec.accept import RULES, Rule
 from jspec.cache import prefill
-from jspec.checks import as_array, check_arguments
+from jspec.checks import as_array, check_arguments, check_measurable, check_tuning
 from jspec.drafters.base import Drafter
 from jspec.drafters.model import ModelDrafter
+from jspec.keys import rehearsal
 from jspec.llama import Llama
 from jspec.round import Record, Request, State, play_round
 from jspec.sampling import SamplingParams, Warp, draft_warp, seen_in_prompt, spread, warp
+from jspec.tuning import TRIALS, Tuning, circumstances, measure, remembered
 from jspec.types import PADDING, Output, Stats
 
 
@@ -48,7 +51,7 @@ def speculative_generate(
     keys: Array,
     *,
     max_new_tokens: int,
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | str = 4,
     sampling: SamplingParams = SamplingParams(),
     accept: str = "rejection",
     eos_ids: Any = (),
@@ -66,7 +69,10 @@ def speculative_generate(
         keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). A request's text depends on
             its own key and prompt, not on the rest of the batch.
         max_new_tokens: most tokens to add to each prompt; fixes shapes, so each value compiles once.
-        num_draft_tokens: K, tokens guessed a round; fixes shapes.
+        num_draft_tokens: K, tokens guessed a round; fixes shapes. "auto" takes the K that `tune` finds for this
+            request: measured at the first call, which takes a while, then remembered by the process for the same
+            weights, batch size, sampling (a number as it is, an array by whether it is all 0) and P + N up to a power
+            of two. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request.
         accept: the acceptance rule, "rejection".
         eos_ids: tokens that end a row: a sequence of ids, or ``int32[B, n]`` with -1 for "none".
@@ -81,11 +87,85 @@ def speculative_generate(
     """
     if not isinstance(accept, str) or accept not in RULES:
         raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}.")
-    drafter = ModelDrafter(draft) if isinstance(draft, Llama) else draft
+    drafter: Any = ModelDrafter(draft) if isinstance(draft, Llama) else draft
     tokens, lengths, eos_ids = _arrays(tokens, lengths, eos_ids)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
-    return _decode(target, drafter, tokens, lengths, keys, *_traced(sampling, eos_ids, pad_id),
+    if isinstance(num_draft_tokens, str):
+        num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling)
+    return _decode(target, drafter if num_draft_tokens else None, tokens, lengths, keys,
+                   *_traced(sampling, eos_ids, pad_id),
                    max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, rule=RULES[accept])  # fmt: skip
+
+
+def tune(
+    target: Llama,
+    draft: Llama | Drafter,
+    tokens: Array,
+    lengths: Array,
+    keys: Array,
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams = SamplingParams(),
+    max_draft_tokens: int = 8,
+) -> Tuning:
+    """Measure on this device how many tokens to draft a round: the K with the most tokens a second, or 0 for none.
+
+    A round's seconds are measured for plain decoding and for a few K, others interpolated; its tokens are
+    ``E(K) = 1 + s_1 + ... + s_K``, where s_k is how often the first k drafts were all accepted. That assumes nothing
+    about independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands for `generate`.
+    Left out is that rows which end early wait for the others.
+
+    Compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`, then lets each of them decode up to 128 tokens, in
+    turns, five times or until 20 seconds have passed. Rows do not end at an end of text.
+
+    Args:
+        target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, like what is to be decoded;
+            limits in `sampling` are ignored, and no key is used as it is, so that it may be used again.
+        max_new_tokens: of the generations to come, for the size of the cache is part of the cost.
+        max_draft_tokens: the largest K to consider.
+
+    Returns:
+        `Tuning`. Its ``num_draft_tokens``, if it is not 0, is what to pass to `speculative_generate`.
+
+    Raises:
+        ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
+    """
+    drafter: Any = ModelDrafter(draft) if isinstance(draft, Llama) else draft
+    tokens, lengths, eos_ids = _arrays(tokens, lengths, ())
+    check_tuning(max_new_tokens, max_draft_tokens)
+    check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
+    check_measurable(target, drafter, tokens, lengths, keys, sampling)
+    trials = [rehearsal(keys, number) for number in range(TRIALS)]
+
+    def run(num_draft_tokens: int, limit: int, trial: int) -> Output:
+        limited = dataclasses.replace(sampling, max_tokens=limit)
+        request = tokens, lengths, trials[trial]
+        if num_draft_tokens == 0:
+            return generate(target, *request, max_new_tokens=max_new_tokens, sampling=limited)
+        return speculative_generate(target, drafter, *request, max_new_tokens=max_new_tokens,
+                                    num_draft_tokens=num_draft_tokens, sampling=limited)  # fmt: skip
+
+    return measure(run, int(max_new_tokens), int(max_draft_tokens))
+
+
+def _auto(
+    target: Llama, drafter: Drafter, tokens: Any, lengths: Any, keys: Array, max_new_tokens: int, sampling: Any
+) -> int:
+    """The K that `tune` finds for a request, or found for one like it; 0 where the models have no room to measure."""
+    check_measurable(target, drafter, tokens, lengths, keys, sampling)
+    limits = target.config.max_position_embeddings, getattr(drafter, "max_positions", None)
+    room = min(limit for limit in limits if limit is not None) - int(np.max(lengths))
+    new = min(max(int(max_new_tokens), 64), room)  # a shorter text tells too little
+    most = min(8, new // 4 - 1)
+    if most < 1:
+        return 0
+    found = remembered(
+        models=(target, drafter),
+        circumstances=(most, circumstances(tokens, new, sampling)),
+        find=lambda: tune(target, drafter, tokens, lengths, keys, max_new_tokens=new, sampling=sampling,
+                          max_draft_tokens=most),
+    )  # fmt: skip
+    return found.num_draft_tokens
 
 
 def _arrays(tokens: Any, lengths: Any, eos_ids: Any) -> tuple[Any, Any, Any]:

@@ -46,6 +46,14 @@ def stream(keys: Array, positions: Array, purpose: Purpose | Array) -> Array:
     return jax.vmap(by_row)(keys, positions, jnp.broadcast_to(jnp.asarray(purpose), keys.shape))
 
 
+def rehearsal(keys: Array, number: int) -> Array:
+    """Other keys ``[B]`` for a trial run, which no position of a text reaches.
+
+    What is learnt from a run with a request's own keys must not steer that request: that would bias its text.
+    """
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(2**32 - 1 - number))
+
+
 def uniform(keys: Array) -> Array:
     """One number in [0, 1) a key, in float32, with a resolution of 2^-56 near 0.
 

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
 from jspec import theory
 from jspec.text import Batch, pieces
+from jspec.tuning import Tuning, measured_lengths
 from jspec.types import ACCEPTED, BONUS, CORRECTED, Output
 
 NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus"}
@@ -124,3 +127,30 @@ def coloured(done: Completion) -> Text:
 def legend() -> Text:
     """What the colours of `coloured` mean."""
     return Text(" ").join([Text("prompt", "dim"), *(Text(NAMES[i], COLOURS[i]) for i in NAMES)])
+
+
+def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
+    """Cost, yield and predicted speed of plain decoding and of every K, the fastest marked."""
+    title = ", ".join(f"{name} {value}" for name, value in conditions.items())
+    table = Table(title=title, caption="~ interpolated; tokens/s of each text", box=box.SIMPLE_HEAD)
+    for title in ("K", "ms/round", "tokens/round", "tokens/s", "speed-up", ""):
+        table.add_column(title, justify="right", no_wrap=True)
+    costs, yields = (found.plain_seconds, *found.round_seconds), (1.0, *found.expected_tokens)
+    speedups, timed = (1.0, *found.speedups), {0, *measured_lengths(len(found.round_seconds))}
+    for k, (seconds, tokens, speedup) in enumerate(zip(costs, yields, speedups, strict=True)):
+        best = k == found.num_draft_tokens
+        cost = f"{'' if k in timed else '~'}{seconds * 1e3:.3g}"
+        cells = ("plain" if k == 0 else str(k), cost, f"{tokens:.2f}", f"{tokens / seconds:.0f}", f"{speedup:.2f}x")
+        table.add_row(*cells, "<- best" if best else "", style="bold green" if best else None)
+    return table
+
+
+def advice(found: Tuning) -> str:
+    """What to do about it, in one sentence."""
+    if found.num_draft_tokens:
+        return f"use num_draft_tokens={found.num_draft_tokens} ({found.speedup:.2f}x plain)"
+    best = max(found.speedups)
+    k = found.speedups.index(best) + 1
+    return (
+        f"do not speculate: at best, with num_draft_tokens={k}, it would run at {best:.2f}x the speed of plain decoding"
+    )

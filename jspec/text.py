@@ -15,6 +15,13 @@ import convert
 if TYPE_CHECKING:
     from jax import Array
 
+# What `jspec tune` continues unless told otherwise: starts as the bundled models, and many others, know them.
+PYTHON = [
+    "def fibonacci(n):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n\ndef main():\n",
+    "for name in sorted(os.listdir(path)):\n",
+]
 _LEAST_WIDTH = 32
 _CONTEXT = 8  # tokens decoded before a new one: enough for a space or a character that spans several
 
@@ -95,6 +102,11 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
         tokens[i, : len(row)], lengths[i] = row, len(row)
     limits = np.where(np.arange(shape[0]) < len(rows), 0, 1).astype(np.int32)
     return Batch(tokens, lengths, limits, len(rows))
+
+
+def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
+    """`count` prompts (as many as there are, if None), from the start again where they run out."""
+    return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
 
 
 def _bucket(size: int, least: int = 1) -> int:

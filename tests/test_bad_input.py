@@ -51,6 +51,7 @@ CASES = [
     # numbers that fix shapes
     ("max_new_tokens", [0, -3, 2.0, "8", None, True, np.float32(4), np.arange(2)], "Python int of at least 1"),
     ("num_draft_tokens", [0, -1, 1.5, "4", None, True, jnp.arange(2)], "Python int of at least 1"),
+    ("num_draft_tokens", ["", "Auto", "auto ", b"auto"], '"auto" or a Python int of at least 1'),
     ("max_new_tokens", [252, 10**9], r"positions, but the target model has 256; shorten one"),
     # models
     ("target", [None, "model", {}], "pass a model, as jspec.load"),
@@ -101,6 +102,12 @@ def models(toy):
     return {"target": toy(0), "draft": toy(1)}
 
 
+@pytest.fixture(scope="module")
+def narrow(toy):
+    """Made before anything is counted: shapes of its own compile as they are loaded."""
+    return toy(1, vocab_size=60)
+
+
 @pytest.fixture
 def no_device_work(monkeypatch, compilations):
     """Fail if anything reaches the compiled program."""
@@ -140,15 +147,34 @@ def test_bad_input_is_refused_in_one_sentence(models, no_device_work, name, valu
     assert str(plain.value) == str(caught.value)
 
 
+TUNING = [
+    ("max_draft_tokens", [0, -1, 1.5, "auto", None, True], "max_draft_tokens must be a Python int of at least 1"),
+    ("max_new_tokens", [0, "64", None], "max_new_tokens must be a Python int of at least 1"),
+    ("max_new_tokens", [1, 35], "too short a text to measure 8 drafts a round; use at least 36"),
+    ("max_new_tokens", [252], "positions, but the target model has 256"),
+    ("draft", [None, "model"], "pass a jspec.Llama or a drafter"),
+    ("lengths", [[5, 0, 1]], "a prompt has 1 to 5 tokens"),
+    ("keys", [0, KEYS[:2]], "typed PRNG keys|one key for each"),
+    ("sampling", [{"temperature": 0}], "must be a jspec.SamplingParams"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [(n, v, m) for n, values, m in TUNING for v in values])
+def test_bad_input_to_tune_too(models, no_device_work, name, value, message):
+    good = {name: GOOD[name] for name in ("tokens", "lengths", "keys")}
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        jspec.tune(**{**models, **good, name: value})
+    assert _is_one_sentence(caught.value), str(caught.value)
+
+
 def test_how_many_were_tried(report):
     report(bad_values=len(FLAT), arguments=len({name for name, *_ in FLAT}))
     assert len(FLAT) >= 120
 
 
-def test_vocabularies_must_match(models, toy, no_device_work):
-    draft = toy(1, vocab_size=60)
+def test_vocabularies_must_match(models, narrow, no_device_work):
     with pytest.raises(ValueError, match="draft's vocabulary has 60 tokens and the target's 61; use a draft") as caught:
-        jspec.speculative_generate(**{**models, "draft": draft}, **GOOD)
+        jspec.speculative_generate(**{**models, "draft": narrow}, **GOOD)
     assert _is_one_sentence(caught.value)
 
 

@@ -58,7 +58,10 @@ def generate(run, sources):
     return command
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], [], ["generate", "--no"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["generate", "--help"], ["tune", "--help"], ["--version"], [], ["generate", "--no"], ["tune", "--no"]],
+)
 def test_help_and_mistakes_load_nothing_slow(arguments):
     code = (
         "import sys, jspec.cli\n"
@@ -153,6 +156,29 @@ def test_every_option_arrives(monkeypatch, sources):
     assert fixed == {"max_new_tokens": 3, "num_draft_tokens": 2, "eos_ids": (0,)}
 
 
+def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
+    tuning = {2: jspec.Tuning(2, 1.5, 1.0, (1.0, 1.0), (1.2, 1.5)), 0: jspec.Tuning(0, 1.0, 1.0, (2.0,), (1.2,))}
+    for best, options in ((2, ["--num-draft-tokens", 2]), (0, ["--plain"])):
+        monkeypatch.setattr(importlib.import_module("jspec.decode"), "measure", lambda *_, best=best: tuning[best])
+        auto, fixed = (generate(*PROMPTS, *extra) for extra in (["--num-draft-tokens", "auto"], options))
+        assert [line["tokens"] for line in auto] == [line["tokens"] for line in fixed]
+        assert [line["stats"] for line in auto] == [line["stats"] for line in fixed]
+
+
+def test_tune_says_what_to_do(run, sources):
+    command = "tune", *sources, "--prompt", "in a", "--prompt", "the", "--max-new-tokens", 24, "--max-draft-tokens", 2
+    code, out, error = run(*command, "--batch", 3, "--temperature", 0, "--json")
+    assert (code, error) == (0, "")
+    found = json.loads(out)
+    assert {name: found.pop(name) for name in ("batch", "temperature")} == {"batch": 3, "temperature": 0}
+    assert isinstance(found.pop("device"), str)
+    assert set(found) == set(jspec.Tuning.__dataclass_fields__) and found["num_draft_tokens"] in (0, 1, 2)
+    assert len(found["round_seconds"]) == 2 and 1 <= found["expected_tokens"][0] <= found["expected_tokens"][1] <= 3
+    code, out, error = run(*command)
+    assert (code, error) == (0, "") and "batch 2, temperature 1.0" in out and out.count("<- best") == 1
+    assert re.fullmatch(r"use num_draft_tokens=[12] \(\S+x plain\)|do not speculate: .*", out.splitlines()[-1])
+
+
 def test_end_of_text_is_the_models(generate, sources, tmp_path):
     """A model whose config names another end stops there, with the same text before it."""
     whole = generate(PROMPTS[0], "--temperature", 0, "--plain")[0]["tokens"]
@@ -194,10 +220,34 @@ MISTAKES = {
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder does not exist"),
     "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 1, "Prompt 2 is empty"),
     "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
+    "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),
+    "nor a word": (["x", "--num-draft-tokens", "best"], 2, "'best' is neither"),
     "nothing kept": (["x", "--top-p", 0], 2, "--top-p must be above 0"),
     "no weights": (["x", "--target", "EMPTY", "--plain"], 1, "safetensors"),
     "another tokenizer": (["x", "--target", "TARGET", "--draft", "SWAPPED"], 1, "id 40 is"),
 }
+
+
+TUNE_MISTAKES = {
+    "unknown option": (["--temprature", 1], 2, "(see jspec tune --help)"),
+    "no drafts": (["--max-draft-tokens", 0], 2, "--max-draft-tokens"),
+    "no rows": (["--batch", 0], 2, "--batch"),
+    "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
+    "too many models": (["TARGET", "DRAFT", "more"], 2, "more"),
+    "no such model": (["/no/such/folder", "DRAFT"], 1, "/no/such/folder does not exist"),
+    "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 1, "Prompt 1 is empty"),
+    "too short": (["TARGET", "DRAFT", "--max-new-tokens", 8], 1, "too short a text"),
+    "too long": (["TARGET", "DRAFT", "--max-new-tokens", 500], 1, "positions"),
+}
+
+
+@pytest.mark.parametrize("mistake", TUNE_MISTAKES)
+def test_mistakes_with_tune_too(mistake, run, sources):
+    arguments, expected_code, phrase = TUNE_MISTAKES[mistake]
+    folders = dict(zip(("TARGET", "DRAFT"), sources, strict=True))
+    code, out, error = run("tune", *(folders.get(argument, argument) for argument in arguments))
+    assert (code, out) == (expected_code, "")
+    assert error.startswith("jspec: ") and error.count("\n") == 1 and phrase in error
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -12,7 +12,7 @@ import jspec
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["types", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "quantizer", "weights", "accept",
-         "drafters", "checks", "round", "decode", "text", "report", "cli"]  # fmt: skip
+         "drafters", "checks", "round", "tuning", "decode", "text", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -44,12 +44,14 @@ def test_the_public_names():
         "Output",
         "SamplingParams",
         "Stats",
+        "Tuning",
         "demo_pair",
         "generate",
         "load",
         "quantize",
         "speculative_generate",
         "theory",
+        "tune",
     ]
     for name in jspec.__all__:
         assert inspect.getdoc(getattr(jspec, name)), f"jspec.{name} has no docstring"
@@ -68,6 +70,9 @@ def test_the_signatures_that_callers_rely_on():
     options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.speculative_generate) == expected
+    options = ["max_new_tokens", "sampling", "max_draft_tokens"]
+    expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
+    assert parameters(jspec.tune) == expected
     assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize"]
 
 

@@ -1,12 +1,15 @@
 """What the command line and the notebooks say about a generation."""
 
+import io
 import json
 
 import numpy as np
 import pytest
 import text_pair
+from rich.console import Console
 
 from jspec import report, text, theory
+from jspec.tuning import Tuning
 from jspec.types import ACCEPTED, BONUS, CORRECTED, Output, Stats
 
 TOKENIZER = text_pair.tokenizer()
@@ -84,3 +87,18 @@ def test_every_token_has_the_colour_of_its_origin():
 def test_control_characters_do_not_reach_the_terminal():
     shown = report.coloured(made(letters="\x1b[3m\n\t")).plain
     assert shown == "in\ufffd[3m\n\t"
+
+
+def test_tuning_is_a_table_and_a_sentence():
+    found = Tuning(3, 1.25, 0.010, (0.016, 0.018, 0.020, 0.022), (1.5, 2.0, 2.5, 2.7))
+    screen = Console(width=80, record=True, file=io.StringIO())
+    screen.print(report.tuning_table(found, {"batch": 4, "device": "cpu"}))
+    lines = [line.split() for line in screen.export_text().splitlines()]
+    assert ["batch", "4,", "device", "cpu"] in lines and ["plain", "10", "1.00", "100", "1.00x"] in lines
+    assert ["1", "16", "1.50", "94", "0.94x"] in lines and ["3", "~20", "2.50", "125", "1.25x", "<-", "best"] in lines
+    assert report.advice(found) == "use num_draft_tokens=3 (1.25x plain)"
+
+
+def test_tuning_may_advise_against_drafts():
+    found = Tuning(0, 1.0, 0.010, (0.020, 0.024), (1.5, 2.0))
+    assert report.advice(found).startswith("do not speculate: at best, with num_draft_tokens=2, it would run at 0.83x")

@@ -1,0 +1,167 @@
+"""How many tokens to draft a round: what rounds cost and yield here, and which length follows from that.
+
+Nothing in this file decodes: it is handed a function that does (`jspec.decode.tune`), times it, counts, and chooses.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec import theory
+from jspec.sampling import SamplingParams
+from jspec.types import ACCEPTED, PADDING, Output
+
+TRIALS = 5
+_LONG = 128  # new tokens in the longer of two runs
+_PATIENCE = 20.0  # seconds after which no further trial begins
+
+# Number of draft tokens (0 is plain decoding), limit of new tokens, number of the trial, which decides the keys.
+Run = Callable[[int, int, int], Output]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What `jspec.tune` found, for the device, batch size and prompts it was given.
+
+    Attributes:
+        num_draft_tokens: the fastest K; 0 means that drafting does not pay, so use `jspec.generate`.
+        speedup: predicted speed with it over that of plain decoding; 1 for K = 0.
+        plain_seconds: of one step of plain decoding, which is one token a row.
+        round_seconds: of one round, for K = 1, 2, ...; between measured lengths interpolated (`measured_lengths`).
+        expected_tokens: a row's tokens in one round, for K = 1, 2, ...
+    """
+
+    num_draft_tokens: int
+    speedup: float
+    plain_seconds: float
+    round_seconds: tuple[float, ...]
+    expected_tokens: tuple[float, ...]
+
+    @property
+    def speedups(self) -> tuple[float, ...]:
+        """Predicted speed over that of plain decoding, for K = 1, 2, ..."""
+        return _speedups(self.plain_seconds, self.round_seconds, self.expected_tokens)
+
+
+def choose(plain_seconds: float, round_seconds: Sequence[float], expected_tokens: Sequence[float]) -> tuple[int, float]:
+    """The K that maximises ``E(K) plain_seconds / round_seconds(K)``, and that quotient, the speed-up over plain.
+
+    K = 0 is plain decoding, with speed-up 1. Ties go to the smaller K. Theorem 3.8 of Leviathan et al. 2023 is the
+    case of independent positions and of a verification that costs what one step of the target does.
+    """
+    speedups = 1.0, *_speedups(plain_seconds, round_seconds, expected_tokens)
+    best = int(np.argmax(speedups))
+    return best, speedups[best]
+
+
+def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -> tuple[float, ...]:
+    return tuple(n * plain / s for n, s in zip(tokens, seconds, strict=True))
+
+
+def measured_lengths(max_draft_tokens: int) -> list[int]:
+    """The K whose rounds are timed: powers of two, and the largest."""
+    return [*(1 << i for i in range((max_draft_tokens - 1).bit_length())), max_draft_tokens]
+
+
+def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
+    """Time `run` in trials in which all lengths take turns, so that each meets the same machine; medians of those."""
+    lengths, limit = measured_lengths(max_draft_tokens), min(max_new_tokens, _LONG)
+    costs: dict[int, list[float]] = {k: [] for k in (0, *lengths)}
+    for k in costs:
+        jax.block_until_ready(run(k, 1, 0))  # compiles
+    began, outs = perf_counter(), []
+    for trial in range(TRIALS):
+        for k, seconds in costs.items():
+            cost, out = _round_seconds(run, k, limit, trial)
+            seconds.append(cost)
+        outs.append(out)  # that of the largest K, which tells the acceptance at every depth
+        if perf_counter() - began > _PATIENCE:
+            break
+    plain, *timed = (float(np.median(seconds)) for seconds in costs.values())
+    rounds = tuple(np.interp(range(1, max_draft_tokens + 1), lengths, timed).tolist())
+    rates = acceptance_rates(jax.device_get(outs))
+    tokens = tuple(float(theory.expected_tokens_from_rates(rates[:k])) for k in range(1, max_draft_tokens + 1))
+    return Tuning(*choose(plain, rounds, tokens), plain, rounds, tokens)
+
+
+def _round_seconds(run: Run, num_draft_tokens: int, limit: int, trial: int) -> tuple[float, Output]:
+    """Seconds a round, and the longer text.
+
+    By difference: one program under a short and a long limit, so that the prompt and the dispatch drop out.
+    """
+    (few_seconds, few_rounds, _), (seconds, rounds, out) = (
+        _timed(run, num_draft_tokens, tokens, trial) for tokens in (max(limit // 8, 1), limit)
+    )
+    if seconds > few_seconds and rounds > few_rounds:
+        return (seconds - few_seconds) / (rounds - few_rounds), out
+    return seconds / rounds, out  # noise has swallowed the difference: an upper bound
+
+
+def _timed(run: Run, num_draft_tokens: int, limit: int, trial: int) -> tuple[float, int, Output]:
+    """Seconds, rounds (the loop plays until the slowest row is done) and what came out."""
+    began = perf_counter()
+    out = jax.block_until_ready(run(num_draft_tokens, limit, trial))
+    return perf_counter() - began, int(out.stats.rounds.max()), out
+
+
+def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
+    """How often draft k was accepted when those before it were, ``float64[K]``, from texts that only a limit ended.
+
+    Positions need not be alike or independent. The last round of a row may be cut off by the limit, behind an
+    accepted draft; the drafts behind it were never judged and are not counted.
+    """
+    accepted = np.concatenate([out.stats.accepted_at for out in outs]).sum(0)
+    judged = np.array([sum(out.stats.rounds.sum() for out in outs), *accepted[:-1]])
+    for out in outs:
+        closed = (out.origins != ACCEPTED) & (out.origins != PADDING)  # a round's last token, unless cut off
+        behind = out.lengths - (closed * np.arange(1, closed.shape[1] + 1)).max(1)
+        judged[1:] -= np.bincount(behind, minlength=accepted.size + 1)[1:-1]
+    return np.divide(accepted, judged, out=np.zeros(accepted.size), where=judged > 0)
+
+
+_answers: dict[Any, tuple[list[Callable[[], Any]], Tuning]] = {}
+
+
+def remembered(models: Any, circumstances: Any, find: Callable[[], Tuning]) -> Tuning:
+    """``find()``, called once in a process for `circumstances` and the weights of `models` (the very same arrays)."""
+    leaves, structure = jax.tree.flatten(models)
+    key = structure, tuple(map(id, leaves)), circumstances
+    if key in _answers:
+        weights, answer = _answers[key]
+        if all(weight() is leaf for weight, leaf in zip(weights, leaves, strict=True)):  # ids are used again
+            return answer
+    for old in [old for old, (weights, _) in _answers.items() if any(weight() is None for weight in weights)]:
+        del _answers[old]
+    answer = find()
+    _answers[key] = [_reference(leaf) for leaf in leaves], answer
+    return answer
+
+
+def _reference(leaf: Any) -> Callable[[], Any]:
+    """A weak reference, so that remembering keeps no weights alive; numbers cannot have one."""
+    try:
+        return weakref.ref(leaf)
+    except TypeError:
+        return lambda: leaf
+
+
+def circumstances(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tuple:
+    """What, beside the models, decides cost and acceptance: batch size, length to a power of two, sampling.
+
+    Of sampling, a number for all requests counts as it is, an array by whether it is all 0; limits do not count.
+    """
+    batch, width = tokens.shape
+    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    del fields["max_tokens"]
+    return batch, (width + max_new_tokens - 1).bit_length(), tuple(map(_kind, fields.values()))
+
+
+def _kind(value: Any) -> Any:
+    if value is None:
+        return None
+    return ("array", bool(np.any(value))) if np.ndim(value) else float(value)
