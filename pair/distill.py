@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 POOL_ROUNDS = 8
 POOL_BATCH = 256
 PROMPT_TOKENS = 64
-NEW_TOKENS = 448
+NEW_TOKENS = 256
 SHARP = 4.0
 
 
@@ -39,7 +39,7 @@ def continuations(
     pieces, cache, ids = [prompts], None, prompts
     for _ in range(new_tokens):
         output = target(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = output.past_key_values, output.logits[:, -1]
+        cache, logits = output.past_key_values, output.logits[:, -1].float()
         if sample:
             ids = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         else:
@@ -62,7 +62,8 @@ def sample_pool(target: LlamaForCausalLM, stream: np.ndarray, seed: int) -> np.n
     rounds = []
     for index in range(POOL_ROUNDS):
         prompts = random_prompts(stream, POOL_BATCH, PROMPT_TOKENS, seed + index)
-        rows = continuations(target, prompts, NEW_TOKENS, index % 2 == 0, seed + index)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rows = continuations(target, prompts, NEW_TOKENS, index % 2 == 0, seed + index)
         rounds.append(rows.numpy().astype(np.uint16).ravel())
         print(f"pool round {index + 1}/{POOL_ROUNDS}", flush=True)
     return np.concatenate(rounds)

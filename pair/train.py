@@ -46,8 +46,8 @@ TARGET_STAGES = (
 )
 
 # Divergence first, then the rejection probability; every POOL_EVERY steps on the target's own text.
-DRAFT_STEPS = 1800
-DIVERGENCE_STEPS = 600
+DRAFT_STEPS = 1400
+DIVERGENCE_STEPS = 450
 POOL_EVERY = 2
 
 
