@@ -221,8 +221,11 @@ def _standard_input() -> str:
 
 
 def _prepare_environment() -> None:
-    """Before jax is imported: keep compiled programs for the next run, and silence a notice."""
+    """Before jax is imported: keep compiled programs for the next run, and silence two notices."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    # XLA logs as errors, for every program it finds in the cache, hints on tuning that it stored there itself
+    # ("+prefer-no-gather is not supported on the host machine", openxla/xla issue 44565). Its real errors are raised.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jspec" / "xla"
