@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-POOL_ROUNDS = 8
+POOL_ROUNDS = 6
 POOL_BATCH = 256
 PROMPT_TOKENS = 64
 NEW_TOKENS = 256

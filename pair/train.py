@@ -24,7 +24,8 @@ from pair.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 
 THREADS = 2
 SEED = 20240607
-STEP_TOKENS = 8192
+TARGET_STEP_TOKENS = 2048
+DRAFT_STEP_TOKENS = 4096
 SAVE_EVERY = 50
 LOG_EVERY = 10
 
@@ -41,23 +42,24 @@ class Stage:
 
 # The last stage has the final depth and the longest windows that the model will serve.
 TARGET_STAGES = (
-    Stage(layers=2, steps=1000, window=512, rate_scale=1.0),
-    Stage(layers=6, steps=1500, window=MAX_POSITIONS, rate_scale=0.7),
+    Stage(layers=2, steps=550, window=512, rate_scale=1.0),
+    Stage(layers=2, steps=700, window=512, rate_scale=0.5),
+    Stage(layers=6, steps=260, window=MAX_POSITIONS, rate_scale=0.5),
 )
 
 # Divergence first, then the rejection probability; every POOL_EVERY steps on the target's own text.
-DRAFT_STEPS = 1400
-DIVERGENCE_STEPS = 450
+DRAFT_STEPS = 1700
+DIVERGENCE_STEPS = 800
 POOL_EVERY = 2
 
 
-def windows(stream: np.ndarray, length: int, seed: int, step: int) -> torch.Tensor:
-    """STEP_TOKENS ids as random windows of `stream`: int64 [STEP_TOKENS / length, length].
+def windows(stream: np.ndarray, tokens: int, length: int, seed: int, step: int) -> torch.Tensor:
+    """`tokens` ids as random windows of `stream`: int64 [tokens / length, length].
 
     The choice depends on (seed, step) alone, so a run can be repeated from any step.
     """
     generator = np.random.default_rng((seed, step))
-    starts = generator.integers(0, len(stream) - length, STEP_TOKENS // length)
+    starts = generator.integers(0, len(stream) - length, tokens // length)
     return torch.from_numpy(np.stack([stream[s : s + length] for s in starts]).astype(np.int64))
 
 
@@ -112,7 +114,7 @@ def train_target_stage(number: int, stream: np.ndarray, vocab_size: int, work: P
     model.train()
 
     def loss_of(step: int) -> torch.Tensor:
-        return next_token_loss(model, windows(stream, stage.window, SEED + number, step))
+        return next_token_loss(model, windows(stream, TARGET_STEP_TOKENS, stage.window, SEED + number, step))
 
     name = f"target-{number}"
     run_steps(model, Optimiser(model, stage.steps, stage.rate_scale), work / name, work / f"{name}.pt", loss_of)
@@ -133,7 +135,7 @@ def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Pat
 
     def loss_of(step: int) -> torch.Tensor:
         source = stream if (step + 1) % POOL_EVERY else pool
-        ids = windows(source, MAX_POSITIONS, SEED + 100, step)
+        ids = windows(source, DRAFT_STEP_TOKENS, MAX_POSITIONS, SEED + 100, step)
         with torch.no_grad():
             wanted = target(input_ids=ids, use_cache=False).logits.float()
         logits = draft(input_ids=ids, use_cache=False).logits.float()
