@@ -1,0 +1,127 @@
+"""`python -m bench COMMAND`: one command a question."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Pair = Annotated[
+    str,
+    typer.Option(
+        "--pair", help="bundled, 109m, or TARGET/DRAFT of two Llama shapes; with :int8 behind it, the draft quantised."
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", min=1)]
+Repeats = Annotated[int, typer.Option("--repeats", min=1)]
+Acceptance = Annotated[float | None, typer.Option("--acceptance", min=0, max=1, help="Synthetic; labelled so.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0)]
+
+
+@app.command()
+def latency(
+    pair: Pair = "bundled",
+    batch: Annotated[list[int], typer.Option("--batch", help="May be repeated.")] = [1, 8],  # noqa: B006
+    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [1, 2, 3, 4, 6, 8],  # noqa: B006
+    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 32,
+    temperature: Temperature = 0.0,
+    repeats: Repeats = 10,
+    acceptance: Acceptance = None,
+    rivals: Annotated[bool, typer.Option(help="Also transformers, where torch is installed.")] = True,
+) -> None:
+    """Tokens a second of whole calls: plain, speculative over K, transformers plain and assisted."""
+    from bench import latency
+
+    latency.run(pair, batch, k, new_tokens, width, temperature, repeats, rivals, acceptance)
+
+
+@app.command()
+def roofline(
+    pair: Pair = "109m",
+    batch: Batch = 1,
+    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [1, 4, 7],  # noqa: B006
+    context: Annotated[int, typer.Option("--context", min=1)] = 64,
+    repeats: Repeats = 15,
+) -> None:
+    """Share of the measured read bandwidth that plain decoding, draft step and verification use."""
+    from bench import roofline
+
+    roofline.run(pair, batch, k, context, repeats)
+
+
+@app.command()
+def gap(
+    pair: Pair = "109m",
+    k: Annotated[int, typer.Option("--num-draft-tokens", min=1)] = 4,
+    batch: Batch = 1,
+    temperature: Temperature = 1.0,
+    repeats: Repeats = 9,
+    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=16)] = 128,
+    acceptance: Acceptance = None,
+) -> None:
+    """From the speed-up that the theory predicts to the one that is measured, step by step."""
+    from bench import gap
+
+    gap.run(pair, k, batch, temperature, repeats, new_tokens, acceptance)
+
+
+@app.command()
+def trace(
+    pair: Pair = "bundled",
+    k: Annotated[int, typer.Option("--num-draft-tokens", min=0, help="0 is plain decoding.")] = 4,
+    batch: Batch = 1,
+    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    temperature: Temperature = 1.0,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Folder for the trace and a Perfetto file.")] = None,
+) -> None:
+    """Where a round's time goes: draft, verify, accept, commit, idle."""
+    from bench import trace
+
+    trace.run(pair, k, batch, new_tokens, temperature, keep)
+
+
+@app.command()
+def acceptance(
+    batch: Batch = 32,
+    k: Annotated[int, typer.Option("--num-draft-tokens", min=1)] = 8,
+    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0, 0.5, 1],  # noqa: B006
+) -> None:
+    """Acceptance of the bundled pair by position, kind of prompt and temperature, beside the theory."""
+    from bench import acceptance
+
+    acceptance.run(batch, k, new_tokens, temperature)
+
+
+@app.command()
+def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
+    """Cost of one pass against context, batch and rows."""
+    from bench import scaling
+
+    scaling.run(pair, repeats)
+
+
+@app.command()
+def llamacpp(
+    pair: Pair = "109m",
+    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [1, 4, 7],  # noqa: B006
+    repeats: Repeats = 15,
+) -> None:
+    """Passes of the target against llama.cpp; needs llama-cpp-python and gguf."""
+    from bench import llamacpp
+
+    llamacpp.run(pair, k, repeats)
+
+
+@app.command()
+def startup(pair: Pair = "bundled") -> None:
+    """Compile time and time to the first token, with and without the persistent cache."""
+    from bench import startup
+
+    startup.run(pair)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,51 @@
+"""What a figure depends on: machine, versions, flags, commit, load."""
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import flax
+import jax
+import jaxlib
+
+
+def _first_line(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0].split(":", 1)[1].strip() if names else platform.processor()
+
+
+def conditions() -> dict[str, object]:
+    """Everything that should stand beside a figure, ready for JSON."""
+    device = jax.devices()[0]
+    gpu = _first_line(
+        ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    )
+    changed = _first_line(["git", "status", "--porcelain"])
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "gpu": gpu,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": (_first_line(["git", "rev-parse", "--short", "HEAD"]) or "unknown") + ("+changes" if changed else ""),
+        "command": "python -m bench " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+    }

@@ -1,0 +1,102 @@
+"""Tokens a second of whole calls: plain, speculative over K, and transformers, in turns."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench import pairs, rivals
+from bench.report import publish
+from bench.synthetic import synthetic
+from bench.timing import in_turns, ratio, spread
+
+
+def prompts(vocab_size: int, batch: int, width: int) -> np.ndarray:
+    """Random tokens ``int32[batch, width]``: cost does not depend on them."""
+    return np.random.default_rng(0).integers(1, vocab_size, (batch, width)).astype(np.int32)
+
+
+def bundled_prompts(batch: int, width: int) -> np.ndarray:
+    """The first `width` tokens of `batch` modules of the standard library."""
+    import sysconfig
+    from pathlib import Path
+
+    tokenizer = jspec.demo_pair()[2]
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
+    rows = (tokenizer.encode(file.read_text(encoding="utf-8")) for file in files)
+    rows = [row[:width] for row in rows if len(row) >= width]
+    return np.array(rows[:: max(1, len(rows) // batch)][:batch], np.int32)
+
+
+def find_prompts(pair: str, target: jspec.Llama, batch: int, width: int) -> np.ndarray:
+    """Prompts ``int32[batch, width]`` that suit the pair."""
+    return bundled_prompts(batch, width) if pair == "bundled" else prompts(target.config.vocab_size, batch, width)
+
+
+def decoders(
+    models: tuple[jspec.Llama, jspec.Llama],
+    tokens: np.ndarray,
+    new_tokens: int,
+    temperature: float,
+    ks: list[int],
+    accept: str,
+) -> dict[str, Callable[[], Any]]:
+    """Name -> a call of jspec on all rows: plain, and speculative with every K."""
+    target, draft = models
+    batch, width = tokens.shape
+    request = (tokens, np.full(batch, width), jax.random.split(jax.random.key(0), batch))
+    options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=temperature)}
+    calls: dict[str, Callable[[], Any]] = {"plain": lambda: jspec.generate(target, *request, **options)}
+    for k in ks:
+        calls[f"speculative K={k}"] = lambda k=k: jspec.speculative_generate(
+            target, draft, *request, num_draft_tokens=k, accept=accept, **options
+        )
+    return calls
+
+
+def run(pair: str, batches: list[int], ks: list[int], new_tokens: int, width: int, temperature: float, repeats: int,
+        with_rivals: bool, acceptance: float | None) -> None:  # fmt: skip
+    """Measure every batch size and publish one table."""
+    models = pairs.pair(pair)
+    with_rivals = with_rivals and importlib.util.find_spec("torch") is not None
+    others = [rivals.twin(model) for model in models] if with_rivals else None
+    accept = "rejection" if acceptance is None else synthetic(acceptance)
+    kind = "" if acceptance is None else f", {accept}"
+    rows = []
+    for batch in batches:
+        tokens = find_prompts(pair, models[0], batch, width)
+        calls = decoders(models, tokens, new_tokens, temperature, ks, accept)
+        if others:
+            calls["transformers plain"] = rivals.decoder(others[0], None, tokens, new_tokens, temperature, 0)
+            calls["transformers assisted"] = rivals.decoder(*others, tokens, new_tokens, temperature, 4)
+        rows += _rows(batch, batch * new_tokens, calls, in_turns(calls, repeats))
+    publish(
+        f"latency-{pair}{kind}-t{temperature:g}-{jax.default_backend()}",
+        f"{pair}{kind}: {new_tokens} new tokens after {width}, temperature {temperature:g}, {models[0].dtype}",
+        rows,
+        notes=[f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles."
+               " transformers assisted: K = 4, rows one after another."],
+    )  # fmt: skip
+
+
+def _rows(batch: int, count: int, calls: dict[str, Callable[[], Any]], times: dict[str, np.ndarray]) -> list[dict]:
+    """One table row a decoder."""
+    rows = []
+    for name, call in calls.items():
+        stats = getattr(call(), "stats", None) if not name.startswith("transformers") else None
+        row = {
+            "batch": batch,
+            "decoder": name,
+            "tokens/s": spread(count / times[name]).median,
+            "from": spread(count / times[name]).low,
+            "to": spread(count / times[name]).high,
+            "tokens a round": count / int(np.sum(stats.rounds)) if stats is not None else "",
+            "x own plain": ratio(times["plain"], times[name]).median,
+        }
+        for rival in ("transformers plain", "transformers assisted"):
+            row[f"x {rival}"] = ratio(times[rival], times[name]).median if rival in times else ""
+        rows.append(row)
+    return rows

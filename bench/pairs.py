@@ -1,0 +1,108 @@
+"""The models that are measured: the bundled pair, stretched pairs, and Llama shapes with random weights.
+
+A stretched pair is a random draft and a target that begins with the same layers; what the target's further layers write
+to the residual stream is scaled down, so that the two agree as often as wanted while every byte is still read.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jspec
+from convert.config import LlamaConfig, RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama, as in config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tied: bool = True
+
+    def config(self, **changes: Any) -> LlamaConfig:
+        """The configuration of a model of this shape."""
+        sizes: dict[str, Any] = dataclasses.asdict(self)
+        tied = sizes.pop("tied")
+        fixed: dict[str, Any] = dict(max_position_embeddings=1 << 17, rms_norm_eps=1e-5, tie_word_embeddings=tied,
+                                     attention_bias=False, mlp_bias=False, rope=RopeConfig(), bos_token_id=None,
+                                     eos_token_ids=())  # fmt: skip
+        return LlamaConfig(**(sizes | fixed | changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretched:
+    """A stretched pair; `write_scale` sets the acceptance, about 0.85 at temperature 1 (`python -m bench gap`)."""
+
+    shape: Shape
+    draft_layers: int
+    write_scale: float
+
+
+SHAPES = {
+    "109m": Shape(16000, 768, 1664, 18, 12, 4, 64),
+    "llama-3.2-1b": Shape(128256, 2048, 8192, 16, 32, 8, 64),
+    "llama-3.2-3b": Shape(128256, 3072, 8192, 28, 24, 8, 128),
+    "llama-3.1-8b": Shape(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
+}
+STRETCHED = {"109m": Stretched(SHAPES["109m"], 2, 0.06)}
+# The final norm is enlarged by this, which makes the laws about as peaked as those of a trained model.
+_PEAK = 6.0
+
+
+def random_llama(shape: Shape, dtype: Any, seed: int = 0, **changes: Any) -> jspec.Llama:
+    """A Llama with random weights, made on the device."""
+    model = nnx.jit(lambda: jspec.Llama(shape.config(**changes), dtype, rngs=nnx.Rngs(seed)))()
+    model.norm.weight[...] = model.norm.weight[...] * _PEAK
+    return model
+
+
+def stretched(pair: Stretched, dtype: Any, write_scale: float | None = None) -> tuple[jspec.Llama, jspec.Llama]:
+    """Target and draft of a stretched pair. They share no memory."""
+    scale = pair.write_scale if write_scale is None else write_scale
+    target = random_llama(pair.shape, dtype)
+    for layer in target.layers[pair.draft_layers :]:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight[...] = linear.weight[...] * jnp.asarray(scale, dtype)
+    draft = random_llama(pair.shape, dtype, num_hidden_layers=pair.draft_layers)
+    kept = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(target))}
+    for path, leaf in nnx.to_flat_state(nnx.state(draft)):
+        leaf.set_value(jnp.copy(kept[path][...]))
+        nnx.update(draft, nnx.from_flat_state([(path, leaf)]))
+    return target, draft
+
+
+def weight_bytes(model: jspec.Llama) -> int:
+    """Bytes of weights that one pass reads; of an untied embedding it reads only a few columns."""
+    unread = 0 if model.lm_head is None else model.embed_tokens.weight[...].nbytes
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) - unread
+
+
+def pair(name: str, dtype: Any = None) -> tuple[jspec.Llama, jspec.Llama]:
+    """``(target, draft)`` by name: "bundled", a stretched pair, or "TARGET/DRAFT" of two shapes with random weights.
+
+    With ":int8" behind the name the draft is quantised.
+    """
+    if name.endswith(":int8"):
+        target, draft = pair(name.removesuffix(":int8"), dtype)
+        return target, jspec.quantize(draft, "int8")
+    if name == "bundled":
+        return jspec.demo_pair(dtype)[:2]
+    dtype = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
+    if name in STRETCHED:
+        return stretched(STRETCHED[name], dtype)
+    names = name.split("/")
+    if len(names) != 2 or any(part not in SHAPES for part in names):
+        raise ValueError(
+            f"no pair {name!r}; there is bundled, {', '.join(STRETCHED)}, and TARGET/DRAFT of {list(SHAPES)}."
+        )
+    first, second = (random_llama(SHAPES[part], dtype, seed) for seed, part in enumerate(names))
+    return first, second

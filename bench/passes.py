@@ -1,0 +1,55 @@
+"""Passes measured alone: many in one compiled loop, each fed the token that the one before it led to."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jspec
+from bench.pairs import weight_bytes
+from bench.timing import seconds, spread
+
+# As long as this a loop runs, so that calling it costs nothing beside it.
+LOOP_SECONDS = 0.2
+
+
+@jax.jit
+def _loop(model: jspec.Llama, tokens: jax.Array, cache: Any, start: jax.Array, count: jax.Array) -> jax.Array:
+    """`count` passes over ``tokens[B, S]`` at positions `start`, each with other tokens."""
+
+    def step(_: Any, carry: tuple) -> tuple:
+        tokens, cache = carry
+        hidden, cache = model.forward(tokens, cache, start)
+        return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32), cache
+
+    return lax.fori_loop(0, count, step, (tokens, cache))[0]
+
+
+class Pass:
+    """One forward pass with logits: `rows` positions of `batch` requests that have `context` tokens in the cache."""
+
+    def __init__(self, model: jspec.Llama, rows: int, batch: int = 1, context: int = 64, slots: int | None = None):
+        slots = slots or context + rows
+        self.arguments = (
+            model,
+            jnp.ones((batch, rows), jnp.int32),
+            model.new_cache(batch, slots),
+            jnp.full(batch, context),
+        )
+        cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.arguments[2]))
+        self.bytes = weight_bytes(model) + cache_bytes
+        self._run(1)
+        self.count = max(3, int(LOOP_SECONDS / (seconds(lambda: self._run(3)) / 3)))
+
+    def _run(self, count: int) -> jax.Array:
+        return _loop(*self.arguments, jnp.int32(count))
+
+    def __call__(self) -> jax.Array:
+        """`count` passes."""
+        return self._run(self.count)
+
+
+def pass_seconds(passes: dict[str, Pass], times: dict[str, Any]) -> dict[str, float]:
+    """Median seconds of one pass each, from what `bench.timing.in_turns` gave for `passes`."""
+    return {name: spread(times[name]).median / passes[name].count for name in passes}

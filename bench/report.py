@@ -1,0 +1,54 @@
+"""A report: a table on the terminal, and the same as JSON under bench/results/, with the conditions beside it."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.conditions import conditions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it; numbers keep six digits."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def publish(name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str] = (), **facts: Any) -> Path:
+    """Print `rows` as a table and write them with `facts` and the conditions; returns the JSON file.
+
+    Args:
+        name: of the file under bench/results/; what is no letter, digit, point or minus becomes a minus.
+        title: above the table.
+        rows: alike dictionaries, one a line; keys are the column heads.
+        notes: sentences below the table.
+        facts: what else belongs into the JSON file.
+    """
+    table = Table(title=title, title_justify="left")
+    for head in rows[0]:
+        table.add_column(head, justify="left" if isinstance(rows[0][head], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    console = Console(width=None if Console().is_terminal else 160)
+    console.print(table)
+    here = conditions()
+    for note in notes:
+        console.print(note, highlight=False)
+    console.print(", ".join(f"{key} {value}" for key, value in here.items() if value), highlight=False, style="dim")
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / (re.sub(r"[^\w.]+", "-", name) + ".json")
+    report = {"title": title, "conditions": here, "notes": list(notes), "rows": rows, **facts}
+    file.write_text(json.dumps(_plain(report), indent=1) + "\n", encoding="utf-8")
+    return file

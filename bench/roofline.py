@@ -1,0 +1,51 @@
+"""How much of the memory's read bandwidth decoding uses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench import pairs
+from bench.passes import Pass, pass_seconds
+from bench.report import publish
+from bench.timing import in_turns, spread
+
+PROBE_BYTES = {"cpu": 2**28, "gpu": 2**32, "tpu": 2**31}
+
+
+def probes() -> tuple[int, dict[str, Callable[[], Any]]]:
+    """Bytes, and calls that do nothing but read as many: a sum, and a matrix times a vector."""
+    size = PROBE_BYTES[jax.default_backend()]
+    matrix = jax.random.normal(jax.random.key(0), (size // 4 // 4096, 4096), jnp.float32)
+    vector = jnp.ones(matrix.shape[0], jnp.float32)
+    add, product = jax.jit(jnp.sum), jax.jit(lambda v, m: v @ m)
+    return matrix.nbytes, {"read: sum": lambda: add(matrix), "read: product": lambda: product(vector, matrix)}
+
+
+def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> None:
+    """Measure the probes and the passes of both models in turns, and publish the table."""
+    target, draft = pairs.pair(pair)
+    size, calls = probes()
+    passes = {"target, 1 row": Pass(target, 1, batch, context), "draft, 1 row": Pass(draft, 1, batch, context),
+              "draft, 2 rows": Pass(draft, 2, batch, context)}  # fmt: skip
+    passes |= {f"target, {k + 1} rows": Pass(target, k + 1, batch, context) for k in ks}
+    times = in_turns(calls | passes, repeats)
+    bandwidth = max(size / spread(times[name]).median for name in calls)
+    rows = [_row(name, size, spread(times[name]).median, bandwidth) for name in calls]
+    taken = pass_seconds(passes, times)
+    rows += [_row(name, passes[name].bytes, taken[name], bandwidth) for name in passes]
+    publish(
+        f"roofline-{pair}-b{batch}-{jax.default_backend()}",
+        f"{pair}: passes measured alone, batch {batch}, {context} tokens of context, {target.dtype}",
+        rows,
+        notes=[
+            f"Medians of {repeats} readings in turns. Bytes: weights and the whole cache, once a pass.",
+            f"draft / target, 1 row: {taken['draft, 1 row'] / taken['target, 1 row']:.3f}.",
+        ],
+    )
+
+
+def _row(name: str, size: int, taken: float, bandwidth: float) -> dict[str, Any]:
+    return {"what": name, "MB": size / 1e6, "ms": taken * 1e3, "GB/s": size / taken / 1e9,
+            "% of read bandwidth": 100 * size / taken / bandwidth}  # fmt: skip

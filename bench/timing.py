@@ -1,0 +1,54 @@
+"""Timing: everything that is compared is called in turns, so that all meet the same machine."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A median with the quartiles around it and the number of readings."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def spread(values: Any) -> Spread:
+    """The median and quartiles of `values`."""
+    low, median, high = (float(q) for q in np.percentile(values, [25, 50, 75]))
+    return Spread(median, low, high, len(values))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall time of one call, to the end of its device work."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, np.ndarray]:
+    """Seconds of every call, ``float64[repeats]`` each, measured A B C, A B C, ...
+
+    The first two calls of a program are warm-up: GPUs build their command buffers in them.
+    """
+    readings: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warmup + repeats):
+        for name, call in calls.items():
+            taken = seconds(call)
+            if turn >= warmup:
+                readings[name].append(taken)
+    return {name: np.array(values) for name, values in readings.items()}
+
+
+def ratio(of: np.ndarray, to: np.ndarray) -> Spread:
+    """The spread of the ratios of readings taken in the same turn."""
+    return spread(of / to)

@@ -1,0 +1,112 @@
+"""Where a round's time goes, by a profiler trace of the compiled program: python -m bench trace."""
+
+import collections
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench import pairs
+from bench.report import publish
+from bench.timing import seconds
+
+PHASES = ("prefill", "draft", "verify", "accept", "commit")
+# These only hold other instructions; their time is that of what they hold.
+_CONTAINERS = ("while", "call", "conditional")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One execution of an instruction, in nanoseconds."""
+
+    phase: str
+    start: float
+    end: float
+
+
+def phases(hlo: str) -> dict[str, str | None]:
+    """Instruction -> the phase whose `jax.named_scope` it was traced in, "other", or None for a container."""
+    found: dict[str, str | None] = {}
+    for name, op, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\((.*)$", hlo, re.M):
+        scopes = re.search(r'op_name="([^"]*)"', rest)
+        inside = [phase for phase in PHASES if scopes and f"/{phase}/" in scopes[1]]
+        found[name] = None if op in _CONTAINERS else inside[0] if inside else "other"
+    return found
+
+
+def events(folder: Path, phase_of: dict[str, str | None]) -> list[Event]:
+    """What was executed, read from the newest trace under `folder`."""
+    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    found = []
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                name = dict(event.stats).get("hlo_op")
+                phase = phase_of.get(str(name), "other") if name is not None else None
+                if phase is not None:
+                    found.append(Event(phase, event.start_ns, event.start_ns + event.duration_ns))
+    return found
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of `spans`."""
+    total, reached = 0.0, -np.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
+    """One row a phase: its share of the time from first to last event, its time and instructions a round."""
+    span = max(event.end for event in found) - min(event.start for event in found)
+    rows = []
+    counts = collections.Counter(event.phase for event in found)
+    for phase in (*PHASES, "other"):
+        busy = covered((event.start, event.end) for event in found if event.phase == phase)
+        rows.append({"phase": phase, "share, %": 100 * busy / span, "us a round": busy / rounds / 1e3,
+                     "instructions a round": counts[phase] / rounds})  # fmt: skip
+    idle = span - covered((event.start, event.end) for event in found)
+    rows.append({"phase": "idle", "share, %": 100 * idle / span, "us a round": idle / rounds / 1e3,
+                 "instructions a round": 0.0})  # fmt: skip
+    return rows
+
+
+def run(pair: str, k: int, batch: int, new_tokens: int, temperature: float, keep: Path | None) -> None:
+    """Trace one call after three untraced ones; with `keep`, leave a Perfetto file there."""
+    target, draft = pairs.pair(pair)
+    tokens = np.random.default_rng(0).integers(1, target.config.vocab_size, (batch, 32)).astype(np.int32)
+    request = (tokens, np.full(batch, 32), jax.random.split(jax.random.key(0), batch))
+    sampling = jspec.SamplingParams(temperature=temperature)
+
+    def decode(*models_and_request: Any) -> jspec.Output:
+        options = {"max_new_tokens": new_tokens, "sampling": sampling}
+        if k == 0:
+            target, _, *request = models_and_request
+            return jspec.generate(target, *request, **options)
+        return jspec.speculative_generate(*models_and_request, num_draft_tokens=k, **options)
+
+    program = jax.jit(decode).lower(target, draft, *request).compile()
+    out = program(target, draft, *request)
+    untraced = min(seconds(lambda: program(target, draft, *request)) for _ in range(3))
+    rounds = int(np.max(out.stats.rounds))
+    folder = keep or Path(tempfile.mkdtemp())
+    with jax.profiler.trace(str(folder), create_perfetto_trace=keep is not None):
+        traced = seconds(lambda: program(target, draft, *request))
+    rows = summary(events(folder, phases(program.as_text() or "")), rounds)
+    publish(
+        f"trace-{pair}-k{k}-b{batch}-{jax.default_backend()}",
+        f"{pair}: {rounds} rounds of K = {k}, batch {batch}, temperature {temperature:g}",
+        rows,
+        notes=[
+            f"One call: {untraced * 1e3:.4g} ms untraced, {traced * 1e3:.4g} ms traced: "
+            "tracing slows short instructions most.",
+            *([f"Open {perfetto} at https://ui.perfetto.dev" for perfetto in folder.rglob("perfetto_trace.json.gz")]),
+        ],
+    )
