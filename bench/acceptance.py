@@ -42,7 +42,7 @@ def run(batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:
             )
             rows.append({"prompt": kind, "temperature": temperature} | _figures(survival(out), k))
     publish(
-        "acceptance",
+        f"acceptance-{jax.default_backend()}",
         f"bundled pair: {size} prompts of {WIDTH} tokens, {new_tokens} new tokens each, K = {k}",
         rows,
         notes=["after n: share of drafts accepted at position n + 1 of those whose n predecessors were accepted."
@@ -58,6 +58,6 @@ def _figures(survived: np.ndarray, k: int) -> dict[str, Any]:
     rate = float(survived.sum() / (1 + survived[:-1].sum()))
     row["acceptance"] = rate
     for length in (min(4, k), k):
-        row[f"tokens a round, K={length}"] = 1 + float(survived[:length].sum())
-        row[f"theory, K={length}"] = float(theory.expected_tokens(rate, length))
+        row[f"tokens in the first {length} + 1"] = 1 + float(survived[:length].sum())
+        row[f"theory, {length} + 1"] = float(theory.expected_tokens(rate, length))
     return row

@@ -13,6 +13,7 @@ from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.synthetic import synthetic
 from bench.timing import in_turns, spread
+from jspec.types import CORRECTED
 
 
 class Calls:
@@ -75,6 +76,7 @@ def _publish(
 ) -> None:
     """The steps from the theory's speed-up to that of whole calls, each with the time of a round that it supposes."""
     rounds = np.asarray(out.stats.rounds)
+    accepted, corrected = int(np.sum(out.stats.accepted)), int(np.sum(out.origins == CORRECTED))
     each = batch * new_tokens / int(rounds.sum())
     together = new_tokens / int(rounds.max())
     theory = cost["target"] + k * cost["draft"]
@@ -97,7 +99,7 @@ def _publish(
         notes=[
             f"Cost ratio {cost['draft'] / cost['target']:.3f}; a round takes {cost['round'] / alone:.3f} of its passes"
             " measured alone. Accepted: "
-            f"{float(np.sum(out.stats.accepted) / np.sum(out.stats.drafted)):.3f} of the drafts."
+            f"{accepted / (accepted + corrected):.3f} of the drafts that were judged."
         ],
         seconds=cost,
     )

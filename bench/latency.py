@@ -20,20 +20,19 @@ def prompts(vocab_size: int, batch: int, width: int) -> np.ndarray:
 
 
 def bundled_prompts(batch: int, width: int) -> np.ndarray:
-    """The first `width` tokens of `batch` modules of the standard library."""
-    import sysconfig
-    from pathlib import Path
+    """`width` tokens from inside of each of `batch` modules that the pair was not trained on."""
+    from bench.acceptance import held_out
 
-    tokenizer = jspec.demo_pair()[2]
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
-    rows = (tokenizer.encode(file.read_text(encoding="utf-8")) for file in files)
-    rows = [row[:width] for row in rows if len(row) >= width]
-    return np.array(rows[:: max(1, len(rows) // batch)][:batch], np.int32)
+    return held_out(jspec.demo_pair()[2], batch)["inside a module"][:, -width:]
 
 
 def find_prompts(pair: str, target: jspec.Llama, batch: int, width: int) -> np.ndarray:
     """Prompts ``int32[batch, width]`` that suit the pair."""
-    return bundled_prompts(batch, width) if pair == "bundled" else prompts(target.config.vocab_size, batch, width)
+    return (
+        bundled_prompts(batch, width)
+        if pair.removesuffix(":int8") == "bundled"
+        else prompts(target.config.vocab_size, batch, width)
+    )
 
 
 def decoders(
@@ -61,7 +60,8 @@ def run(pair: str, batches: list[int], ks: list[int], new_tokens: int, width: in
         with_rivals: bool, acceptance: float | None) -> None:  # fmt: skip
     """Measure every batch size and publish one table."""
     models = pairs.pair(pair)
-    with_rivals = with_rivals and importlib.util.find_spec("torch") is not None
+    # The rivals have no int8 weights.
+    with_rivals = with_rivals and importlib.util.find_spec("torch") is not None and not pair.endswith(":int8")
     others = [rivals.twin(model) for model in models] if with_rivals else None
     accept = "rejection" if acceptance is None else synthetic(acceptance)
     kind = "" if acceptance is None else f", {accept}"

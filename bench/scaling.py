@@ -1,5 +1,7 @@
 """What one pass costs as the context, the batch and the number of rows grow."""
 
+import jax
+
 from bench import pairs
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
@@ -22,4 +24,4 @@ def run(pair: str, repeats: int) -> None:
         spent = taken[str((name, rows_, batch, context))]
         rows.append({"model": name, "rows": rows_, "batch": batch, "context": context, "ms": spent * 1e3,
                      "x its base": spent / first[name], "us a row": spent * 1e6 / (rows_ * batch)})  # fmt: skip
-    publish(f"scaling-{pair}", f"{pair}: one pass with logits, {models['target'].dtype}", rows)
+    publish(f"scaling-{pair}-{jax.default_backend()}", f"{pair}: one pass with logits, {models['target'].dtype}", rows)

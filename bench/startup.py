@@ -7,6 +7,8 @@ import sys
 import tempfile
 from typing import Any
 
+import jax
+
 from bench.report import publish
 
 _CHILD = """
@@ -33,7 +35,11 @@ print(json.dumps({"import": imported - began, "load": loaded - imported, "compil
 
 def _child(pair: str, program: str, cache: str | None) -> dict[str, float]:
     """The times of one fresh process."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))
+    }
     if cache:
         environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = subprocess.run(
@@ -55,4 +61,4 @@ def run(pair: str) -> None:
                     rows.append(
                         {"program": program, "persistent cache": state} | {f"{k}, s": v for k, v in times.items()}
                     )
-    publish(f"startup-{pair}", f"{pair}: a fresh process, prompt of 64 tokens, K = 4", rows)
+    publish(f"startup-{pair}-{jax.default_backend()}", f"{pair}: a fresh process, prompt of 64 tokens, K = 4", rows)

@@ -72,7 +72,8 @@ def speculative_generate(
         num_draft_tokens: K, tokens guessed a round; fixes shapes. "auto" takes the K that `tune` finds for this
             request: measured at the first call, which takes a while, then remembered by the process for the same
             weights, batch size, sampling (a number as it is, an array by whether it is all 0) and P + N up to a power
-            of two. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
+            of two. As the number is measured, the text drawn with one key may differ from process to process; its law
+            does not. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request.
         accept: the acceptance rule, "rejection".
         eos_ids: tokens that end a row: a sequence of ids, or ``int32[B, n]`` with -1 for "none".

@@ -56,7 +56,7 @@ class Linear(nnx.Module):
 class Embed(nnx.Module):
     """Token embedding, output head, or both where the two are tied.
 
-    Stored ``[E, V]`` as the head reads it, all of it at every pass; looking up a few columns costs nothing beside that.
+    Stored ``[E, V]`` as the head reads it, all of it at every pass; beside that, looking up a few columns costs little.
     `scale` is that of an int8 weight, ``float32[V]``; see `jspec.quantizer`.
     """
 

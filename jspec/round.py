@@ -92,9 +92,9 @@ def _propose(target: Any, drafter: Any, num_draft_tokens: int, request: Request,
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
     # A key for this round, for no two rounds start at the same length. A position that is drafted again gets fresh
     # noise, so a drafter may learn from all it has drafted, discarded or not, and stay exact.
-    keys = stream(request.keys, state.lengths, Purpose.DRAFT)
-    context = Context(state.tokens, state.lengths, keys, request.draft_warp, state.seen)
     with jax.named_scope("draft"):
+        keys = stream(request.keys, state.lengths, Purpose.DRAFT)
+        context = Context(state.tokens, state.lengths, keys, request.draft_warp, state.seen)
         return drafter.propose(state.drafter, context, num_draft_tokens)
 
 

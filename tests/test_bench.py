@@ -84,7 +84,7 @@ def test_acceptance_by_position_is_conditional():
     figures = acceptance._figures(np.array([0.8, 0.4, 0.2, 0.1]), k=4)
     assert [figures[f"after {n}"] for n in range(4)] == [0.8, 0.5, 0.5, 0.5]
     assert figures["acceptance"] == pytest.approx(1.5 / 2.4)
-    assert figures["tokens a round, K=4"] == 2.5
+    assert figures["tokens in the first 4 + 1"] == 2.5
 
 
 def test_a_report_carries_its_conditions(tmp_path, monkeypatch, capsys):
