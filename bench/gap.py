@@ -1,4 +1,4 @@
-"""The speed-up that the theory predicts, the one that is measured, and where the difference goes."""
+"""The speed-up that the theory gives for the tokens of a round, the one that is measured, and where the rest goes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -62,10 +62,8 @@ def decoder(
     """
     import torch
 
-    sampled = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "top_k": 0} | sampled
-    if not temperature:
-        options.pop("top_k")
+    sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens} | sampled
     if assistant is not None:
         # As jspec drafts: a constant number, without stopping early where the assistant is unsure.
         assistant.generation_config.num_assistant_tokens = num_draft_tokens

@@ -18,9 +18,6 @@ class Spread:
     high: float
     count: int
 
-    def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
-
 
 def spread(values: Any) -> Spread:
     """The median and quartiles of `values`."""

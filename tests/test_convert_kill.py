@@ -44,9 +44,11 @@ def run(source, target, to, point, delay):
 source, whole, jobs = sys.argv[1], sys.argv[2], json.load(sys.stdin)
 seconds = {}
 for to in ("orbax", "hf"):
-    start = time.perf_counter()
-    assert not run(source, whole + to, to, None, None)
-    seconds[to] = time.perf_counter() - start
+    seconds[to] = float("inf")
+    for turn in range(3):  # the first is slower than those that follow, and would have kills come too late
+        start = time.perf_counter()
+        assert not run(source, f"{whole}{to}{turn}", to, None, None)
+        seconds[to] = min(seconds[to], time.perf_counter() - start)
 for target, to, point, fraction in jobs:
     delay = None if fraction is None else fraction * seconds[to]
     print(json.dumps(run(source, target, to, point, delay)), flush=True)
@@ -125,7 +127,7 @@ def check_any_time(root: Path, killed: list[bool], first: int, capsys: pytest.Ca
     assert all(hit or whole for hit, whole in zip(killed, complete, strict=True))
     with capsys.disabled():
         print(f"\nkilled conversions: {sum(killed)}, of these with a half-written result that loads: 0")
-    assert sum(killed) >= len(killed) // 4  # how many are hit depends on the machine's speed
+    assert sum(killed) >= len(killed) // 2
 
 
 def test_killed_at_any_time(driven, capsys):
