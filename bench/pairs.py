@@ -15,52 +15,50 @@ import jspec
 from convert.config import LlamaConfig, RopeConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a Llama, as in config.json."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    tied: bool = True
-
-    def config(self, **changes: Any) -> LlamaConfig:
-        """The configuration of a model of this shape."""
-        sizes: dict[str, Any] = dataclasses.asdict(self)
-        tied = sizes.pop("tied")
-        fixed: dict[str, Any] = dict(max_position_embeddings=1 << 17, rms_norm_eps=1e-5, tie_word_embeddings=tied,
-                                     attention_bias=False, mlp_bias=False, rope=RopeConfig(), bos_token_id=None,
-                                     eos_token_ids=())  # fmt: skip
-        return LlamaConfig(**(sizes | fixed | changes))
+def shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, groups: int, size: int, tied: bool = True):
+    """The configuration of a Llama of these sizes."""
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=size,
+        max_position_embeddings=1 << 17,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig(),
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretched:
     """A stretched pair; `write_scale` sets the acceptance, about 0.85 at temperature 1 (`python -m bench gap`)."""
 
-    shape: Shape
+    config: LlamaConfig
     draft_layers: int
     write_scale: float
 
 
 SHAPES = {
-    "109m": Shape(16000, 768, 1664, 18, 12, 4, 64),
-    "llama-3.2-1b": Shape(128256, 2048, 8192, 16, 32, 8, 64),
-    "llama-3.2-3b": Shape(128256, 3072, 8192, 28, 24, 8, 128),
-    "llama-3.1-8b": Shape(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
+    "109m": shape(16000, 768, 1664, 18, 12, 4, 64),
+    "llama-3.2-1b": shape(128256, 2048, 8192, 16, 32, 8, 64),
+    "llama-3.2-3b": shape(128256, 3072, 8192, 28, 24, 8, 128),
+    "llama-3.1-8b": shape(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
 }
 STRETCHED = {"109m": Stretched(SHAPES["109m"], 2, 0.06)}
 # The final norm is enlarged by this, which makes the laws about as peaked as those of a trained model.
 _PEAK = 6.0
 
 
-def random_llama(shape: Shape, dtype: Any, seed: int = 0, **changes: Any) -> jspec.Llama:
+def random_llama(config: LlamaConfig, dtype: Any, seed: int = 0) -> jspec.Llama:
     """A Llama with random weights, made on the device."""
-    model = nnx.jit(lambda: jspec.Llama(shape.config(**changes), dtype, rngs=nnx.Rngs(seed)))()
+    model = nnx.jit(lambda: jspec.Llama(config, dtype, rngs=nnx.Rngs(seed)))()
     model.norm.weight[...] = model.norm.weight[...] * _PEAK
     return model
 
@@ -68,11 +66,11 @@ def random_llama(shape: Shape, dtype: Any, seed: int = 0, **changes: Any) -> jsp
 def stretched(pair: Stretched, dtype: Any, write_scale: float | None = None) -> tuple[jspec.Llama, jspec.Llama]:
     """Target and draft of a stretched pair. They share no memory."""
     scale = pair.write_scale if write_scale is None else write_scale
-    target = random_llama(pair.shape, dtype)
+    target = random_llama(pair.config, dtype)
     for layer in target.layers[pair.draft_layers :]:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.weight[...] = linear.weight[...] * jnp.asarray(scale, dtype)
-    draft = random_llama(pair.shape, dtype, num_hidden_layers=pair.draft_layers)
+    draft = random_llama(dataclasses.replace(pair.config, num_hidden_layers=pair.draft_layers), dtype)
     kept = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(target))}
     for path, leaf in nnx.to_flat_state(nnx.state(draft)):
         leaf.set_value(jnp.copy(kept[path][...]))

@@ -13,6 +13,7 @@ import numpy as np
 
 import jspec
 from bench import pairs
+from bench.latency import find_prompts
 from bench.report import publish
 from bench.timing import seconds
 
@@ -81,7 +82,7 @@ def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
 def run(pair: str, k: int, batch: int, new_tokens: int, temperature: float, keep: Path | None) -> None:
     """Trace one call after three untraced ones; with `keep`, leave a Perfetto file there."""
     target, draft = pairs.pair(pair)
-    tokens = np.random.default_rng(0).integers(1, target.config.vocab_size, (batch, 32)).astype(np.int32)
+    tokens = find_prompts(pair, target, batch, 32)
     request = (tokens, np.full(batch, 32), jax.random.split(jax.random.key(0), batch))
     sampling = jspec.SamplingParams(temperature=temperature)
 

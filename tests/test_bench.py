@@ -12,7 +12,7 @@ import jspec
 from bench import acceptance, pairs, rivals, timing, trace
 from bench import report as reporting
 
-SMALL = pairs.Shape(64, 32, 48, 3, 4, 2, 8)
+SMALL = pairs.shape(64, 32, 48, 3, 4, 2, 8)
 TOKENS = np.arange(1, 25).reshape(2, 12)
 
 
@@ -27,7 +27,9 @@ def test_a_stretched_pair_agrees_as_far_as_its_further_layers_write(report):
 
 
 def test_bytes_of_a_pass_leave_out_an_untied_embedding():
-    tied, untied = (pairs.random_llama(dataclasses.replace(SMALL, tied=tied), jnp.float32) for tied in (True, False))
+    tied, untied = (
+        pairs.random_llama(dataclasses.replace(SMALL, tie_word_embeddings=tied), jnp.float32) for tied in (True, False)
+    )
     assert pairs.weight_bytes(tied) == pairs.weight_bytes(untied)
 
 
