@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from numpy.typing import ArrayLike
 
 from jspec.accept import RULES, Rule
 from jspec.cache import prefill
@@ -24,8 +25,8 @@ from jspec.types import PADDING, Output, Stats
 
 def generate(
     target: Llama,
-    tokens: Array,
-    lengths: Array,
+    tokens: ArrayLike,
+    lengths: ArrayLike,
     keys: Array,
     *,
     max_new_tokens: int,
@@ -46,8 +47,8 @@ def generate(
 def speculative_generate(
     target: Llama,
     draft: Llama | Drafter,
-    tokens: Array,
-    lengths: Array,
+    tokens: ArrayLike,
+    lengths: ArrayLike,
     keys: Array,
     *,
     max_new_tokens: int,
@@ -101,8 +102,8 @@ def speculative_generate(
 def tune(
     target: Llama,
     draft: Llama | Drafter,
-    tokens: Array,
-    lengths: Array,
+    tokens: ArrayLike,
+    lengths: ArrayLike,
     keys: Array,
     *,
     max_new_tokens: int = 128,

@@ -34,7 +34,8 @@ class Batch:
         tokens: ``int32[B, P]``, padded on the right; B and P are powers of two.
         lengths: ``int32[B]``.
         limits: ``int32[B]`` for `SamplingParams.max_tokens`: 0 (no limit) for a prompt, 1 for a row that only
-            fills up the batch, so that it never prolongs a generation.
+            fills up the batch, so that it never prolongs a generation. Such rows repeat the prompts, so that a
+            measurement of the batch sees texts like them.
         count: how many rows are prompts; they come first.
     """
 
@@ -98,7 +99,8 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
         raise ValueError(f"Prompt {number} is empty, and the tokenizer adds no start token; give it some text.")
     shape = _bucket(len(rows)), _bucket(max(map(len, rows)), _LEAST_WIDTH)
     tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
-    for i, row in enumerate(rows):
+    for i in range(shape[0]):
+        row = rows[i % len(rows)]
         tokens[i, : len(row)], lengths[i] = row, len(row)
     limits = np.where(np.arange(shape[0]) < len(rows), 0, 1).astype(np.int32)
     return Batch(tokens, lengths, limits, len(rows))

@@ -75,6 +75,7 @@ def test_batch_holds_the_prompts_and_fillers():
     for prompt, row, length in zip(PROMPTS[:3], batch.tokens, batch.lengths, strict=False):
         assert row[:length].tolist() == TOKENIZER(prompt)["input_ids"]
     assert batch.limits.tolist() == [0, 0, 0, 1]
+    assert (batch.tokens[3] == batch.tokens[0]).all() and batch.lengths[3] == batch.lengths[0]
 
 
 @pytest.mark.parametrize(
