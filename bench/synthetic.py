@@ -16,7 +16,7 @@ def synthetic(acceptance: float) -> str:
         num_draft_tokens = draft.tokens.shape[1]
         uniforms = uniform(stream(keys, start[:, None] + jnp.arange(num_draft_tokens), Purpose.ACCEPT))
         accepted = jnp.cumprod((uniforms < acceptance).astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-        next_keys = stream(keys, start + accepted, Purpose.BONUS)
+        next_keys = stream(keys, start + accepted, Purpose.TARGET)
         return Verdict(accepted, sample(next_keys, next_probs(accepted, draft, target_probs)))
 
     name = f"synthetic {acceptance:g}"

@@ -65,8 +65,7 @@ def rejection(keys: Array, start: Array, draft: Draft, target_probs: Array) -> V
     num_draft_tokens = draft.tokens.shape[1]
     positions = start[:, None] + jnp.arange(num_draft_tokens)
     num_accepted = count_accepted(uniform(stream(keys, positions, Purpose.ACCEPT)), draft, target_probs)
-    purpose = jnp.where(num_accepted == num_draft_tokens, Purpose.BONUS, Purpose.CORRECTION)
-    next_keys = stream(keys, start + num_accepted, purpose)
+    next_keys = stream(keys, start + num_accepted, Purpose.TARGET)
     return Verdict(num_accepted, sample(next_keys, next_probs(num_accepted, draft, target_probs)))
 
 

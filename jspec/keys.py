@@ -6,11 +6,13 @@ how many rounds came before. Two purposes never share a stream: noise shared by 
 the output.
 
 A position that is judged again after a rejection before it reuses its streams. That is exact: the noise of position t
-decides nothing before t, so it is still independent of all that has been committed when it is used again. Drafting is
-different, for a drafter may remember what was discarded: it gets a key of its own every round (`jspec.round`).
+decides nothing before t, so it is still independent of all that has been committed when it is used again. Where that
+does not hold, every round gets a key of its own: in drafting, for a drafter may remember what was discarded, and in
+block verification, where the noise of later positions decides about earlier ones.
 """
 
 import enum
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,32 +24,29 @@ class Purpose(enum.IntEnum):
 
     DRAFT = 0
     ACCEPT = 1
-    CORRECTION = 2
-    BONUS = 3
+    TARGET = 2  # what the target itself writes: a correction or a bonus, of which a position has one
 
 
-def stream(keys: Array, positions: Array, purpose: Purpose | Array) -> Array:
+def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
     """Keys of the draws for `purpose` at `positions`.
 
     Args:
         keys: typed PRNG keys ``[B]``, one a request.
         positions: ``int32[B]`` or ``int32[B, K]``, absolute index (prompt included) of the token to be drawn.
-        purpose: one `Purpose`, or one a row, ``int32[B]``.
+        purpose: what they are for.
 
     Returns:
         Typed keys in the shape of `positions`.
     """
 
-    def row(key: Array, position: Array, purpose: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
-
+    numbers = len(Purpose) * positions + purpose
     # Positions are mapped inside rows: the other way round JAX's key-reuse checker takes the keys for copies.
-    by_row = row if positions.ndim == 1 else jax.vmap(row, (None, 0, None))
-    return jax.vmap(by_row)(keys, positions, jnp.broadcast_to(jnp.asarray(purpose), keys.shape))
+    by_row = jax.random.fold_in if positions.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))
+    return jax.vmap(by_row)(keys, numbers)
 
 
 def rehearsal(keys: Array, number: int) -> Array:
-    """Other keys ``[B]`` for a trial run, which no position of a text reaches.
+    """Other keys ``[B]`` for a trial run, which no stream of a text reaches.
 
     What is learnt from a run with a request's own keys must not steer that request: that would bias its text.
     """
@@ -64,3 +63,28 @@ def uniform(keys: Array) -> Array:
     coarse = (words[..., 0] >> 8).astype(jnp.float32) * 2.0**-24
     fine = words[..., 1].astype(jnp.float32) * 2.0**-56
     return jnp.minimum(coarse + fine, 1 - 2.0**-24)
+
+
+def gumbel(keys: Array, vocab_size: int) -> Array:
+    """What `jspec.probs.choose` draws a token with: Gumbel noise ``float32[..., 2, W]`` of keys ``[...]``, W^2 >= V.
+
+    In mode "high": JAX's default cannot draw tokens below about 1e-7.
+    """
+    shape = 2, math.isqrt(vocab_size - 1) + 1
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, mode="high"))(keys.ravel())
+    return noise.reshape(*keys.shape, *shape)
+
+
+def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
+    """What the target draws the tokens at ``positions[B, S]`` with, where it draws them: ``float32[B, S, 2, W]``."""
+    return gumbel(stream(keys, positions, Purpose.TARGET), vocab_size)
+
+
+def draft_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
+    """What a round that starts at ``positions[:, 0]`` draws its drafts with: ``float32[B, K, 2, W]``.
+
+    Every round has a key of its own, for no two start at the same length: a position that is drafted again gets fresh
+    noise, so a drafter may learn from all it has drafted, discarded or not, and stay exact.
+    """
+    keys = stream(keys, positions[:, 0], Purpose.DRAFT)
+    return gumbel(stream(keys, positions, Purpose.DRAFT), vocab_size)

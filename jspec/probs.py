@@ -1,10 +1,9 @@
 """Laws over a vocabulary: the leftover of a rejection, and drawing from a law. Dtype in, same dtype out."""
 
-import math
-
-import jax
 import jax.numpy as jnp
 from jax import Array
+
+from jspec.keys import gumbel
 
 
 def residual(target_probs: Array, draft_probs: Array) -> Array:
@@ -22,39 +21,42 @@ def residual(target_probs: Array, draft_probs: Array) -> Array:
     """
     target_probs = jnp.where(target_probs > 0, target_probs, 0)
     left = jnp.where(draft_probs > 0, jnp.maximum(target_probs - draft_probs, 0), target_probs)
-    left = jnp.where(left.sum(-1, keepdims=True) > 0, left, target_probs)
-    return left / jnp.maximum(left.sum(-1, keepdims=True), jnp.finfo(left.dtype).tiny)
+    return normalised(jnp.where(left.sum(-1, keepdims=True) > 0, left, target_probs))
+
+
+def normalised(mass: Array) -> Array:
+    """``mass[..., V]`` as a law; all 0 where there is none."""
+    return mass / jnp.maximum(mass.sum(-1, keepdims=True), jnp.finfo(mass.dtype).tiny)
 
 
 def sample(keys: Array, probs: Array) -> Array:
-    """One token a row, drawn exactly from `probs`.
+    """One token a row, ``int32[B]``, drawn exactly from ``probs[B, V]`` with typed keys ``[B]``, which are consumed."""
+    return choose(gumbel(keys, probs.shape[-1]), probs)
+
+
+def choose(noise: Array, probs: Array) -> Array:
+    """The token that `noise` draws from `probs`, exactly.
 
     The vocabulary is cut into about sqrt(V) blocks; a block is drawn by its mass, then a token in it. That needs
     2 sqrt(V) random numbers, not V, and sums of probabilities are the only arithmetic, so the rarest token keeps its
-    share to float32 precision; a cumulative sum over the vocabulary would lose the tail.
+    share to float32 precision; a cumulative sum over the vocabulary would lose the tail. With the same noise, laws that
+    are alike mostly give the same token.
 
     Args:
-        keys: typed keys ``[B]``; consumed.
-        probs: ``float32[B, V]``. A row without mass gives token 0.
+        noise: ``float32[..., 2, W]``, from `jspec.keys.gumbel`.
+        probs: ``float32[..., V]``. A row without mass gives token 0.
 
     Returns:
-        ``int32[B]``.
+        ``int32[...]``.
     """
-    return jax.vmap(_sample)(keys, probs)
-
-
-def _sample(key: Array, probs: Array) -> Array:
-    """`sample` for one row, unbatched."""
-    width = math.isqrt(probs.size - 1) + 1
-    blocks = jnp.pad(probs, (0, -probs.size % width)).reshape(-1, width)
-    block_key, token_key = jax.random.split(key)
-    block = _draw(block_key, blocks.sum(1))
-    return (block * width + _draw(token_key, blocks[block])).astype(jnp.int32)
-
-
-def _draw(key: Array, mass: Array) -> Array:
-    """An index drawn by ``mass[N]``. Gumbel noise in mode "high": the default cannot draw below about 1e-7."""
-    return jax.random.categorical(key, jnp.log(mass), mode="high")
+    width = noise.shape[-1]
+    blocks = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % width)])
+    blocks = blocks.reshape(*probs.shape[:-1], -1, width)
+    by_mass = jnp.log(blocks.sum(-1)) + noise[..., 0, : blocks.shape[-2]]
+    block = jnp.argmax(by_mass, axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    token = jnp.argmax(jnp.log(inside) + noise[..., 1, :], axis=-1).astype(jnp.int32)
+    return block * width + token
 
 
 def at_tokens(probs: Array, tokens: Array) -> Array:

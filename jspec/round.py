@@ -9,7 +9,7 @@ from jax import Array, lax
 from jspec.accept import Rule
 from jspec.cache import KVCache
 from jspec.drafters.base import Context
-from jspec.keys import Purpose, stream
+from jspec.keys import draft_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
 from jspec.types import ACCEPTED, BONUS, CORRECTED, Draft, Stats, Verdict, pytree
@@ -90,11 +90,10 @@ def _propose(target: Any, drafter: Any, num_draft_tokens: int, request: Request,
         batch = state.lengths.size
         empty = jnp.zeros((batch, 0, target.config.vocab_size), jnp.float32)
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
-    # A key for this round, for no two rounds start at the same length. A position that is drafted again gets fresh
-    # noise, so a drafter may learn from all it has drafted, discarded or not, and stay exact.
     with jax.named_scope("draft"):
-        keys = stream(request.keys, state.lengths, Purpose.DRAFT)
-        context = Context(state.tokens, state.lengths, keys, request.draft_warp, state.seen)
+        positions = state.lengths[:, None] + jnp.arange(num_draft_tokens)
+        drawn_with = draft_noise(request.keys, positions, target.config.vocab_size)
+        context = Context(state.tokens, state.lengths, drawn_with, request.draft_warp, state.seen)
         return drafter.propose(state.drafter, context, num_draft_tokens)
 
 

@@ -213,8 +213,8 @@ def test_streams_of_requests_positions_and_purposes_are_distinct(report):
     distinct = len(np.unique(data, axis=0))
     report(requests=requests, positions=positions, purposes=len(purposes), streams=len(data), distinct=distinct)
     assert distinct == len(data)
-    by_row = keys.stream(row_keys, grid[:, 7], jnp.full(requests, keys.Purpose.BONUS))
-    np.testing.assert_array_equal(jax.random.key_data(by_row), jax.random.key_data(streams[keys.Purpose.BONUS, :, 7]))
+    by_row = keys.stream(row_keys, grid[:, 7], keys.Purpose.TARGET)
+    np.testing.assert_array_equal(jax.random.key_data(by_row), jax.random.key_data(streams[keys.Purpose.TARGET, :, 7]))
 
 
 def test_uniform_reaches_0_but_never_1(report, monkeypatch):

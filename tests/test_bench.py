@@ -1,16 +1,23 @@
 """What the benchmarks compute from their readings, and the models they measure. Nothing here is timed."""
 
 import dataclasses
+import importlib.util
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
 
 import jspec
-from bench import acceptance, pairs, rivals, timing, trace
+from bench import acceptance, conditions, gap, latency, llamacpp, pairs, plots, rivals, roofline, timing, trace
 from bench import report as reporting
+from bench.__main__ import app
+from jspec import theory
+from jspec.types import ACCEPTED, BONUS
 
 SMALL = pairs.shape(64, 32, 48, 3, 4, 2, 8)
 TOKENS = np.arange(1, 25).reshape(2, 12)
@@ -83,18 +90,115 @@ def test_ratios_are_taken_turn_by_turn():
 
 
 def test_acceptance_by_position_is_conditional():
-    figures = acceptance._figures(np.array([0.8, 0.4, 0.2, 0.1]), k=4)
+    figures = acceptance._figures(np.array([0.8, 0.5, 0.5, 0.5]))
     assert [figures[f"after {n}"] for n in range(4)] == [0.8, 0.5, 0.5, 0.5]
     assert figures["acceptance"] == pytest.approx(1.5 / 2.4)
     assert figures["tokens in the first 4 + 1"] == 2.5
 
 
-def test_a_report_carries_its_conditions(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def cut_off():
+    """Four tokens of two rounds of K = 2, all drafts accepted; the limit came before the last one was judged."""
+    origins = np.array([[ACCEPTED, ACCEPTED, BONUS, ACCEPTED]], np.int8)
+    stats = jspec.Stats(*(np.array([n]) for n in (2, 3, 3)), np.array([[2, 1]]), np.array([False]))
+    return jspec.Output(origins * 0, np.array([4]), origins * 0.0, origins, stats)
+
+
+def test_the_prediction_counts_no_draft_that_was_not_judged(cut_off):
+    row = latency._drafting(cut_off, 4, 0.25)
+    assert row == {"K": 2, "tokens a round": 2.0, "acceptance": 1.0, "cost ratio": 0.25, "predicted": 2.0}
+
+
+def test_the_gap_begins_with_the_theorem_and_ends_with_the_measurement():
+    cost = {"target": 4.0, "verify": 5.0, "draft": 1.0, "draft 2 rows": 1.5, "plain": 4.5, "round": 9.0}
+    rows = gap.steps(3, 0.5, cost, np.array([5, 10]), 15, 0.7)
+    assert rows[0]["speed-up"] == pytest.approx(theory.speedup(0.5, 3, 0.25))
+    assert [row["ms a round"] for row in rows[1:5]] == [7e3, 8e3, 8.5e3, 9e3]
+    assert [row["tokens a round"] for row in rows[1:]] == [2.0] * 5 + [1.5] * 2
+    assert rows[-2]["speed-up"] == 1.5 * 4.5 / 9 and rows[-1]["speed-up"] == 0.7
+
+
+def test_a_gap_without_a_difference_of_rounds_is_refused():
+    output = SimpleNamespace(stats=SimpleNamespace(rounds=np.array([1, 1])))
+    with pytest.raises(ValueError, match="raise --max-new-tokens"):
+        gap.Calls(lambda **options: output, (2, 16), 0.0)
+
+
+def test_a_roofline_of_int8_weights_is_refused_on_cpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(ValueError, match="widens them to float32"):
+        roofline.run("bundled:int8", 1, [1], 64, 1)
+
+
+def test_interleaved_heads_turned_by_neighbours_are_halves_turned_against_each_other():
+    rng = np.random.default_rng(0)
+    weight, x, angles = rng.normal(size=(3 * 8, 5)), rng.normal(size=5), rng.normal(size=4)
+    first, second = np.split((weight @ x).reshape(3, 8), 2, axis=1)
+    halves = (first + 1j * second) * np.exp(1j * angles)
+    neighbours = (llamacpp.interleaved(weight, 3) @ x).reshape(3, 4, 2)
+    turned = (neighbours[..., 0] + 1j * neighbours[..., 1]) * np.exp(1j * angles)
+    np.testing.assert_allclose(turned, halves)
+
+
+def test_another_model_in_llama_cpp_is_refused():
+    logits = np.random.default_rng(0).normal(size=(10, 7))
+    llm = SimpleNamespace(reset=lambda: None, eval=lambda tokens: None, scores=logits + 1e-5)
+    assert llamacpp.check_same(lambda tokens: logits[None], llm) == pytest.approx(1e-5)
+    llm.scores = logits[:, ::-1]
+    with pytest.raises(ValueError, match="not the same model"):
+        llamacpp.check_same(lambda tokens: logits[None], llm)
+
+
+def test_the_picture_has_the_measured_points_and_the_theory():
+    rows = [{"batch": batch, "K": k, "x own plain": k + 0.0, "from": k - 0.5, "to": k + 0.25, "predicted": batch * k,
+             "cost ratio": 0.2} for batch in (1, 8) for k in (1, 4)]  # fmt: skip
+    figure = Figure()
+    plots.speedups(figure, [{"batch": 1, "K": "", "predicted": ""}, *rows])
+    (axes,) = figure.axes
+    curves = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == "--"]
+    assert curves == [[1, 4], [8, 32]]
+    assert [bars[0].get_ydata().tolist() for bars in axes.containers] == [[1, 4]] * 2
+    ends = axes.containers[0].lines[2][0].get_segments()
+    assert [segment[:, 1].tolist() for segment in ends] == [[0.5, 1.25], [3.5, 4.25]]
+
+
+def test_each_panel_of_scaling_lets_one_size_grow_and_cuts_nothing_off():
+    base = {"model": "target", "rows": 1, "batch": 1, "context": 64, "ms": 1.0}
+    figure = Figure()
+    plots.scaling(figure, [base, base | {"rows": 9, "ms": 2.0}, base | {"batch": 8, "ms": 5.0}])
+    assert [panel.lines[0].get_xydata().tolist() for panel in figure.axes] == [
+        [[1, 1], [9, 2]], [[1, 1], [8, 5]], [[64, 1]]]  # fmt: skip
+    assert all(panel.get_ylim()[0] == 0 and panel.get_ylim()[1] > 5 for panel in figure.axes)
+
+
+def test_phases_follow_one_another_in_one_bar():
+    figure = Figure()
+    plots.shares(figure, [{"phase": "draft", "share, %": 30.0}, {"phase": "verify", "share, %": 70.0}])
+    assert [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches] == [(0, 30), (30, 70)]
+
+
+def test_a_report_carries_its_conditions_and_a_small_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reporting, "RESULTS", tmp_path)
+    rows = [{"what": "read", "GB/s": 1 / 3}]
     file = reporting.publish(
-        "x", "a title", [{"what": "read", "GB/s": 1 / 3}], notes=["a note"], extra=timing.spread([1.0])
+        "x", "a title", rows, plots.bars("what", "GB/s"), notes=["a note"], extra=timing.spread([1.0])
     )
     written = json.loads(file.read_text())
     assert written["rows"] == [{"what": "read", "GB/s": 0.333333}]
     assert written["conditions"]["jax"] == jax.__version__ and written["extra"]["median"] == 1.0
     assert "a title" in capsys.readouterr().out
+    picture = file.with_suffix(".png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) < 60_000
+
+
+def test_versions_are_of_what_is_installed():
+    assert conditions.conditions()["numpy"] == np.__version__
+    assert conditions._version("no-such-package") is None
+
+
+def test_without_matplotlib_nothing_is_measured(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(roofline, "run", lambda *_: pytest.fail("it was measured"))
+    done = CliRunner().invoke(app, ["roofline"])
+    assert done.exit_code == 1 and "[bench]" in done.output

@@ -7,8 +7,6 @@ import oracle
 import toys
 
 import jspec
-from jspec.keys import Purpose, stream
-from jspec.probs import sample
 from jspec.types import Draft, pytree
 
 DRAWS = 200_000
@@ -34,8 +32,7 @@ class Memorising:
     def propose(self, state, context, num_draft_tokens):
         first = jnp.array([[0.8, 0.2], [0.5, 0.5], [0.9, 0.1]])[state]
         probs = jnp.stack([first, jnp.full_like(first, 0.5)], axis=1)
-        draws = [sample(stream(context.keys, context.lengths + k, Purpose.DRAFT), probs[:, k]) for k in range(2)]
-        return Draft(jnp.stack(draws, axis=1), probs), state
+        return Draft(jnp.stack([context.draw(k, probs[:, k]) for k in range(2)], axis=1), probs), state
 
     def commit(self, state, draft, verdict, hidden):
         return jnp.where(verdict.num_accepted == 0, draft.tokens[:, 1], 2)

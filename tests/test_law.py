@@ -15,8 +15,8 @@ import toys
 from oracle import ALPHA, POWER
 
 import jspec
+from jspec import keys as streams
 from jspec.drafters import ModelDrafter
-from jspec.drafters import model as drafting
 from jspec.sampling import SamplingParams
 
 # Sampling of the one-round test; K runs over all of ROUND_DRAFTS with each.
@@ -258,6 +258,6 @@ def test_no_key_is_used_twice(monkeypatch):
 
     with jax.debug_key_reuse(True):
         np.testing.assert_array_equal(run(22).lengths, 5)
-        monkeypatch.setattr(drafting, "stream", lambda keys, positions, purpose: keys)
+        monkeypatch.setattr(streams, "stream", lambda keys, positions, _: keys[:, None] if positions.ndim > 1 else keys)
         with pytest.raises(jax.errors.KeyReuseError):
             run(23)

@@ -17,10 +17,10 @@ from scipy import stats
 from test_accept import algebra_error
 
 from jspec import accept, sampling
+from jspec import keys as streams
 from jspec import round as rounds
-from jspec.drafters import ModelDrafter
+from jspec.drafters import Context, ModelDrafter
 from jspec.drafters import model as drafting
-from jspec.keys import Purpose
 from jspec.types import Draft
 
 DRAWS, VOCAB, NUM_TOKENS, EOS, PROMPT = 50_000, 8, 3, 5, (3, 6)
@@ -81,34 +81,27 @@ def acceptance_of_itself():
     return float(refused <= 2), f"{refused} of {int(stats_.drafted.sum())} drafts equal to the target refused"
 
 
-def shared_key(patch):
-    """Corrections are drawn with the draft's own noise: no key of its own for the round, and the draft's purpose."""
-    stream = accept.stream
-    patch(rounds, "stream", lambda keys, *name: keys)
-
-    def mutant(keys, positions, purpose):
-        purpose = jnp.asarray(purpose)
-        return stream(keys, positions, jnp.where(purpose == Purpose.CORRECTION, int(Purpose.DRAFT), purpose))
-
-    patch(accept, "stream", mutant)
+def shared_noise(patch):
+    """Drafts are drawn with the noise the correction will be drawn with."""
+    patch(rounds, "draft_noise", streams.target_noise)
 
 
 def one_key_for_all_rows(patch):
-    stream = accept.stream
-    for module in (accept, drafting):
+    stream = streams.stream
+    for module in (accept, streams):
         patch(module, "stream", lambda keys, *name: stream(jnp.broadcast_to(keys[:1], keys.shape), *name))
 
 
 def raw_q(patch):
     """The draft is drawn from its warped law, and judged by the unwarped one."""
-    token_probs, sample, warped = drafting.token_probs, drafting.sample, []
+    token_probs, draw, warped = drafting.token_probs, Context.draw, []
 
     def raw(logits, warp, seen):
         warped.append(token_probs(logits, warp, seen)[:, 0])
         return jax.nn.softmax(logits)
 
     patch(drafting, "token_probs", raw)
-    patch(drafting, "sample", lambda keys, probs: sample(keys, warped.pop()))
+    patch(Context, "draw", lambda context, k, probs: draw(context, k, warped.pop()))
 
 
 def rounded_to_bfloat16(patch):
@@ -202,7 +195,7 @@ def eos_ignored(patch):
 
 
 MUTANTS = {
-    law_p_value: (shared_key, raw_q, bonus_from_q, temperature_on_one_side, unclamped_residual,
+    law_p_value: (shared_noise, raw_q, bonus_from_q, temperature_on_one_side, unclamped_residual,
                   verified_one_position_off, one_key_for_all_rows, top_p_after_the_residual,
                   penalty_not_advanced_in_verify, eos_ignored),
     impossible_texts: (inclusive_comparison,),

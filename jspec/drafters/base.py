@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from jax import Array
 
+from jspec.probs import choose
 from jspec.sampling import Seen, Warp
 from jspec.types import Draft, Verdict, pytree
 
@@ -19,16 +20,20 @@ class Context:
     Attributes:
         tokens: ``int32[B, W]``, prompt and text so far; row b is valid up to ``lengths[b]``.
         lengths: ``int32[B]``.
-        keys: typed keys ``[B]`` for this round alone; draw with ``stream(keys, position, Purpose.DRAFT)``.
+        noise: ``float32[B, K, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`.
         warp: the transforms the draft's law goes through.
         seen: what penalties look at, or None where there are none.
     """
 
     tokens: Array
     lengths: Array
-    keys: Array
+    noise: Array
     warp: Warp
     seen: Seen | None
+
+    def draw(self, k: Array | int, probs: Array) -> Array:
+        """Draft token k, ``int32[B]``, drawn from its law ``probs[B, V]``; each k once a round."""
+        return choose(self.noise[:, k], probs)
 
 
 class Drafter(Protocol):

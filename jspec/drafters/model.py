@@ -8,8 +8,6 @@ from jax import Array, lax
 
 from jspec.cache import KVCache, prefill
 from jspec.drafters.base import Context
-from jspec.keys import Purpose, stream
-from jspec.probs import sample
 from jspec.sampling import add_seen, token_probs
 from jspec.types import Draft, Verdict, pytree
 
@@ -37,7 +35,7 @@ class ModelDrafter:
 
         def draw(hidden: Array, seen: Any, offset: Array | int) -> tuple[Array, Array, Any]:
             probs = token_probs(self.model.logits(hidden), context.warp, seen)[:, 0]
-            token = sample(stream(context.keys, context.lengths + offset, Purpose.DRAFT), probs)
+            token = context.draw(offset, probs)
             if seen is not None:
                 seen = add_seen(seen, token[:, None], jnp.ones((token.size, 1), bool))
             return token, probs, seen
