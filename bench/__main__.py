@@ -1,5 +1,6 @@
 """`python -m bench COMMAND`: one command a question."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,16 @@ Batch = Annotated[int, typer.Option("--batch", min=1)]
 Repeats = Annotated[int, typer.Option("--repeats", min=1)]
 Acceptance = Annotated[float | None, typer.Option("--acceptance", min=0, max=1, help="Synthetic; labelled so.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0)]
+
+
+@app.callback()
+def need_matplotlib() -> None:
+    """Refuse before anything is measured what could not be drawn afterwards."""
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo(
+            'Every command draws its figures, and matplotlib is not installed: pip install -e ".[bench]"', err=True
+        )
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -109,7 +120,7 @@ def llamacpp(
     k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
-    """Passes of the target against llama.cpp; needs llama-cpp-python and gguf."""
+    """Passes of the target and greedy decoding against llama.cpp; needs llama-cpp-python and gguf."""
     from bench import llamacpp
 
     llamacpp.run(pair, k, repeats)

@@ -6,8 +6,10 @@ import jax
 import numpy as np
 
 import jspec
+from bench import plots
 from bench.report import publish
 from jspec import theory
+from jspec.tuning import acceptance_rates
 from pair.corpus import load_corpus
 
 WIDTH = 96
@@ -23,9 +25,15 @@ def held_out(tokenizer: Any, batch: int) -> dict[str, np.ndarray]:
             "inside a module": np.array(middles, np.int32)}  # fmt: skip
 
 
-def survival(out: jspec.Output) -> np.ndarray:
-    """Share of rounds in which the first 1, 2, ... K drafts were all accepted."""
-    return np.asarray(out.stats.accepted_at).sum(0) / np.asarray(out.stats.rounds).sum()
+def measured_rates(out: jspec.Output) -> np.ndarray:
+    """``float64[K]``: how often draft k was accepted when it was judged. Only limits may have ended the texts."""
+    return acceptance_rates([jax.device_get(out)])
+
+
+def overall(rates: np.ndarray) -> float:
+    """Drafts accepted over drafts judged: what one number says best about all positions."""
+    survived = np.cumprod(rates)
+    return float(survived.sum() / (1 + survived[:-1].sum()))
 
 
 def run(batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:
@@ -40,24 +48,22 @@ def run(batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:
             out = jspec.speculative_generate(
                 target, draft, *request, max_new_tokens=new_tokens, num_draft_tokens=k, sampling=sampling
             )
-            rows.append({"prompt": kind, "temperature": temperature} | _figures(survival(out), k))
+            rows.append({"prompt": kind, "temperature": temperature} | _figures(measured_rates(out)))
     publish(
         f"acceptance-{jax.default_backend()}",
-        f"bundled pair: {size} prompts of {WIDTH} tokens, {new_tokens} new tokens each, K = {k}",
+        f"bundled pair: {size} prompts of {WIDTH} tokens, {new_tokens} new tokens each, K = {k}, {target.dtype}",
         rows,
+        plots.acceptance,
         notes=["after n: share of drafts accepted at position n + 1 of those whose n predecessors were accepted."
                " theory: tokens a round if acceptance were independent (Leviathan et al. 2023, equation 1)."],
     )  # fmt: skip
 
 
-def _figures(survived: np.ndarray, k: int) -> dict[str, Any]:
+def _figures(rates: np.ndarray) -> dict[str, Any]:
     """Conditional acceptance by position, and tokens a round for two lengths, measured and predicted."""
-    conditional = survived / np.append(1.0, survived[:-1])
-    row: dict[str, Any] = {f"after {n}": float(conditional[n]) for n in range(0, k, max(1, k // 4))}
-    # Judged drafts accepted, over judged drafts: what one number says best about all positions.
-    rate = float(survived.sum() / (1 + survived[:-1].sum()))
-    row["acceptance"] = rate
-    for length in (min(4, k), k):
-        row[f"tokens in the first {length} + 1"] = 1 + float(survived[:length].sum())
-        row[f"theory, {length} + 1"] = float(theory.expected_tokens(rate, length))
+    row: dict[str, Any] = {f"after {n}": float(rate) for n, rate in enumerate(rates)}
+    row["acceptance"] = alpha = overall(rates)
+    for length in (min(4, rates.size), rates.size):
+        row[f"tokens in the first {length} + 1"] = float(theory.expected_tokens_from_rates(rates[:length]))
+        row[f"theory, {length} + 1"] = float(theory.expected_tokens(alpha, length))
     return row

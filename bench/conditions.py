@@ -1,15 +1,17 @@
 """What a figure depends on: machine, versions, flags, commit, load."""
 
 import datetime
+import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
-import flax
 import jax
-import jaxlib
+
+# Found without importing them, for importing torch takes seconds.
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
 def _first_line(command: list[str]) -> str | None:
@@ -24,6 +26,13 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     return names[0].split(":", 1)[1].strip() if names else platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def conditions() -> dict[str, object]:
@@ -41,11 +50,15 @@ def conditions() -> dict[str, object]:
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "flax": flax.__version__,
+        **{package: _version(package) for package in PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": (_first_line(["git", "rev-parse", "--short", "HEAD"]) or "unknown") + ("+changes" if changed else ""),
         "command": "python -m bench " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def summary(here: dict[str, object]) -> str:
+    """One line of `conditions`, for below a picture."""
+    device = f"{here['processor']}, {here['cores']} cores" if here["platform"] == "cpu" else here["device"]
+    return f"{device}; jax {here['jax']}; commit {here['commit']}; {here['date']}"

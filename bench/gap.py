@@ -1,4 +1,4 @@
-"""The speed-up that the theory gives for the tokens of a round, the one that is measured, and where the rest goes."""
+"""The speed-up that the theory predicts from acceptance and cost ratio, the one measured, and where the rest goes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,17 +7,22 @@ import jax
 import numpy as np
 
 import jspec
-from bench import pairs
+from bench import pairs, plots
+from bench.acceptance import measured_rates, overall
 from bench.latency import find_prompts
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
-from bench.synthetic import synthetic
+from bench.synthetic import Synthetic
 from bench.timing import in_turns, spread
-from jspec.types import CORRECTED
+from jspec import theory
 
 
 class Calls:
-    """One program called with a long and a short limit: the difference is decoding alone, without the prompt."""
+    """One program called with a long and a short limit: the difference is decoding alone, without the prompt.
+
+    Raises:
+        ValueError: both limits take equally many rounds, so that there is no difference.
+    """
 
     def __init__(self, decode: Callable[..., jspec.Output], limits: tuple[int, int], temperature: float):
         def call(limit: int) -> jspec.Output:
@@ -29,6 +34,11 @@ class Calls:
         self.out = call(limits[1])
         rounds = [int(np.max(call(limit).stats.rounds)) for limit in limits]
         self.rounds = rounds[1] - rounds[0]
+        if self.rounds == 0:
+            raise ValueError(
+                f"{limits[0]} and {limits[1]} new tokens both take {rounds[0]} rounds, and the time of a round is "
+                "found by difference; raise --max-new-tokens."
+            )
 
     def round_seconds(self, times: dict[str, Any], name: str) -> float:
         """Seconds a round, from readings of ``name short`` and ``name long``."""
@@ -42,7 +52,7 @@ def run(pair: str, k: int, batch: int, temperature: float, repeats: int, new_tok
     tokens = find_prompts(pair, target, batch, 32)
     request = (tokens, np.full(batch, 32), jax.random.split(jax.random.key(0), batch))
     limits = (max(1, new_tokens // 8), new_tokens)
-    accept = "rejection" if acceptance is None else synthetic(acceptance)
+    accept = "rejection" if acceptance is None else Synthetic(acceptance)
     plain = Calls(lambda **options: jspec.generate(target, *request, **options), limits, temperature)
     speculative = Calls(
         lambda **options: jspec.speculative_generate(
@@ -60,46 +70,53 @@ def run(pair: str, k: int, batch: int, temperature: float, repeats: int, new_tok
     cost = pass_seconds(passes, times) | {"plain": plain.round_seconds(times, "plain"),
                                           "round": speculative.round_seconds(times, "speculative")}  # fmt: skip
     whole = spread(times["plain long"] / times["speculative long"]).median
+    alpha = overall(measured_rates(speculative.out))
     pair += "" if acceptance is None else f", {accept}"
-    _publish(pair, k, batch, temperature, cost, speculative.out, new_tokens, whole)
+    publish(
+        f"gap-{pair}-k{k}-b{batch}-t{temperature:g}-{jax.default_backend()}",
+        f"{pair}: from the predicted speed-up to the measured, K = {k}, batch {batch}, temperature {temperature:g},"
+        f" {target.dtype}",
+        steps(k, alpha, cost, np.asarray(speculative.out.stats.rounds), new_tokens, whole),
+        plots.bars("step", "speed-up"),
+        notes=[
+            f"Theory: Leviathan et al. 2023, theorem 3.8, with {alpha:.3f} of the judged drafts accepted and cost ratio"
+            f" {cost['draft'] / cost['target']:.3f}. A round takes {cost['round'] / _alone(k, cost):.3f} of its passes"
+            " measured alone."
+        ],
+        seconds=cost,
+    )
 
 
-def _publish(
-    pair: str,
-    k: int,
-    batch: int,
-    temperature: float,
-    cost: dict[str, float],
-    out: jspec.Output,
-    new_tokens: int,
-    whole: float,
-) -> None:
-    """The steps from the theory's speed-up to that of whole calls, each with the time of a round that it supposes."""
-    rounds = np.asarray(out.stats.rounds)
-    accepted, corrected = int(np.sum(out.stats.accepted)), int(np.sum(out.origins == CORRECTED))
-    each = batch * new_tokens / int(rounds.sum())
-    together = new_tokens / int(rounds.max())
-    theory = cost["target"] + k * cost["draft"]
-    alone = cost["verify"] + (k - 1) * cost["draft"] + cost["draft 2 rows"]
-    steps = [
-        ("theory: K drafts and one target pass", each, cost["target"], theory),
-        (f"verifying {k + 1} rows costs more than 1", each, cost["target"], theory - cost["target"] + cost["verify"]),
-        ("the first draft step reads two tokens", each, cost["target"], alone),
+def steps(
+    k: int, alpha: float, cost: dict[str, float], rounds: np.ndarray, new_tokens: int, whole: float
+) -> list[dict[str, Any]]:
+    """The way from the theory's speed-up to that of whole calls, each step with the round that it supposes.
+
+    Args:
+        k: drafted tokens a round.
+        alpha: share of the judged drafts that was accepted.
+        cost: seconds of the passes "target", "verify", "draft" and "draft 2 rows", of a "round", and of one step of
+            "plain" decoding.
+        rounds: ``int32[B]``, in which each row got its `new_tokens`.
+        whole: measured speed-up of whole calls.
+    """
+    predicted = float(theory.expected_tokens(alpha, k))
+    each, together = new_tokens / float(rounds.mean()), new_tokens / int(rounds.max())
+    ideal = cost["target"] + k * cost["draft"]
+    found = [
+        ("theory: K drafts, one target pass, independent acceptance", predicted, cost["target"], ideal),
+        ("acceptance is not independent, and the end of the text cuts rounds", each, cost["target"], ideal),
+        (f"verifying {k + 1} rows costs more than 1", each, cost["target"], ideal - cost["target"] + cost["verify"]),
+        ("the first draft step reads two tokens", each, cost["target"], _alone(k, cost)),
         ("sampling, acceptance, loop: of the round", each, cost["target"], cost["round"]),
         ("... and of plain decoding", each, cost["plain"], cost["round"]),
         ("rows wait for the slowest", together, cost["plain"], cost["round"]),
     ]
-    rows = [{"step": name, "tokens a round": tokens, "plain, ms a token": plain * 1e3, "ms a round": spent * 1e3,
-             "speed-up": tokens * plain / spent} for name, tokens, plain, spent in steps]  # fmt: skip
-    rows.append(rows[-1] | {"step": "whole calls, with the prompt", "speed-up": whole})
-    publish(
-        f"gap-{pair}-k{k}-b{batch}-t{temperature:g}-{jax.default_backend()}",
-        f"{pair}: from the predicted speed-up to the measured, K = {k}, batch {batch}, temperature {temperature:g}",
-        rows,
-        notes=[
-            f"Cost ratio {cost['draft'] / cost['target']:.3f}; a round takes {cost['round'] / alone:.3f} of its passes"
-            " measured alone. Accepted: "
-            f"{accepted / (accepted + corrected):.3f} of the drafts that were judged."
-        ],
-        seconds=cost,
-    )
+    rows = [{"step": step, "tokens a round": tokens, "plain, ms a token": plain * 1e3, "ms a round": spent * 1e3,
+             "speed-up": tokens * plain / spent} for step, tokens, plain, spent in found]  # fmt: skip
+    return [*rows, rows[-1] | {"step": "whole calls, with the prompt", "speed-up": whole}]
+
+
+def _alone(k: int, cost: dict[str, float]) -> float:
+    """Seconds of a round's passes, each measured alone."""
+    return cost["verify"] + (k - 1) * cost["draft"] + cost["draft 2 rows"]

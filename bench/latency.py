@@ -1,4 +1,4 @@
-"""Tokens a second of whole calls: plain, speculative over K, and transformers, in turns."""
+"""Tokens a second of whole calls: plain, speculative over K beside the theory, and transformers, in turns."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,10 +8,15 @@ import jax
 import numpy as np
 
 import jspec
-from bench import pairs, rivals
+from bench import pairs, plots, rivals
+from bench.acceptance import held_out, measured_rates, overall
+from bench.passes import Pass, pass_seconds
 from bench.report import publish
-from bench.synthetic import synthetic
+from bench.synthetic import Synthetic
 from bench.timing import in_turns, ratio, spread
+from jspec import theory
+
+DRAFTING = ("K", "tokens a round", "acceptance", "cost ratio", "predicted")
 
 
 def prompts(vocab_size: int, batch: int, width: int) -> np.ndarray:
@@ -21,8 +26,6 @@ def prompts(vocab_size: int, batch: int, width: int) -> np.ndarray:
 
 def bundled_prompts(batch: int, width: int) -> np.ndarray:
     """`width` tokens from inside of each of `batch` modules that the pair was not trained on."""
-    from bench.acceptance import held_out
-
     return held_out(jspec.demo_pair()[2], batch)["inside a module"][:, -width:]
 
 
@@ -41,7 +44,7 @@ def decoders(
     new_tokens: int,
     temperature: float,
     ks: list[int],
-    accept: str,
+    accept: Any,
 ) -> dict[str, Callable[[], Any]]:
     """Name -> a call of jspec on all rows: plain, and speculative with every K."""
     target, draft = models
@@ -63,7 +66,7 @@ def run(pair: str, batches: list[int], ks: list[int], new_tokens: int, width: in
     # The rivals have no int8 weights.
     with_rivals = with_rivals and importlib.util.find_spec("torch") is not None and not pair.endswith(":int8")
     others = [rivals.twin(model) for model in models] if with_rivals else None
-    accept = "rejection" if acceptance is None else synthetic(acceptance)
+    accept = "rejection" if acceptance is None else Synthetic(acceptance)
     kind = "" if acceptance is None else f", {accept}"
     rows = []
     for batch in batches:
@@ -72,31 +75,44 @@ def run(pair: str, batches: list[int], ks: list[int], new_tokens: int, width: in
         if others:
             calls["transformers plain"] = rivals.decoder(others[0], None, tokens, new_tokens, temperature, 0)
             calls["transformers assisted"] = rivals.decoder(*others, tokens, new_tokens, temperature, 4)
-        rows += _rows(batch, batch * new_tokens, calls, in_turns(calls, repeats))
+        slots = width + new_tokens + max(ks) + 1
+        passes = {name: Pass(model, 1, batch, width + new_tokens // 2, slots)
+                  for name, model in zip(("target", "draft"), models, strict=True)}  # fmt: skip
+        times = in_turns(calls | passes, repeats)
+        taken = pass_seconds(passes, times)
+        rows += _rows(batch, batch * new_tokens, calls, times, taken["draft"] / taken["target"])
     publish(
         f"latency-{pair}{kind}-t{temperature:g}-{jax.default_backend()}",
         f"{pair}{kind}: {new_tokens} new tokens after {width}, temperature {temperature:g}, {models[0].dtype}",
         rows,
-        notes=[f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles."
-               " transformers assisted: K = 4, rows one after another."],
+        plots.speedups,
+        notes=[f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles of x own plain."
+               " transformers assisted: K = 4, rows one after another.",
+               "acceptance: of the judged drafts. cost ratio: draft over target, one pass of one row alone."
+               " predicted: their speed-up by Leviathan et al. 2023, theorem 3.8."],
     )  # fmt: skip
 
 
-def _rows(batch: int, count: int, calls: dict[str, Callable[[], Any]], times: dict[str, np.ndarray]) -> list[dict]:
+def _rows(
+    batch: int, count: int, calls: dict[str, Callable[[], Any]], times: dict[str, np.ndarray], cost_ratio: float
+) -> list[dict[str, Any]]:
     """One table row a decoder."""
     rows = []
     for name, call in calls.items():
-        stats = getattr(call(), "stats", None) if not name.startswith("transformers") else None
-        row = {
-            "batch": batch,
-            "decoder": name,
-            "tokens/s": spread(count / times[name]).median,
-            "from": spread(count / times[name]).low,
-            "to": spread(count / times[name]).high,
-            "tokens a round": count / int(np.sum(stats.rounds)) if stats is not None else "",
-            "x own plain": ratio(times["plain"], times[name]).median,
-        }
+        row = {"batch": batch, "decoder": name, "tokens/s": spread(count / times[name]).median}
+        row |= _drafting(call(), count, cost_ratio) if name.startswith("speculative") else dict.fromkeys(DRAFTING, "")
+        gain = ratio(times["plain"], times[name])
+        row |= {"x own plain": gain.median, "from": gain.low, "to": gain.high}
         for rival in ("transformers plain", "transformers assisted"):
             row[f"x {rival}"] = ratio(times[rival], times[name]).median if rival in times else ""
         rows.append(row)
     return rows
+
+
+def _drafting(out: jspec.Output, count: int, cost_ratio: float) -> dict[str, Any]:
+    """What a call with drafts did, and the speed-up that follows from acceptance and cost ratio by theorem 3.8."""
+    rates = measured_rates(out)
+    alpha = overall(rates)
+    predicted = float(theory.speedup(alpha, rates.size, cost_ratio))
+    figures = (rates.size, count / int(np.sum(out.stats.rounds)), alpha, cost_ratio, predicted)
+    return dict(zip(DRAFTING, figures, strict=True))

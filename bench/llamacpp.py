@@ -1,14 +1,17 @@
-"""The same float32 target in llama.cpp (llama-cpp-python): plain decoding, and a pass over a few rows."""
+"""The same float32 target in llama.cpp (llama-cpp-python): greedy decoding, and a pass over a few rows."""
 
+import itertools
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import jspec
-from bench import pairs
+from bench import pairs, plots
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.rivals import hf_arrays
@@ -16,6 +19,9 @@ from bench.timing import in_turns, ratio, spread
 
 CONTEXT = 64
 COUNT = 8
+NEW_TOKENS = 128
+# Logits of one float32 model differ by about 1e-5; with the queries' and keys' rows in another order by more than 1.
+TOLERANCE = 1e-3
 
 
 def write_gguf(model: jspec.Llama, file: Path) -> None:
@@ -39,14 +45,32 @@ def write_gguf(model: jspec.Llama, file: Path) -> None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, array in hf_arrays(model).items():
         for projection, count in heads.items():
-            if projection in name:  # llama.cpp rotates neighbouring pairs, Hugging Face the two halves
-                split = array.reshape(count, 2, config.head_dim // 2, -1)
-                array = split.swapaxes(1, 2).reshape(array.shape)
+            if projection in name:
+                array = interleaved(array, count)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(array))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def interleaved(projection: np.ndarray, heads: int) -> np.ndarray:
+    """``projection[heads D, in]`` with each head's halves interleaved.
+
+    llama.cpp's rotary embedding turns neighbouring numbers, that of Hugging Face and jspec one half against the other.
+    """
+    halves = projection.reshape(heads, 2, -1, projection.shape[1])
+    return halves.swapaxes(1, 2).reshape(projection.shape)
+
+
+def load(file: Path, logits_all: bool) -> Any:
+    """The model in llama.cpp: all cores, cache in float32, attention as jspec has it."""
+    import llama_cpp
+
+    cores = os.cpu_count()
+    return llama_cpp.Llama(str(file), n_ctx=512, n_batch=128, n_threads=cores, n_threads_batch=cores,
+                           type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, flash_attn=False,
+                           logits_all=logits_all, verbose=False)  # fmt: skip
 
 
 def decoder(llm: Any, rows: int, vocab_size: int) -> Callable[[], Any]:
@@ -64,38 +88,71 @@ def decoder(llm: Any, rows: int, vocab_size: int) -> Callable[[], Any]:
     return call
 
 
+def greedy(target: jspec.Llama, llm: Any) -> dict[str, Callable[[], Any]]:
+    """Program -> a call that continues a prompt of CONTEXT tokens by NEW_TOKENS greedy ones."""
+    prompt = np.random.default_rng(0).integers(1, target.config.vocab_size, (1, CONTEXT))
+    request = (prompt, np.array([CONTEXT]), jax.random.split(jax.random.key(0), 1))
+
+    def theirs() -> list[int]:
+        llm.reset()
+        return list(itertools.islice(llm.generate(prompt[0].tolist(), temp=0.0), NEW_TOKENS))
+
+    sampling = jspec.SamplingParams(temperature=0)
+    return {"jspec": lambda: jspec.generate(target, *request, max_new_tokens=NEW_TOKENS, sampling=sampling),
+            "llama.cpp": theirs}  # fmt: skip
+
+
 def run(pair: str, ks: list[int], repeats: int) -> None:
-    """Passes of both programs in turns; also their logits, so that it is the same model."""
+    """Passes and greedy decoding of both programs in turns, once their logits have shown that it is the same model."""
     import llama_cpp
 
     target, _ = pairs.pair(pair)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "target.gguf"
         write_gguf(target, file)
-        llm = llama_cpp.Llama(str(file), n_ctx=512, n_threads=2, n_threads_batch=2, logits_all=True, verbose=False,
-                              n_batch=128)  # fmt: skip
-    difference = compare(target, llm)
+        llm, last = load(file, logits_all=True), load(file, logits_all=False)
+    difference = check_same(target, llm)
     sizes = [1, *(k + 1 for k in ks)]
     passes = {f"{rows}": Pass(target, rows, context=CONTEXT) for rows in sizes}
     others = {f"llama.cpp {rows}": decoder(llm, rows, target.config.vocab_size) for rows in sizes}
-    times = in_turns(passes | others, repeats)
+    texts = greedy(target, last)
+    times = in_turns(passes | others | texts, repeats)
     taken = pass_seconds(passes, times)
     rows = []
     for size in sizes:
         ours, theirs = times[f"{size}"] / passes[f"{size}"].count, times[f"llama.cpp {size}"] / COUNT
         rows.append({"rows": size, "jspec, ms": taken[f"{size}"] * 1e3, "llama.cpp, ms": spread(theirs).median * 1e3,
                      "time of jspec / llama.cpp": ratio(ours, theirs).median})  # fmt: skip
+    speeds = {program: spread(NEW_TOKENS / times[program]) for program in texts}
+    same = np.array(texts["llama.cpp"]()) == np.asarray(texts["jspec"]().tokens)[0]
     publish(
         f"llamacpp-{pair}",
-        f"{pair}: one pass with all logits, float32, 2 threads, {CONTEXT} tokens of context",
+        f"{pair}: one pass with all logits, {target.dtype}, {os.cpu_count()} threads, {CONTEXT} tokens of context",
         rows,
-        notes=[f"llama-cpp-python {llama_cpp.__version__}; largest difference of logits {difference:.2g}."],
+        plots.llamacpp,
+        notes=[
+            f"llama-cpp-python {llama_cpp.__version__}; largest difference of logits {difference:.2g}.",
+            f"Greedy decoding of {NEW_TOKENS} tokens after {CONTEXT}, {same.sum()} of them the same: "
+            + ", ".join(f"{program} {speed.median:.1f} tokens/s" for program, speed in speeds.items())
+            + f", ratio {ratio(times['llama.cpp'], times['jspec']).median:.3f}.",
+        ],
+        tokens_per_second=speeds,
     )
 
 
-def compare(target: jspec.Llama, llm: Any) -> float:
-    """Largest difference of the logits after each of ten tokens."""
+def check_same(target: jspec.Llama, llm: Any) -> float:
+    """Largest difference of the logits after each of ten tokens.
+
+    Raises:
+        ValueError: it is not rounding.
+    """
     tokens = list(range(1, 11))
     llm.reset()
     llm.eval(tokens)
-    return float(np.abs(np.asarray(target(np.array([tokens])))[0] - llm.scores[:10]).max())
+    difference = float(np.abs(np.asarray(target(np.array([tokens])))[0] - llm.scores[:10]).max())
+    if not difference < TOLERANCE:
+        raise ValueError(
+            f"logits of jspec and llama.cpp differ by up to {difference:.2g}, expected less than {TOLERANCE:g}: it is "
+            "not the same model; see write_gguf."
+        )
+    return difference

@@ -79,7 +79,10 @@ def stretched(pair: Stretched, dtype: Any, write_scale: float | None = None) -> 
 
 
 def weight_bytes(model: jspec.Llama) -> int:
-    """Bytes of weights that one pass reads; of an untied embedding it reads only a few columns."""
+    """Bytes of weights that one pass reads; of an untied embedding it reads only a few columns.
+
+    Not so for int8 on CPU, where XLA widens the weights before the loop and each pass reads float32.
+    """
     unread = 0 if model.lm_head is None else model.embed_tokens.weight[...].nbytes
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) - unread
 

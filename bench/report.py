@@ -1,4 +1,4 @@
-"""A report: a table on the terminal, and the same as JSON under bench/results/, with the conditions beside it."""
+"""A report: a table on the terminal, the same as JSON and as a picture under bench/results/, all with conditions."""
 
 import dataclasses
 import json
@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.conditions import conditions
+from bench import plots
+from bench.conditions import conditions, summary
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -26,13 +27,15 @@ def _plain(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def publish(name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str] = (), **facts: Any) -> Path:
-    """Print `rows` as a table and write them with `facts` and the conditions; returns the JSON file.
+def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes: Sequence[str] = (),
+            **facts: Any) -> Path:  # fmt: skip
+    """Print `rows` as a table, write them with `facts` and the conditions, and draw them; returns the JSON file.
 
     Args:
-        name: of the file under bench/results/; what is no letter, digit, point or minus becomes a minus.
-        title: above the table.
+        name: of the files under bench/results/; what is no letter, digit, point or minus becomes a minus.
+        title: above the table and the picture.
         rows: alike dictionaries, one a line; keys are the column heads.
+        draw: makes a picture of `rows`, see `bench.plots`.
         notes: sentences below the table.
         facts: what else belongs into the JSON file.
     """
@@ -51,4 +54,5 @@ def publish(name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequen
     file = RESULTS / (re.sub(r"[^\w.]+", "-", name) + ".json")
     report = {"title": title, "conditions": here, "notes": list(notes), "rows": rows, **facts}
     file.write_text(json.dumps(_plain(report), indent=1) + "\n", encoding="utf-8")
+    plots.save(file.with_suffix(".png"), draw, rows, title, summary(here))
     return file

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench import pairs
+from bench import pairs, plots
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.timing import in_turns, spread
@@ -24,7 +24,16 @@ def probes() -> tuple[int, dict[str, Callable[[], Any]]]:
 
 
 def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> None:
-    """Measure the probes and the passes of both models in turns, and publish the table."""
+    """Measure the probes and the passes of both models in turns, and publish the table.
+
+    Raises:
+        ValueError: int8 weights on CPU.
+    """
+    if pair.endswith(":int8") and jax.default_backend() == "cpu":
+        raise ValueError(
+            f"roofline of {pair!r} on CPU would count int8 bytes, but there XLA widens them to float32 before the "
+            "loop, so that every pass reads four times as many; leave out ':int8'."
+        )
     target, draft = pairs.pair(pair)
     size, calls = probes()
     passes = {"target, 1 row": Pass(target, 1, batch, context), "draft, 1 row": Pass(draft, 1, batch, context),
@@ -39,6 +48,7 @@ def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> Non
         f"roofline-{pair}-b{batch}-{jax.default_backend()}",
         f"{pair}: passes measured alone, batch {batch}, {context} tokens of context, {target.dtype}",
         rows,
+        plots.bars("what", "% of read bandwidth"),
         notes=[
             f"Medians of {repeats} readings in turns. Bytes: weights and the whole cache, once a pass.",
             f"draft / target, 1 row: {taken['draft, 1 row'] / taken['target, 1 row']:.3f}.",

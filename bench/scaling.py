@@ -2,7 +2,7 @@
 
 import jax
 
-from bench import pairs
+from bench import pairs, plots
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.timing import in_turns
@@ -24,4 +24,5 @@ def run(pair: str, repeats: int) -> None:
         spent = taken[str((name, rows_, batch, context))]
         rows.append({"model": name, "rows": rows_, "batch": batch, "context": context, "ms": spent * 1e3,
                      "x its base": spent / first[name], "us a row": spent * 1e6 / (rows_ * batch)})  # fmt: skip
-    publish(f"scaling-{pair}-{jax.default_backend()}", f"{pair}: one pass with logits, {models['target'].dtype}", rows)
+    publish(f"scaling-{pair}-{jax.default_backend()}", f"{pair}: one pass with logits, {models['target'].dtype}", rows,
+            plots.scaling)  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from bench import plots
 from bench.report import publish
 
 _CHILD = """
@@ -61,4 +62,5 @@ def run(pair: str) -> None:
                     rows.append(
                         {"program": program, "persistent cache": state} | {f"{k}, s": v for k, v in times.items()}
                     )
-    publish(f"startup-{pair}-{jax.default_backend()}", f"{pair}: a fresh process, prompt of 64 tokens, K = 4", rows)
+    publish(f"startup-{pair}-{jax.default_backend()}", f"{pair}: a fresh process, prompt of 64 tokens, K = 4", rows,
+            plots.startup)  # fmt: skip

@@ -1,24 +1,31 @@
 """Acceptance at a chosen rate, for models with random weights. Every pass and draw is real; the text means nothing."""
 
+import dataclasses
+from typing import ClassVar
+
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.accept import RULES, Rule, next_probs
+from jspec.accept import next_probs
 from jspec.keys import Purpose, stream, uniform
 from jspec.probs import sample
 from jspec.types import Draft, Verdict
 
 
-def synthetic(acceptance: float) -> str:
-    """The name of a rule, now known to jspec, that accepts each draft with this probability."""
+@dataclasses.dataclass(frozen=True)
+class Synthetic:
+    """Accepts each draft with probability `acceptance`, whatever it is."""
 
-    def judge(keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    acceptance: float
+    exact: ClassVar[bool] = False
+    shares_noise: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"synthetic {self.acceptance:g}"
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         num_draft_tokens = draft.tokens.shape[1]
         uniforms = uniform(stream(keys, start[:, None] + jnp.arange(num_draft_tokens), Purpose.ACCEPT))
-        accepted = jnp.cumprod((uniforms < acceptance).astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+        accepted = jnp.cumprod((uniforms < self.acceptance).astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
         next_keys = stream(keys, start + accepted, Purpose.TARGET)
         return Verdict(accepted, sample(next_keys, next_probs(accepted, draft, target_probs)))
-
-    name = f"synthetic {acceptance:g}"
-    RULES.setdefault(name, Rule(name, exact=False, judge=judge))
-    return name

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import jspec
-from bench import pairs
+from bench import pairs, plots
 from bench.latency import find_prompts
 from bench.report import publish
 from bench.timing import seconds
@@ -103,8 +103,9 @@ def run(pair: str, k: int, batch: int, new_tokens: int, temperature: float, keep
     rows = summary(events(folder, phases(program.as_text() or "")), rounds)
     publish(
         f"trace-{pair}-k{k}-b{batch}-{jax.default_backend()}",
-        f"{pair}: {rounds} rounds of K = {k}, batch {batch}, temperature {temperature:g}",
+        f"{pair}: {rounds} rounds of K = {k}, batch {batch}, temperature {temperature:g}, {target.dtype}",
         rows,
+        plots.shares,
         notes=[
             f"One call: {untraced * 1e3:.4g} ms untraced, {traced * 1e3:.4g} ms traced: "
             "tracing slows short instructions most.",

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from jspec.decode import generate, speculative_generate, tune
     from jspec.drafters import ModelDrafter
     from jspec.llama import Llama
+    from jspec.lossy import Lenient, Threshold, TopK, Typical
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
     from jspec.tuning import Tuning
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Lenient",
     "Llama",
     "ModelDrafter",
     "Output",
     "SamplingParams",
     "Stats",
+    "Threshold",
+    "TopK",
     "Tuning",
+    "Typical",
     "demo_pair",
     "generate",
     "load",
@@ -34,12 +39,16 @@ __all__ = [
 
 # Names are looked up when they are first used: importing jax takes a second, which `jspec --help` should not.
 _HOMES = {
+    "Lenient": "jspec.lossy",
     "Llama": "jspec.llama",
     "ModelDrafter": "jspec.drafters",
     "Output": "jspec.types",
     "SamplingParams": "jspec.sampling",
     "Stats": "jspec.types",
+    "Threshold": "jspec.lossy",
+    "TopK": "jspec.lossy",
     "Tuning": "jspec.tuning",
+    "Typical": "jspec.lossy",
     "demo_pair": "jspec.weights",
     "load": "jspec.weights",
     "quantize": "jspec.quantizer",

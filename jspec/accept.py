@@ -1,34 +1,121 @@
-"""Acceptance rules: plain functions from a draft and the target's laws to a verdict, each declaring if it is exact."""
+"""Acceptance rules: from a draft and the target's laws to a verdict. Those in this file are exact.
+
+A rule is exact if the text it leads to has the target's law whatever the draft. `jspec.lossy` has those that are not.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.keys import Purpose, stream, uniform
-from jspec.probs import at_tokens, residual, sample
+from jspec.keys import Purpose, stream, target_noise, uniform
+from jspec.probs import at_tokens, choose, residual, sample
 from jspec.types import Draft, Verdict
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """An acceptance rule.
+class Rule(Protocol):
+    """An acceptance rule: hashable, for it is part of the program.
 
     Attributes:
-        name: what users pass as ``accept=``.
-        exact: whether the text it leads to has the target's law whatever the draft.
-        judge: ``(keys [B], start int32[B], draft, target_probs float32[B, K + 1, V]) -> Verdict``, where ``start`` is
-            the position of the first drafted token and ``target_probs[:, k]`` the target's law at ``start + k``.
+        exact: whether the text has the target's law whatever the draft.
+        shares_noise: whether drafts are drawn with the noise that the target draws its own tokens with.
     """
 
-    name: str
-    exact: bool
-    judge: Callable[[Array, Array, Draft, Array], Verdict]
+    exact: ClassVar[bool]
+    shares_noise: ClassVar[bool]
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        """Judge a round.
+
+        Args:
+            keys: the requests' typed keys ``[B]``.
+            start: ``int32[B]``, the position of the first drafted token.
+            draft: tokens ``[B, K]`` and their laws ``[B, K, V]``.
+            target_probs: ``float32[B, K + 1, V]``, the target's law at ``start``, ``start + 1``, ...
+        """
+        ...
 
 
-def count_accepted(uniforms: Array, draft: Draft, target_probs: Array) -> Array:
-    """How many drafted tokens are accepted: token x with probability ``min(1, p(x)/q(x))``, until the first failure.
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """Speculative sampling, token by token (Leviathan et al. 2023, section 2.3; Chen et al. 2023, algorithm 2)."""
+
+    exact: ClassVar[bool] = True
+    shares_noise: ClassVar[bool] = False
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        return judge_tokens(keys, start, draft, target_probs, target_probs[:, :-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Block verification (Sun et al. 2024, algorithm 2): the draft is judged as a whole.
+
+    How likely the first i drafts are to be kept depends on the product of their ratios p/q, so that a good token makes
+    up for one that was drafted too often. In expectation it accepts at least as many as `Rejection` does.
+    """
+
+    exact: ClassVar[bool] = True
+    shares_noise: ClassVar[bool] = False
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        num_draft_tokens = draft.tokens.shape[1]
+        # That a later draft was refused has a part in where the round ends, so its noise must not be used again.
+        round_keys = stream(keys, start, Purpose.ACCEPT)
+        uniforms = uniform(stream(round_keys, _positions(start, num_draft_tokens), Purpose.ACCEPT))
+        weights = block_weights(draft, target_probs)
+        kept = uniforms < block_chances(weights, draft, target_probs)
+        num_accepted = (kept * jnp.arange(1, num_draft_tokens + 1)).max(axis=1, initial=0).astype(jnp.int32)
+        weight = jnp.take_along_axis(weights, num_accepted[:, None], axis=1)
+        law = next_probs(num_accepted, draft, target_probs, weight)
+        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupled:
+    """The target draws its tokens as in plain decoding; drafts, drawn with the same noise, are kept where they agree.
+
+    So the text is the one that `jspec.generate` gives for the same key, token for token, whatever the draft and K, but
+    for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). It accepts a little less than
+    `Rejection`, whose coupling is optimal.
+    """
+
+    exact: ClassVar[bool] = True
+    shares_noise: ClassVar[bool] = True
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        noise = target_noise(keys, _positions(start, target_probs.shape[1]), target_probs.shape[2])
+        drawn = choose(noise, residual(target_probs, jnp.zeros_like(target_probs)))
+        # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
+        p, q = (at_tokens(law, draft.tokens) for law in (target_probs[:, :-1], draft.probs))
+        lawful = (p > 0) & (q > 0) & (q < jnp.inf)
+        num_accepted = _length_of_prefix(lawful & (draft.tokens == drawn[:, :-1]))
+        return Verdict(num_accepted, jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0])
+
+
+RULES: dict[str, Rule] = {"rejection": Rejection(), "block": Block(), "coupled": Coupled()}
+
+
+def judge_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
+    """Accept token after token, x with probability ``min(1, bound(x) / q(x))``, until the first failure.
+
+    The token after is drawn from what the accepted mass ``min(q, bound)`` has left of p. With p as the bound it is
+    speculative sampling; a larger bound, somewhere, is a lossy rule.
+
+    Args:
+        keys, start, draft, target_probs: as for `Rule.judge`.
+        bound: ``float32[B, K, V]``.
+    """
+    uniforms = uniform(stream(keys, _positions(start, draft.tokens.shape[1]), Purpose.ACCEPT))
+    num_accepted = count_accepted(uniforms, draft, bound)
+    accepted = Draft(draft.tokens, jnp.minimum(draft.probs, bound))
+    law = next_probs(num_accepted, accepted, target_probs)
+    return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
+
+
+def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:
+    """How many drafted tokens are accepted: x with probability ``min(1, bound(x) / q(x))``, until the first failure.
 
     Leviathan et al. 2023, algorithm 1. Written ``u q < p``: strict, so that a token with p = 0 is never accepted even
     at u = 0, and without a division. A token with q = 0 or NaN was not drawn from q; it is refused.
@@ -36,37 +123,60 @@ def count_accepted(uniforms: Array, draft: Draft, target_probs: Array) -> Array:
     Args:
         uniforms: ``[B, K]`` in [0, 1).
         draft: tokens ``[B, K]`` and their laws ``[B, K, V]``.
-        target_probs: ``[B, K + 1, V]``.
+        bound: ``[B, K, V]``, p for an exact rule.
 
     Returns:
         ``int32[B]`` in 0..K.
     """
-    p = at_tokens(target_probs[:, : draft.tokens.shape[1]], draft.tokens)
     q = at_tokens(draft.probs, draft.tokens)
-    accepted = (q > 0) & (uniforms * q < p)
-    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    return _length_of_prefix((q > 0) & (uniforms * q < at_tokens(bound, draft.tokens)))
 
 
-def next_probs(num_accepted: Array, draft: Draft, target_probs: Array) -> Array:
+def next_probs(num_accepted: Array, draft: Draft, target_probs: Array, weight: Array | None = None) -> Array:
     """The law of the token after the accepted prefix, ``[B, V]``.
 
-    After a rejection, what is left of p when q is taken off it; after K acceptances p itself, which is what is left
-    when nothing is taken off.
+    After a rejection, what is left of p, times ``weight[B, 1]`` if given, when q is taken off it; after K acceptances p
+    itself, which is what is left when nothing is taken off.
     """
     draft_probs = jnp.pad(draft.probs, ((0, 0), (0, 1), (0, 0)))
     at = num_accepted[:, None, None]
     p = jnp.take_along_axis(target_probs, at, axis=1)[:, 0]
     q = jnp.take_along_axis(draft_probs, at, axis=1)[:, 0]
-    return residual(p, q)
+    return residual(p if weight is None else weight * p, q)
 
 
-def rejection(keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-    """Speculative sampling (Leviathan et al. 2023, section 2.3; Chen et al. 2023, algorithm 2). Exact."""
-    num_draft_tokens = draft.tokens.shape[1]
-    positions = start[:, None] + jnp.arange(num_draft_tokens)
-    num_accepted = count_accepted(uniform(stream(keys, positions, Purpose.ACCEPT)), draft, target_probs)
-    next_keys = stream(keys, start + num_accepted, Purpose.TARGET)
-    return Verdict(num_accepted, sample(next_keys, next_probs(num_accepted, draft, target_probs)))
+def block_weights(draft: Draft, target_probs: Array) -> Array:
+    """How much of the first i drafts' mass the target can take, ``[B, K + 1]``: ``w_i = min(1, w_{i-1} p/q)``, w_0 = 1.
+
+    Equation 4 of Sun et al. 2024. 0 behind a token that was not drawn from q.
+    """
+    p = at_tokens(target_probs[:, :-1], draft.tokens)
+    q = at_tokens(draft.probs, draft.tokens)
+    weights = [jnp.ones_like(p[:, 0] if p.shape[1] else target_probs[:, 0, 0])]
+    for k in range(draft.tokens.shape[1]):
+        mass = weights[-1] * p[:, k]
+        weights.append(jnp.where(q[:, k] > 0, jnp.where(mass >= q[:, k], 1, mass / q[:, k]), 0))
+    return jnp.stack(weights, axis=1)
 
 
-RULES = {rule.name: rule for rule in (Rule("rejection", exact=True, judge=rejection),)}
+def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
+    """The chance that at least the first i drafts are kept, given that no more are, ``[B, K]`` for i = 1 .. K.
+
+    ``l / (l + 1 - w_i)`` with ``l = sum_x max(w_i p(x) - q(x), 0)`` at the position behind them, and w_K for all K
+    (equations 3 and 5 of Sun et al. 2024).
+    """
+    weight, q = weights[:, 1:-1], draft.probs[:, 1:]
+    mass = weight[..., None] * target_probs[:, 1:-1]
+    left = jnp.where(q > 0, jnp.maximum(mass - q, 0), mass).sum(-1)
+    chances = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
+    return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)
+
+
+def _positions(start: Array, count: int) -> Array:
+    """``int32[B, count]`` from ``start[B]`` on."""
+    return start[:, None] + jnp.arange(count)
+
+
+def _length_of_prefix(kept: Array) -> Array:
+    """How many of ``kept[B, K]`` are true before the first that is not."""
+    return jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)

@@ -12,6 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.accept import RULES, Rule
 from jspec.sampling import SamplingParams
 
 # Name: what is allowed, the test of a NumPy array of values.
@@ -94,6 +95,26 @@ def _values(x: Any) -> np.ndarray | None:
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
+
+
+def check_rule(accept: Any) -> Rule:
+    """The acceptance rule that `accept` names or is.
+
+    Raises:
+        ValueError: it is neither.
+        TypeError: it cannot be hashed, which it must be as part of the compiled program.
+    """
+    if isinstance(accept, str) and accept in RULES:
+        return RULES[accept]
+    if isinstance(accept, str | type) or not all(hasattr(accept, name) for name in ("judge", "exact", "shares_noise")):
+        raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
+                         "or pass an object such as jspec.Lenient(0.5), see jspec.lossy.")  # fmt: skip
+    try:
+        hash(accept)
+    except TypeError:
+        raise TypeError(f"accept={accept!r} cannot be hashed, which it must be as part of the compiled program; "
+                        "make it a frozen dataclass of plain numbers.") from None  # fmt: skip
+    return accept
 
 
 def _check_whole(name: str, value: Any, or_else: str = "") -> None:

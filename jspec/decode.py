@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from jspec.accept import RULES, Rule
 from jspec.cache import prefill
-from jspec.checks import as_array, check_arguments, check_measurable, check_tuning
+from jspec.checks import as_array, check_arguments, check_measurable, check_rule, check_tuning
 from jspec.drafters.base import Drafter
 from jspec.drafters.model import ModelDrafter
 from jspec.keys import rehearsal
@@ -54,7 +54,7 @@ def speculative_generate(
     max_new_tokens: int,
     num_draft_tokens: int | str = 4,
     sampling: SamplingParams = SamplingParams(),
-    accept: str = "rejection",
+    accept: str | Rule = "rejection",
     eos_ids: Any = (),
     pad_id: int = 0,
 ) -> Output:
@@ -76,7 +76,8 @@ def speculative_generate(
             of two. As the number is measured, the text drawn with one key may differ from process to process; its law
             does not. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request.
-        accept: the acceptance rule, "rejection".
+        accept: the acceptance rule. Exact: "rejection"; "block", which keeps at least as much; "coupled", whose text is
+            that of `generate` with the same keys. Or an object such as ``jspec.Lenient(0.5)``, see `jspec.lossy`.
         eos_ids: tokens that end a row: a sequence of ids, or ``int32[B, n]`` with -1 for "none".
         pad_id: fills ``out.tokens`` after a row's end.
 
@@ -87,8 +88,7 @@ def speculative_generate(
         ValueError: an argument is out of range; the message says what was expected.
         TypeError: keys are raw, or an argument has the wrong type.
     """
-    if not isinstance(accept, str) or accept not in RULES:
-        raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}.")
+    rule = check_rule(accept)
     drafter: Any = ModelDrafter(draft) if isinstance(draft, Llama) else draft
     tokens, lengths, eos_ids = _arrays(tokens, lengths, eos_ids)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
@@ -96,7 +96,7 @@ def speculative_generate(
         num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling)
     return _decode(target, drafter if num_draft_tokens else None, tokens, lengths, keys,
                    *_traced(sampling, eos_ids, pad_id),
-                   max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, rule=RULES[accept])  # fmt: skip
+                   max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, rule=rule)  # fmt: skip
 
 
 def tune(
@@ -240,7 +240,8 @@ def _start(
     buffer = jnp.pad(tokens, ((0, 0), (0, max_new_tokens + spare)))
     state = State(buffer, request.prompt_lengths, jnp.zeros(batch, bool), cache, drafter_state, seen)
     zeros = jnp.zeros(batch, jnp.int32)
-    stats = Stats(zeros, zeros, zeros, jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, bool))
+    stats = Stats(zeros, zeros, zeros, jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, bool),
+                  jnp.zeros(batch, jnp.float32))  # fmt: skip
     columns = (batch, max_new_tokens + spare)
     return state, Record(jnp.zeros(columns, jnp.float32), jnp.zeros(columns, jnp.int8), stats)
 

@@ -21,12 +21,8 @@ def residual(target_probs: Array, draft_probs: Array) -> Array:
     """
     target_probs = jnp.where(target_probs > 0, target_probs, 0)
     left = jnp.where(draft_probs > 0, jnp.maximum(target_probs - draft_probs, 0), target_probs)
-    return normalised(jnp.where(left.sum(-1, keepdims=True) > 0, left, target_probs))
-
-
-def normalised(mass: Array) -> Array:
-    """``mass[..., V]`` as a law; all 0 where there is none."""
-    return mass / jnp.maximum(mass.sum(-1, keepdims=True), jnp.finfo(mass.dtype).tiny)
+    left = jnp.where(left.sum(-1, keepdims=True) > 0, left, target_probs)
+    return left / jnp.maximum(left.sum(-1, keepdims=True), jnp.finfo(left.dtype).tiny)
 
 
 def sample(keys: Array, probs: Array) -> Array:

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jspec.accept import Rule
 from jspec.cache import KVCache
 from jspec.drafters.base import Context
-from jspec.keys import draft_noise
+from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
 from jspec.types import ACCEPTED, BONUS, CORRECTED, Draft, Stats, Verdict, pytree
@@ -69,7 +69,7 @@ def play_round(
     target: Any, drafter: Any, rule: Rule, num_draft_tokens: int, request: Request, state: State, record: Record
 ) -> tuple[State, Record]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
-    draft, drafter_state = _propose(target, drafter, num_draft_tokens, request, state)
+    draft, drafter_state = _propose(target, drafter, rule, num_draft_tokens, request, state)
     with jax.named_scope("verify"):
         last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
         fed = jnp.concatenate([last, draft.tokens], axis=1)
@@ -84,7 +84,9 @@ def play_round(
         return _commit(request, state, record, draft, verdict, target_probs)
 
 
-def _propose(target: Any, drafter: Any, num_draft_tokens: int, request: Request, state: State) -> tuple[Draft, Any]:
+def _propose(
+    target: Any, drafter: Any, rule: Rule, num_draft_tokens: int, request: Request, state: State
+) -> tuple[Draft, Any]:
     """The draft of this round; without a drafter, a draft of no tokens."""
     if drafter is None:
         batch = state.lengths.size
@@ -92,7 +94,8 @@ def _propose(target: Any, drafter: Any, num_draft_tokens: int, request: Request,
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
     with jax.named_scope("draft"):
         positions = state.lengths[:, None] + jnp.arange(num_draft_tokens)
-        drawn_with = draft_noise(request.keys, positions, target.config.vocab_size)
+        noise = target_noise if rule.shares_noise else draft_noise
+        drawn_with = noise(request.keys, positions, target.config.vocab_size)
         context = Context(state.tokens, state.lengths, drawn_with, request.draft_warp, state.seen)
         return drafter.propose(state.drafter, context, num_draft_tokens)
 
@@ -121,10 +124,13 @@ def _commit(
     log_law = jnp.log(at_tokens(target_probs, emitted))
     from_draft = index < num_accepted[:, None]
     after = jnp.where(num_accepted == width - 1, BONUS, CORRECTED)[:, None]
+    paid = 0.0
+    if verdict.distortion is not None:
+        paid = jnp.where(kept, verdict.distortion, 0).sum(1)
     record = Record(
         _write(record.logprobs, log_law, written),
         _write(record.origins, jnp.where(from_draft, ACCEPTED, after).astype(jnp.int8), written),
-        _count(record.stats, state.done, jnp.minimum(num_accepted, count), to_eos, remaining, invalid),
+        _count(record.stats, state.done, jnp.minimum(num_accepted, count), to_eos, remaining, invalid, paid),
     )
     seen = None if state.seen is None else add_seen(state.seen, emitted, kept)
     tokens = _write(state.tokens, emitted, state.lengths)
@@ -132,7 +138,9 @@ def _commit(
     return State(tokens, state.lengths + count, done, state.cache, state.drafter, seen), record
 
 
-def _count(stats: Stats, done: Array, accepted: Array, to_eos: Array, remaining: Array, invalid: Array) -> Stats:
+def _count(
+    stats: Stats, done: Array, accepted: Array, to_eos: Array, remaining: Array, invalid: Array, paid: Array | float
+) -> Stats:
     """`stats` after a round in which `accepted` drafted tokens were committed."""
     num_draft_tokens = stats.accepted_at.shape[1]
     offered = jnp.minimum(num_draft_tokens, remaining)
@@ -143,6 +151,7 @@ def _count(stats: Stats, done: Array, accepted: Array, to_eos: Array, remaining:
         accepted=stats.accepted + accepted,
         accepted_at=stats.accepted_at + (jnp.arange(num_draft_tokens) < accepted[:, None]),
         invalid=stats.invalid | invalid,
+        distortion=stats.distortion + paid,
     )
 
 

@@ -45,10 +45,13 @@ class Verdict:
     Attributes:
         num_accepted: ``int32[B]`` in 0..K, the length of the accepted prefix of the draft.
         next_token: ``int32[B]``, the token that follows it: a correction, or a bonus when all K were accepted.
+        distortion: ``float32[B, K + 1]`` of a lossy rule: the total variation distance between the law of the token
+            that a position got and the target's. None for an exact rule.
     """
 
     num_accepted: Array
     next_token: Array
+    distortion: Array | None = None
 
 
 @pytree
@@ -62,6 +65,8 @@ class Stats:
         accepted: ``int32[B]``, draft tokens committed.
         accepted_at: ``int32[B, K]``, rounds in which draft k was committed.
         invalid: ``bool[B]``, the target's logits were NaN, +inf or all -inf; the row stopped there.
+        distortion: ``float32[B]``, the receipt of a lossy rule: the total variation distance between the law each token
+            was drawn from and the target's, summed over the text. 0 for an exact rule.
     """
 
     rounds: Array
@@ -69,6 +74,7 @@ class Stats:
     accepted: Array
     accepted_at: Array
     invalid: Array
+    distortion: Array
 
 
 # Where a committed token came from: the values of `Output.origins`.

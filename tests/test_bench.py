@@ -100,8 +100,8 @@ def test_acceptance_by_position_is_conditional():
 def cut_off():
     """Four tokens of two rounds of K = 2, all drafts accepted; the limit came before the last one was judged."""
     origins = np.array([[ACCEPTED, ACCEPTED, BONUS, ACCEPTED]], np.int8)
-    stats = jspec.Stats(*(np.array([n]) for n in (2, 3, 3)), np.array([[2, 1]]), np.array([False]))
-    return jspec.Output(origins * 0, np.array([4]), origins * 0.0, origins, stats)
+    stats = SimpleNamespace(rounds=np.array([2]), accepted_at=np.array([[2, 1]]))
+    return SimpleNamespace(lengths=np.array([4]), origins=origins, stats=stats)
 
 
 def test_the_prediction_counts_no_draft_that_was_not_judged(cut_off):

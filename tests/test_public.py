@@ -12,7 +12,7 @@ import jspec
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["types", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "quantizer", "weights", "accept",
-         "drafters", "checks", "round", "tuning", "decode", "text", "report", "cli"]  # fmt: skip
+         "lossy", "drafters", "checks", "round", "tuning", "decode", "text", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -39,12 +39,16 @@ def _room(dotted):
 
 def test_the_public_names():
     assert jspec.__all__ == [
+        "Lenient",
         "Llama",
         "ModelDrafter",
         "Output",
         "SamplingParams",
         "Stats",
+        "Threshold",
+        "TopK",
         "Tuning",
+        "Typical",
         "demo_pair",
         "generate",
         "load",

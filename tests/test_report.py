@@ -30,7 +30,7 @@ def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
         buffer[0, :size] = values
     accepted = origins.count(ACCEPTED)
     counts = [np.array([n, 1], np.int32) for n in (size - accepted, 2 * (size - accepted), accepted)]
-    stats = Stats(*counts, np.array([[2, 1], [0, 0]]), np.array([invalid, False]))
+    stats = Stats(*counts, np.array([[2, 1], [0, 0]]), np.array([invalid, False]), np.zeros(2))
     out = Output(rows[0], np.array([size, 1]), rows[1], rows[2], stats)
     return report.completions(["in"], batch, out, TOKENIZER, (0,))[0]
 

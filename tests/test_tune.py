@@ -55,7 +55,7 @@ def made(rows, k):
         row[: len(text)] = text
     accepted_at = np.array([[sum(n > depth for n, _ in rounds) for depth in range(k)] for rounds in rows])
     lengths, rounds = np.array([len(t) for t in texts]), np.array([len(r) for r in rows])
-    stats = Stats(rounds, rounds * k, accepted_at.sum(1), accepted_at, np.zeros(len(rows), bool))
+    stats = Stats(rounds, rounds * k, accepted_at.sum(1), accepted_at, np.zeros(len(rows), bool), np.zeros(len(rows)))
     return Output(origins * 0, lengths, origins * 0.0, origins, stats)
 
 

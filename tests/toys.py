@@ -100,21 +100,22 @@ def request(keys, lengths, limit, target_warp: Warp, drafter_warp: Warp, eos_ids
     return Request(keys, lengths, jnp.full(batch, limit), eos, target_warp, drafter_warp)
 
 
-def first_round(target, drafter, tokens, lengths, keys, warps, num_draft_tokens):
+def first_round(target, drafter, tokens, lengths, keys, warps, num_draft_tokens, rule=RULES["rejection"]):
     """The shipped start and one shipped round: ``(State, Record)``, with no limit or end of text in the way."""
     width = num_draft_tokens + 1
     asked = request(keys, lengths, width + 1, *warps)
     state, record = _start(target, drafter, asked, tokens, width + 1, num_draft_tokens)
-    return play_round(target, drafter, RULES["rejection"], num_draft_tokens, asked, state, record)
+    return play_round(target, drafter, rule, num_draft_tokens, asked, state, record)
 
 
-def decode(target, drafter, tokens, lengths, keys, warps, *, max_new_tokens, num_draft_tokens, eos_ids=(-1,)):
+def decode(target, drafter, tokens, lengths, keys, warps, *, max_new_tokens, num_draft_tokens, eos_ids=(-1,),
+           rule=RULES["rejection"]):  # fmt: skip
     """The shipped program, compiled anew at every call, so that a patched function is never hidden by a cache."""
     eos_ids = jnp.asarray(eos_ids, jnp.int32)
 
     def program(target, drafter, tokens, lengths, keys, warps):
         return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *warps, 0, eos_ids, 0,
                                    max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens,
-                                   rule=RULES["rejection"])  # fmt: skip
+                                   rule=rule)  # fmt: skip
 
     return jax.jit(program)(target, drafter, tokens, lengths, keys, warps)

@@ -1,0 +1,129 @@
+"""The picture beside each table: a drawing takes an empty figure and the table's rows, whose keys say the units."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+Rows = Sequence[dict[str, Any]]
+Drawing = Callable[[Figure, Rows], None]
+
+
+def save(file: Path, draw: Drawing, rows: Rows, title: str, conditions: str) -> None:
+    """Write what `draw` makes of `rows` as a PNG, `title` above and `conditions` in one small line below."""
+    figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
+    draw(figure, rows)
+    figure.suptitle(title, fontsize="medium")
+    figure.supxlabel(conditions, fontsize="x-small", color="dimgrey")
+    figure.savefig(file)
+    # A palette makes it a third as large, and pictures are kept in the repository.
+    Image.open(file).convert("RGB").quantize(128).save(file, optimize=True)
+
+
+def speedups(figure: Figure, rows: Rows) -> None:
+    """Of `bench.latency`: speed-up against K, measured with quartiles and by theorem 3.8, one colour a batch size."""
+    axes = figure.subplots()
+    drafting = [row for row in rows if row["predicted"] != ""]
+    for number, (batch, mine) in enumerate(_groups(drafting, "batch").items()):
+        ks, middle, low, high, predicted = (
+            [row[key] for row in mine] for key in ("K", "x own plain", "from", "to", "predicted")
+        )
+        bars = [[m - x for m, x in zip(middle, low, strict=True)], [x - m for m, x in zip(middle, high, strict=True)]]
+        axes.errorbar(ks, middle, bars, fmt="o", capsize=3, color=f"C{number}",
+                      label=f"batch {batch}, cost ratio {mine[0]['cost ratio']:.2f}")  # fmt: skip
+        axes.plot(ks, predicted, "--", color=f"C{number}")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted({row["K"] for row in drafting}))
+    _finish(axes, "K, drafted tokens a round", "speed-up over own plain decoding", "points measured, dashes theory")
+
+
+def bars(label: str, value: str) -> Drawing:
+    """A drawing with one bar a row: its length is ``row[value]``, and the text beside it ``row[label]``."""
+
+    def draw(figure: Figure, rows: Rows) -> None:
+        axes = figure.subplots()
+        names = [textwrap.fill(row[label], 40) for row in rows]
+        axes.bar_label(axes.barh(names, [row[value] for row in rows]), fmt="%.3g", padding=3)
+        axes.invert_yaxis()
+        axes.tick_params("y", labelsize="small")
+        axes.margins(x=0.12)
+        axes.set_xlabel(value)
+
+    return draw
+
+
+def shares(figure: Figure, rows: Rows) -> None:
+    """Of `bench.trace`: the phases of a round, side by side in one bar."""
+    _stack(figure, [""], {f"{row['phase']}, {row['share, %']:.1f} %": [row["share, %"]] for row in rows},
+           "share of the time from first to last instruction, %")  # fmt: skip
+
+
+def startup(figure: Figure, rows: Rows) -> None:
+    """Of `bench.startup`: what passes before the first token, one bar a program and state of the cache."""
+    parts = [key for key in rows[0] if key.endswith(", s")]
+    names = [f"{row['program']},\npersistent cache {row['persistent cache']}" for row in rows]
+    _stack(figure, names, {part.removesuffix(", s"): [row[part] for row in rows] for part in parts}, "seconds")
+
+
+def acceptance(figure: Figure, rows: Rows) -> None:
+    """Of `bench.acceptance`: conditional acceptance by position, one line a kind of prompt and temperature."""
+    axes = figure.subplots()
+    for number, (temperature, mine) in enumerate(_groups(rows, "temperature").items()):
+        for row, line in zip(mine, ("o-", "s--"), strict=True):
+            rates = [value for key, value in row.items() if key.startswith("after ")]
+            axes.plot(range(1, len(rates) + 1), rates, line, color=f"C{number}",
+                      label=f"{row['prompt']}, temperature {temperature:g}")  # fmt: skip
+    axes.set_ylim(0, 1.02)
+    _finish(axes, "position in the draft", "accepted, share of the drafts judged there")
+
+
+def scaling(figure: Figure, rows: Rows) -> None:
+    """Of `bench.scaling`: three panels, each with one size growing while the others stay those of the first row."""
+    labels = {"rows": "rows, tokens a request", "batch": "batch, requests", "context": "context, tokens"}
+    for axes, size in zip(figure.subplots(1, 3, sharey=True), labels, strict=True):
+        rest = [other for other in labels if other != size]
+        line = [row for row in rows if all(row[other] == rows[0][other] for other in rest)]
+        for model, mine in _groups(line, "model").items():
+            axes.plot([row[size] for row in mine], [row["ms"] for row in mine], "o-", label=model)
+        ticks = sorted({row[size] for row in line})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        _finish(axes, labels[size], "ms a pass")
+    axes.set_ylim(bottom=0)
+
+
+def llamacpp(figure: Figure, rows: Rows) -> None:
+    """Of `bench.llamacpp`: time of a pass against the tokens it takes, one line a program."""
+    axes = figure.subplots()
+    for program in ("jspec", "llama.cpp"):
+        axes.plot([row["rows"] for row in rows], [row[f"{program}, ms"] for row in rows], "o-", label=program)
+    axes.set_ylim(bottom=0)
+    _finish(axes, "rows, tokens a pass", "ms a pass")
+
+
+def _groups(rows: Rows, key: str) -> dict[Any, list[dict[str, Any]]]:
+    """The rows of each value of `key`, in order of appearance."""
+    return {value: [row for row in rows if row[key] == value] for value in dict.fromkeys(row[key] for row in rows)}
+
+
+def _stack(figure: Figure, names: list[str], parts: dict[str, list[float]], unit: str) -> None:
+    """One bar a name, in which the parts follow one another."""
+    axes = figure.subplots()
+    ends = [0.0] * len(names)
+    for part, lengths in parts.items():
+        axes.barh(names, lengths, left=ends, label=part)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    figure.legend(loc="outside right upper", fontsize="small")
+
+
+def _finish(axes: Axes, x: str, y: str, legend: str = "") -> None:
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.legend(title=legend, fontsize="small", title_fontsize="small")

@@ -1,0 +1,112 @@
+"""Lossy acceptance rules: they accept more than the target's law allows, and say how much more.
+
+None is reachable without being named. Each accepts a token x of the draft up to a bound above p(x), and returns a
+receipt: at every position the total variation distance, given the text before it, between the law of the token and the
+target's, ``sum_x max(min(q(x), bound(x)) - p(x), 0)``. Its sum over a text is ``out.stats.distortion``, whose mean over
+requests bounds the total variation distance of whole texts.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.accept import judge_tokens
+from jspec.types import Draft, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Lenient:
+    """No token is more than ``1 / leniency`` times as likely as under the target (Leviathan et al. 2023, appendix A.5).
+
+    Attributes:
+        leniency: l in (0, 1]; 1 is exact, 0.1 lets a token become ten times as likely.
+    """
+
+    leniency: float
+    exact: ClassVar[bool] = False
+    shares_noise: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_between("leniency", self.leniency, 0, 1)
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        return _judge(keys, start, draft, target_probs, target_probs[:, :-1] / self.leniency)
+
+
+@dataclasses.dataclass(frozen=True)
+class Typical:
+    """Typical acceptance: keep x where ``p(x) > min(epsilon, delta exp(-H(p)))``, H being entropy (Medusa, 2.3.1).
+
+    Attributes:
+        epsilon: in (0, 1], the probability that is always enough.
+        delta: in (0, 1], how much less is enough where the target is undecided. Medusa: 0.09 and 0.3.
+    """
+
+    epsilon: float
+    delta: float
+    exact: ClassVar[bool] = False
+    shares_noise: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_between("epsilon", self.epsilon, 0, 1)
+        _check_between("delta", self.delta, 0, 1)
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        p = target_probs[:, :-1]
+        entropy = -jnp.where(p > 0, p * jnp.log(p), 0).sum(-1, keepdims=True)
+        return _judge_set(
+            keys, start, draft, target_probs, p > jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Keep what is among the target's k likeliest tokens, or as likely as the last of them."""
+
+    k: int
+    exact: ClassVar[bool] = False
+    shares_noise: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"k must be an int of at least 1; got {self.k!r}.")
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        p = target_probs[:, :-1]
+        least = lax.top_k(p, min(self.k, p.shape[-1]))[0][..., -1:]
+        return _judge_set(keys, start, draft, target_probs, (p >= least) & (p > 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """Keep what the target gives at least this probability, in (0, 1]."""
+
+    probability: float
+    exact: ClassVar[bool] = False
+    shares_noise: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_between("probability", self.probability, 0, 1)
+
+    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        return _judge_set(keys, start, draft, target_probs, target_probs[:, :-1] >= self.probability)
+
+
+def _judge_set(keys: Array, start: Array, draft: Draft, target_probs: Array, kept: Array) -> Verdict:
+    """Keep every drafted token in the set ``kept[B, K, V]``, whatever its probability."""
+    return _judge(keys, start, draft, target_probs, jnp.where(kept, jnp.inf, 0))
+
+
+def _judge(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
+    """`judge_tokens` with its receipt."""
+    verdict = judge_tokens(keys, start, draft, target_probs, bound)
+    excess = jnp.minimum(draft.probs, bound) - target_probs[:, :-1]
+    distortion = jnp.where(excess > 0, excess, 0).sum(-1)
+    return dataclasses.replace(verdict, distortion=jnp.pad(distortion, ((0, 0), (0, 1))))
+
+
+def _check_between(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+        raise ValueError(f"{name} must be a number above {low} and at most {high}; got {value!r}.")
