@@ -3,8 +3,8 @@
 Slot t holds position t. A row's validity is one number, its length: a query at position t looks at slots 0..t, and
 whatever lies beyond is overwritten before it is looked at. So rolling back is keeping the smaller length.
 
-A write past the last slot would be clamped, and overwrite good entries without an error; callers allocate K + 1 spare
-slots instead.
+A write that would reach past the last slot is dropped without an error; callers allocate K + 1 spare slots, so that none
+does.
 """
 
 from typing import Any
@@ -46,12 +46,18 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
 
 
 def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike."""
+    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike.
 
-    def row(slots: Array, new: Array, start: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis - 1)
-
-    return jax.vmap(row)(slots, new, start)
+    One scatter for all rows. Of a single row XLA would make a `dynamic_update_slice`, and on CPU fuse that twice, into
+    the cache and into the product that reads it, each time with a copy of all slots. So there is one more update: it
+    lies out of bounds and is dropped.
+    """
+    rows = jnp.append(jnp.arange(start.size), 0)
+    at = jnp.stack([rows, jnp.append(start, slots.shape[axis])], axis=1)
+    updates = jnp.pad(new.astype(slots.dtype), ((0, 1), (0, 0), (0, 0), (0, 0)))
+    dims = lax.ScatterDimensionNumbers(update_window_dims=(1, 2, 3), inserted_window_dims=(0,),
+                                       scatter_dims_to_operand_dims=(0, axis))  # fmt: skip
+    return lax.scatter(slots, at, updates, dims, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def visible(positions: Array, num_slots: int) -> Array:

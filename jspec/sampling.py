@@ -176,8 +176,9 @@ def _penalise(logits: Array, counts: Array, prompt: Array, warp: Warp) -> Array:
 
 def _law(logits: Array, warp: Warp) -> Array:
     """Temperature and filters for one position of one row, unbatched: logits ``[V]`` to probabilities ``[V]``."""
-    largest = jnp.max(logits)
-    greedy = jax.nn.one_hot(jnp.argmax(logits), logits.size, dtype=logits.dtype)
+    largest, index = jnp.max(logits), jnp.arange(logits.size)
+    # The first of the largest, without argmax: on CPU that takes thrice the time of two plain reductions.
+    greedy = (index == jnp.min(jnp.where(logits == largest, index, logits.size))).astype(logits.dtype)
     # The maximum is taken off first, so that a tiny temperature cannot overflow.
     scaled = (logits - largest) / jnp.where(warp.temperature > 0, warp.temperature, 1)
     if warp.top_k is not None:

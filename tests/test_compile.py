@@ -125,15 +125,16 @@ def _shape_and_op(line):
 
 
 @pytest.mark.parametrize("k", [0, K])
-def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, k, report):
-    """Batch 5, 2 heads, odd widths: no other array has the size of a cache."""
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k, report):
+    """Odd widths: no other array has the size of a cache."""
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
-    batch, new = prompts([7, 3, 1, 2, 5]), 31
+    batch, new = prompts([7, 3, 1, 2, 5][:rows]), 31
     drafter = jspec.ModelDrafter(draft) if k else None
     program = _decode.lower(target, drafter, *batch, *_traced(jspec.SamplingParams(), (5,), 0), max_new_tokens=new,
                             num_draft_tokens=k, rule=RULES["rejection"]).compile().as_text()  # fmt: skip
     slots = 7 + new + k + 1
-    sizes = {5 * heads * slots * 8 for heads in ((2, 4) if k else (2,))}
+    sizes = {rows * heads * slots * 8 for heads in ((2, 4) if k else (2,))}
     computations = _computations(program)
     entry = re.search(r"^ENTRY %?([\w.\-]+)", program, re.M)[1]
     body = [line for line in computations[entry] if _shape_and_op(line)[1] == "while"]
