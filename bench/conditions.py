@@ -41,7 +41,7 @@ def conditions() -> dict[str, object]:
     gpu = _first_line(
         ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
     )
-    changed = _first_line(["git", "status", "--porcelain"])
+    changed = _first_line(["git", "status", "--porcelain", "--", "..", ":!results"])
     return {
         "device": device.device_kind,
         "platform": device.platform,
