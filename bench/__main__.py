@@ -107,6 +107,20 @@ def acceptance(
 
 
 @app.command()
+def drafters(
+    k: Annotated[int, typer.Option("--num-draft-tokens", min=1)] = 4,
+    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    temperature: Temperature = 0.0,
+    requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
+    repeats: Repeats = 5,
+) -> None:
+    """Every drafter and rule on the bundled pair, for new, repetitive and edited code."""
+    from bench import drafters
+
+    drafters.run(k, new_tokens, temperature, requests, repeats)
+
+
+@app.command()
 def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
     """Cost of one pass against context, batch and rows."""
     from bench import scaling

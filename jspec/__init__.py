@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jspec import theory
     from jspec.decode import generate, speculative_generate, tune
-    from jspec.drafters import ModelDrafter
+    from jspec.drafters import (
+        BigramDrafter,
+        CascadeDrafter,
+        FallbackDrafter,
+        ModelDrafter,
+        NGramDrafter,
+        UnigramDrafter,
+    )
     from jspec.llama import Llama
     from jspec.lossy import Lenient, Threshold, TopK, Typical
     from jspec.quantizer import quantize
@@ -18,9 +25,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BigramDrafter",
+    "CascadeDrafter",
+    "FallbackDrafter",
     "Lenient",
     "Llama",
     "ModelDrafter",
+    "NGramDrafter",
     "Output",
     "SamplingParams",
     "Stats",
@@ -28,6 +39,7 @@ __all__ = [
     "TopK",
     "Tuning",
     "Typical",
+    "UnigramDrafter",
     "demo_pair",
     "generate",
     "load",
@@ -41,7 +53,12 @@ __all__ = [
 _HOMES = {
     "Lenient": "jspec.lossy",
     "Llama": "jspec.llama",
+    "BigramDrafter": "jspec.drafters",
+    "CascadeDrafter": "jspec.drafters",
+    "FallbackDrafter": "jspec.drafters",
     "ModelDrafter": "jspec.drafters",
+    "NGramDrafter": "jspec.drafters",
+    "UnigramDrafter": "jspec.drafters",
     "Output": "jspec.types",
     "SamplingParams": "jspec.sampling",
     "Stats": "jspec.types",

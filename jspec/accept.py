@@ -86,12 +86,7 @@ class Coupled:
 
     def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         noise = target_noise(keys, _positions(start, target_probs.shape[1]), target_probs.shape[2])
-        drawn = choose(noise, residual(target_probs, jnp.zeros_like(target_probs)))
-        # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
-        p, q = (at_tokens(law, draft.tokens) for law in (target_probs[:, :-1], draft.probs))
-        lawful = (p > 0) & (q > 0) & (q < jnp.inf)
-        num_accepted = _length_of_prefix(lawful & (draft.tokens == drawn[:, :-1]))
-        return Verdict(num_accepted, jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0])
+        return judge_coupled(noise, draft, target_probs)
 
 
 RULES: dict[str, Rule] = {"rejection": Rejection(), "block": Block(), "coupled": Coupled()}
@@ -112,6 +107,16 @@ def judge_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, b
     accepted = Draft(draft.tokens, jnp.minimum(draft.probs, bound))
     law = next_probs(num_accepted, accepted, target_probs)
     return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
+
+
+def judge_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
+    """Keep the drafts that are the tokens which ``noise[B, K + 1, 2, W]`` draws from the target's laws."""
+    drawn = choose(noise, residual(target_probs, jnp.zeros_like(target_probs)))
+    # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
+    p, q = (at_tokens(law, draft.tokens) for law in (target_probs[:, :-1], draft.probs))
+    lawful = (p > 0) & (q > 0) & (q < jnp.inf)
+    num_accepted = _length_of_prefix(lawful & (draft.tokens == drawn[:, :-1]))
+    return Verdict(num_accepted, jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0])
 
 
 def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:

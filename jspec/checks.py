@@ -19,6 +19,7 @@ from jspec.sampling import SamplingParams
 RANGES = {
     "temperature": ("at least 0 and finite (0 is greedy)", lambda x: np.isfinite(x) & (x >= 0)),
     "draft_temperature": ("at least 0 and finite, or None for the target's", lambda x: np.isfinite(x) & (x >= 0)),
+    "draft_top_p": ("above 0 and at most 1, or None for the target's", lambda x: (x > 0) & (x <= 1)),
     "top_k": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
     "top_p": ("above 0 and at most 1 (1 is off)", lambda x: (x > 0) & (x <= 1)),
     "min_p": ("between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
@@ -139,7 +140,7 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
     if missing:
         raise TypeError(f"draft is a {type(drafter).__name__} without {', '.join(missing)}; "
                         "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip
-    if drafter.vocab_size != vocab_size:
+    if drafter.vocab_size not in (None, vocab_size):
         raise ValueError(f"The draft's vocabulary has {drafter.vocab_size} tokens and the target's {vocab_size}; "
                          "use a draft that shares the target's tokenizer.")  # fmt: skip
 
@@ -200,9 +201,9 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be a jspec.SamplingParams, not a {type(sampling).__name__}.")
     for name, (allowed, test) in RANGES.items():
-        if name == "draft_temperature" and sampling.draft_temperature is None:
-            continue
         value = getattr(sampling, name)
+        if name.startswith("draft_") and value is None:
+            continue
         if not _is_number(value) or np.shape(value) not in ((), (batch,)):
             raise ValueError(f"{name} must be a number, or a NumPy or JAX array of shape [{batch}] with one for each "
                              f"row; got {_describe(value)}.")  # fmt: skip

@@ -94,9 +94,9 @@ def _propose(
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
     with jax.named_scope("draft"):
         positions = state.lengths[:, None] + jnp.arange(num_draft_tokens)
-        noise = target_noise if rule.shares_noise else draft_noise
-        drawn_with = noise(request.keys, positions, target.config.vocab_size)
-        context = Context(state.tokens, state.lengths, drawn_with, request.draft_warp, state.seen)
+        draw, vocab_size = target_noise if rule.shares_noise else draft_noise, target.config.vocab_size
+        noise = draw(request.keys, positions, vocab_size)
+        context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen, vocab_size)
         return drafter.propose(state.drafter, context, num_draft_tokens)
 
 

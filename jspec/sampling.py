@@ -33,7 +33,7 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit as often as it was generated; 0 is off.
         logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``; -inf forbids a token; None is off.
         max_tokens: a limit of new tokens for each request, below ``max_new_tokens``; 0 is off.
-        draft_temperature: the draft's own temperature; None means the target's. It changes speed, never the law.
+        draft_temperature, draft_top_p: the draft's own; None means the target's. They change speed, never the law.
     """
 
     temperature: Any = 1.0
@@ -46,6 +46,7 @@ class SamplingParams:
     logit_bias: Any = None
     max_tokens: Any = 0
     draft_temperature: Any = None
+    draft_top_p: Any = None
 
 
 @pytree
@@ -101,10 +102,9 @@ def _float32(value: Any) -> Any:
 
 
 def draft_warp(params: SamplingParams) -> Warp:
-    """The draft's transforms: the target's, at the draft's own temperature where it has one."""
-    if params.draft_temperature is None:
-        return warp(params)
-    return warp(dataclasses.replace(params, temperature=params.draft_temperature))
+    """The draft's transforms: the target's, with the draft's own temperature and top-p where it has them."""
+    own = {"temperature": params.draft_temperature, "top_p": params.draft_top_p}
+    return warp(dataclasses.replace(params, **{name: value for name, value in own.items() if value is not None}))
 
 
 def spread(warp: Warp, batch: int) -> Warp:

@@ -62,6 +62,7 @@ CASES = [
     ("draft_temperature", [-1.0, np.nan, np.inf], "draft_temperature must be at least 0 and finite, or None"),
     ("top_k", [-1, 2.5, np.nan, np.array([1, 2, -3])], "top_k must be a whole number, 0"),
     ("top_p", [0, 0.0, -0.1, 1.01, np.nan, 50, np.array([0.5, 1, 0])], "top_p must be above 0 and at most 1"),
+    ("draft_top_p", [0, 1.01, np.nan], "draft_top_p must be above 0 and at most 1, or None"),
     ("min_p", [-0.1, 1.5, np.nan], "min_p must be between 0"),
     ("repetition_penalty", [0, -1.0, 1e-30, np.nan, np.inf], "repetition_penalty must be between 0.001 and 1000"),
     ("presence_penalty", [np.nan, np.inf], "presence_penalty must be a finite number"),

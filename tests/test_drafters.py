@@ -1,10 +1,16 @@
 """Drafters other than a model: whatever they remember, the law of the text stays the target's."""
 
+from pathlib import Path
+
+import drafters
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jspec
 from jspec.types import Draft, pytree
@@ -49,3 +55,117 @@ def test_a_drafter_may_learn_from_what_was_discarded(report):
     p = oracle.p_value(counts, np.full(8, 1 / 8))
     report(texts=DRAWS, p=f"{p:.2g}", alpha=oracle.ALPHA, sees_tv=f"{oracle.detectable(DRAWS, 7):.4f}")
     assert p > oracle.ALPHA
+
+
+def test_a_cascade_drafts_what_its_middle_model_would(report, toy, prompts):
+    """Text, laws and counts are those of ``ModelDrafter(middle)``, whatever drafts for the middle."""
+    target, middle, small = toy(0), toy(0, distance=0.1), toy(0, distance=0.2)
+    batch, options = prompts([9, 1, 5, 3, 2]), {"max_new_tokens": 32, "num_draft_tokens": 4}
+    sampling = jspec.SamplingParams(temperature=np.array([1, 0.7, 0, 1.2, 1]), repetition_penalty=1.1)
+    expected = drafters.generate(target, middle, batch, sampling=sampling, **options)
+    smalls = {
+        "itself": jspec.ModelDrafter(middle),
+        "model": jspec.ModelDrafter(small),
+        "ngram": jspec.NGramDrafter(),
+        "cascade": jspec.CascadeDrafter(small, jspec.NGramDrafter(2), 1),
+    }
+    for part in smalls.values():
+        for k in (1, 3):
+            drafter = jspec.CascadeDrafter(middle, part, num_small_draft_tokens=k)
+            out = drafters.generate(target, drafter, batch, sampling=sampling, **options)
+            np.testing.assert_array_equal(out.tokens, expected.tokens)
+            np.testing.assert_array_equal(out.stats.accepted_at, expected.stats.accepted_at)
+    report(cascades=2 * len(smalls), tokens=int(expected.lengths.sum()), accepted=int(expected.stats.accepted.sum()))
+
+
+def test_a_fallback_reads_what_the_other_drafted(toy, prompts):
+    """With the target behind it: where lookup is silent every draft is kept, though lookup wrote some of the text."""
+    target, batch = toy(0), prompts([9, 5, 8, 7])
+    drafter = jspec.FallbackDrafter(jspec.NGramDrafter(1, 1), jspec.ModelDrafter(target))
+    greedy = jspec.SamplingParams(temperature=0.0)
+    out = drafters.generate(target, drafter, batch, max_new_tokens=48, num_draft_tokens=3, sampling=greedy)
+    lookup = drafters.generate(target, jspec.NGramDrafter(1, 1), batch, max_new_tokens=48, num_draft_tokens=3,
+                               sampling=greedy)  # fmt: skip
+    np.testing.assert_array_equal(out.tokens, lookup.tokens)
+    assert out.stats.rounds.sum() < lookup.stats.rounds.sum()
+
+
+def looked_up(tokens, max_ngram, min_ngram, k):
+    """What `NGramDrafter` should copy behind the list `tokens`, or None; by brute force."""
+    best = None
+    for size in range(max_ngram, min_ngram - 1, -1):
+        for end in range(len(tokens) - 2, size - 2, -1):
+            if best is None and tokens[end - size + 1 : end + 1] == tokens[len(tokens) - size :]:
+                best = end
+    if best is None:
+        return None
+    text = list(tokens)
+    for i in range(k):
+        text.append(text[best + 1 + i])
+    return text[len(tokens) :]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 4))
+def test_lookup_is_the_longest_and_latest_match(tokens, max_ngram, min_ngram):
+    min_ngram = min(min_ngram, max_ngram)
+    drafter = jspec.NGramDrafter(max_ngram, min_ngram)
+    row = np.array([*tokens, *[7] * (16 - len(tokens))], np.int32)
+    copied, found = drafter._copy(jnp.asarray(row), jnp.int32(len(tokens)), 4)
+    expected = looked_up(tokens, max_ngram, min_ngram, 4)
+    assert bool(found) == (expected is not None)
+    if found:
+        assert copied.tolist() == expected
+
+
+def test_the_drafter_of_the_readme(toy, prompts):
+    """Fifteen lines a user might write, as they stand there."""
+    section = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").split("## Drafters and rules")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    target, (tokens, lengths, keys) = toy(0), prompts([4, 2])
+    names = {"target": target, "tokens": tokens, "lengths": lengths, "keys": keys}
+    exec(code, names)
+    assert int(names["out"].stats.drafted.sum()) > 0
+    coupled = drafters.generate(target, names["Again"](), (tokens, lengths, keys), max_new_tokens=32, accept="coupled")
+    plain = jspec.generate(target, tokens, lengths, keys, max_new_tokens=32)
+    np.testing.assert_array_equal(coupled.tokens, plain.tokens)
+
+
+def test_tables_count():
+    tokens = [0, 1, 0, 1, 0, 2]
+    unigram = jspec.UnigramDrafter.from_tokens(tokens, 4, smoothing=2.0)
+    np.testing.assert_allclose(np.exp(unigram.logits), np.array([3.5, 2.5, 1.5, 0.5]) / 8, rtol=1e-6)
+    bigram = jspec.BigramDrafter.from_tokens(tokens, 4, smoothing=2.0)
+    prior = np.array([3.5, 2.5, 1.5, 0.5]) / 8
+    counts = np.array([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    expected = (counts + 2 * prior) / (counts.sum(1, keepdims=True) + 2)
+    np.testing.assert_allclose(np.exp(bigram.logits), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: jspec.NGramDrafter(0), "max_ngram must be an int of at least 1; got 0"),
+    (lambda: jspec.NGramDrafter(3, 1.0), "min_ngram must be an int"),
+    (lambda: jspec.NGramDrafter(2, 3), "min_ngram=3 is more than max_ngram=2"),
+    (lambda: jspec.UnigramDrafter.from_tokens([], 4), "at least 1 token ids"),
+    (lambda: jspec.UnigramDrafter.from_tokens([0.5], 4), "at least 1 token ids"),
+    (lambda: jspec.UnigramDrafter.from_tokens([4], 4), "outside the vocabulary of 4"),
+    (lambda: jspec.UnigramDrafter.from_tokens([-1], 4), "outside the vocabulary of 4"),
+    (lambda: jspec.UnigramDrafter.from_tokens([1], 4, smoothing=0), "smoothing must be a positive number"),
+    (lambda: jspec.BigramDrafter.from_tokens([1], 4), "at least 2 token ids"),
+    (lambda: jspec.BigramDrafter.from_tokens([1, 2], 4, smoothing=float("nan")), "smoothing must be"),
+    (lambda: jspec.BigramDrafter.from_tokens([1, 2], 128_256), "takes 61 GiB; use UnigramDrafter"),
+    (lambda: jspec.CascadeDrafter(None, None, 0), "num_small_draft_tokens must be an int of at least 1"),
+])  # fmt: skip
+def test_impossible_sizes_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_vocabularies_that_differ_are_refused(toy, prompts):
+    target, batch = toy(0), prompts([3])
+    tables = [jspec.UnigramDrafter.from_tokens([0, 1], size) for size in (8, 9)]
+    for drafter, message in ((tables[0], "draft's vocabulary has 8 tokens and the target's 61"),
+                             (jspec.FallbackDrafter(*tables), "combines vocabularies of 8 and 9"),
+                             (jspec.CascadeDrafter(target, tables[0]), "vocabular")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)

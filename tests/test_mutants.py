@@ -20,7 +20,7 @@ from jspec import accept, sampling
 from jspec import keys as streams
 from jspec import round as rounds
 from jspec.drafters import Context, ModelDrafter
-from jspec.drafters import model as drafting
+from jspec.drafters import chain as drafting
 from jspec.types import Draft
 
 DRAWS, VOCAB, NUM_TOKENS, EOS, PROMPT = 50_000, 8, 3, 5, (3, 6)
@@ -28,7 +28,7 @@ SETTINGS = {"temperature": 0.7, "top_p": 0.85, "repetition_penalty": 1.2, "prese
             "frequency_penalty": 0.4}  # fmt: skip
 
 
-def texts(sampling_settings, draft=None, draws=DRAWS):
+def texts(sampling_settings, draft=None, draws=DRAWS, rule="rejection"):
     """`draws` texts of up to three tokens from whatever jspec is at this moment."""
     target, other = toys.markov_pair(7)
     fields = {name: jnp.float32(value) for name, value in sampling_settings.items()}
@@ -36,10 +36,11 @@ def texts(sampling_settings, draft=None, draws=DRAWS):
     tokens = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (draws, len(PROMPT)))
     keys = jax.random.split(jax.random.key(8), draws)
     return toys.decode(target, ModelDrafter(draft or other), tokens, jnp.full(draws, len(PROMPT)), keys, warps,
-                       max_new_tokens=NUM_TOKENS, num_draft_tokens=2, eos_ids=(EOS,))  # fmt: skip
+                       max_new_tokens=NUM_TOKENS, num_draft_tokens=2, eos_ids=(EOS,),
+                       rule=accept.RULES[rule])  # fmt: skip
 
 
-def law_p_value():
+def law_p_value(rule="rejection"):
     """p of the joint law of the texts, and the power to see at `ALPHA` a bias of the size that was seen."""
     table = np.asarray(toys.markov_pair(7)[0].table)
 
@@ -47,7 +48,7 @@ def law_p_value():
         last = text[-1] if text else PROMPT[-1]
         return oracle.sampling_law(table[last], prompt=PROMPT, generated=text, **SETTINGS)
 
-    out = texts(SETTINGS)
+    out = texts(SETTINGS, rule=rule)
     counts = np.bincount(np.asarray(out.tokens) @ [VOCAB**2, VOCAB, 1], minlength=VOCAB**NUM_TOKENS)
     law = oracle.joint_law(next_law, VOCAB, NUM_TOKENS, eos=(EOS,))
     statistic, freedom = oracle.chi_square(counts, law)
@@ -55,6 +56,11 @@ def law_p_value():
     # scipy's noncentral law is slow and of no use where the statistic is astronomic.
     power = 1.0 if seen > 1e4 else stats.ncx2.sf(stats.chi2.isf(ALPHA, freedom), freedom, seen)
     return oracle.p_of(statistic, freedom), f"p = {oracle.p_of(statistic, freedom):.1e}, power {power:.4f}"
+
+
+def block_law_p_value():
+    """`law_p_value` of block verification."""
+    return law_p_value("block")
 
 
 def impossible_texts():
@@ -152,6 +158,23 @@ def unclamped_residual(patch):
     patch(accept, "residual", mutant)
 
 
+def weight_left_out(patch):
+    """What is left after a refused block is taken off the whole of p, not off the share that the block left."""
+    next_probs = accept.next_probs
+    patch(accept, "next_probs", lambda n, draft, p, weight=None: next_probs(n, draft, p))
+
+
+def weight_not_carried(patch):
+    """Each token is weighed by itself, as if those before it had been drawn from p."""
+    block_weights = accept.block_weights
+
+    def mutant(draft, p):
+        alone = [block_weights(Draft(draft.tokens[:, k:], draft.probs[:, k:]), p[:, k:])[:, 1] for k in range(2)]
+        return jnp.stack([jnp.ones_like(alone[0]), *alone], axis=1)
+
+    patch(accept, "block_weights", mutant)
+
+
 def verified_one_position_off(patch):
     token_probs = rounds.token_probs
     patch(rounds, "token_probs", lambda *args: jnp.roll(token_probs(*args), 1, axis=1))
@@ -195,9 +218,10 @@ def eos_ignored(patch):
 
 
 MUTANTS = {
-    law_p_value: (shared_noise, raw_q, bonus_from_q, temperature_on_one_side, unclamped_residual,
+    law_p_value: (shared_noise, raw_q, bonus_from_q, temperature_on_one_side,
                   verified_one_position_off, one_key_for_all_rows, top_p_after_the_residual,
                   penalty_not_advanced_in_verify, eos_ignored),
+    block_law_p_value: (unclamped_residual, weight_left_out, weight_not_carried),
     impossible_texts: (inclusive_comparison,),
     algebra: (rounded_to_bfloat16,),
     acceptance_of_itself: (penalty_not_advanced_in_draft,),

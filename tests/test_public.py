@@ -39,9 +39,13 @@ def _room(dotted):
 
 def test_the_public_names():
     assert jspec.__all__ == [
+        "BigramDrafter",
+        "CascadeDrafter",
+        "FallbackDrafter",
         "Lenient",
         "Llama",
         "ModelDrafter",
+        "NGramDrafter",
         "Output",
         "SamplingParams",
         "Stats",
@@ -49,6 +53,7 @@ def test_the_public_names():
         "TopK",
         "Tuning",
         "Typical",
+        "UnigramDrafter",
         "demo_pair",
         "generate",
         "load",

@@ -191,7 +191,7 @@ def test_filters_left_out_are_filters_at_their_off_value():
     np.testing.assert_allclose(written_out, left_out, atol=1e-7)
 
 
-def test_the_draft_may_have_its_own_temperature():
-    params = SamplingParams(temperature=0.5, top_k=3, draft_temperature=0.9)
-    assert draft_warp(params) == Warp(0.9, 3, None, None, None, None, None, None)
+def test_the_draft_may_have_its_own_temperature_and_top_p():
+    params = SamplingParams(temperature=0.5, top_k=3, draft_temperature=0.9, draft_top_p=0.75)
+    assert draft_warp(params) == Warp(np.float32(0.9), 3, 0.25, None, None, None, None, None)
     assert draft_warp(SamplingParams(temperature=0.5)) == warp(SamplingParams(temperature=0.5))

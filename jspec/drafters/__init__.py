@@ -1,6 +1,23 @@
 """Ways to guess the next tokens. See `jspec.drafters.base` for the contract."""
 
 from jspec.drafters.base import Context, Drafter
+from jspec.drafters.cascade import CascadeDrafter
+from jspec.drafters.chain import draft_chain
+from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.model import ModelDrafter
+from jspec.drafters.ngram import NGramDrafter
+from jspec.drafters.tables import BigramDrafter, UnigramDrafter
+from jspec.types import Draft
 
-__all__ = ["Context", "Drafter", "ModelDrafter"]
+__all__ = [
+    "BigramDrafter",
+    "CascadeDrafter",
+    "Context",
+    "Draft",
+    "Drafter",
+    "FallbackDrafter",
+    "ModelDrafter",
+    "NGramDrafter",
+    "UnigramDrafter",
+    "draft_chain",
+]

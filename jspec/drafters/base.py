@@ -6,7 +6,9 @@ drawn from; as long as that is true, nothing a drafter does can change the law o
 
 from typing import Any, Protocol
 
-from jax import Array
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
 
 from jspec.probs import choose
 from jspec.sampling import Seen, Warp
@@ -23,6 +25,9 @@ class Context:
         noise: ``float32[B, K, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`.
         warp: the transforms the draft's law goes through.
         seen: what penalties look at, or None where there are none.
+        vocab_size: V of the target.
+        unread: how many of the last tokens a drafter with a cache of its own may not have read yet. With drafts of its
+            own only it is 2: the last draft, if it was accepted, and the token that the target wrote behind it.
     """
 
     tokens: Array
@@ -30,6 +35,8 @@ class Context:
     noise: Array
     warp: Warp
     seen: Seen | None
+    vocab_size: int
+    unread: int = 2
 
     def draw(self, k: Array | int, probs: Array) -> Array:
         """Draft token k, ``int32[B]``, drawn from its law ``probs[B, V]``; each k once a round."""
@@ -40,8 +47,8 @@ class Drafter(Protocol):
     """Guesses tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round."""
 
     @property
-    def vocab_size(self) -> int:
-        """V, which must be the target's."""
+    def vocab_size(self) -> int | None:
+        """V, which must be the target's, or None for any."""
         ...
 
     @property
@@ -60,3 +67,15 @@ class Drafter(Protocol):
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
         """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the target's states over it."""
         ...
+
+
+def window(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[Array, Array, Array]:
+    """What is around the end of each row: its last `before` tokens, and `after` more.
+
+    Returns:
+        ``int32[B, before + after]``; the position ``int32[B]`` of the first of them, 0 in a row that is shorter than
+        `before`; and the index ``int32[B]`` of the row's last token among them.
+    """
+    start = jnp.maximum(lengths - before, 0)
+    cut = jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (before + after,)))(tokens, start)
+    return cut, start, lengths - 1 - start

@@ -1,14 +1,13 @@
-"""A separate, smaller language model as the drafter: a `lax.scan` over its own KV cache."""
+"""A separate, smaller language model as the drafter, with its own KV cache."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context
-from jspec.sampling import add_seen, token_probs
+from jspec.drafters.base import Context, window
+from jspec.drafters.chain import draft_chain
 from jspec.types import Draft, Verdict, pytree
 
 
@@ -31,40 +30,22 @@ class ModelDrafter:
         return prefill(self.model, tokens, num_slots)
 
     def propose(self, cache: KVCache, context: Context, num_draft_tokens: int) -> tuple[Draft, KVCache]:
-        """Draw token after token, each from the model's law given those before it."""
+        """Draw token after token, each from the model's law given those before it.
 
-        def draw(hidden: Array, seen: Any, offset: Array | int) -> tuple[Array, Array, Any]:
-            probs = token_probs(self.model.logits(hidden), context.warp, seen)[:, 0]
-            token = context.draw(offset, probs)
-            if seen is not None:
-                seen = add_seen(seen, token[:, None], jnp.ones((token.size, 1), bool))
-            return token, probs, seen
+        The first pass reads all that may be unread: where the whole draft was accepted, the cache lacks its last token,
+        which was drawn but never fed. That costs a few more rows, where a pass for it would cost all the weights again.
+        """
 
-        def step(carry: tuple, offset: Array) -> tuple[tuple, tuple[Array, Array]]:
-            cache, token, seen = carry
-            hidden, cache = self.model.forward(token[:, None], cache, context.lengths + offset - 1)
-            token, probs, seen = draw(hidden, seen, offset)
-            return (cache, token, seen), (token, probs)
+        def step(cache: KVCache, token: Array, k: Array) -> tuple[Array, KVCache]:
+            hidden, cache = self.model.forward(token[:, None], cache, context.lengths + k - 1)
+            return self.model.logits(hidden)[:, 0], cache
 
-        hidden, cache = self._last_hidden(cache, context)
-        token, probs, seen = draw(hidden, context.seen, 0)
-        (cache, _, _), rest = lax.scan(step, (cache, token, seen), jnp.arange(1, num_draft_tokens))
-        tokens, laws = jax.tree.map(lambda first, more: jnp.concatenate([first[None], more]), (token, probs), rest)
-        return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), cache
+        fed, start, last = window(context.tokens, context.lengths, context.unread)
+        # A row that is shorter than the window writes slots past its end; the next steps overwrite them unseen.
+        hidden, cache = self.model.forward(fed, cache, start)
+        logits = self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
+        return draft_chain(step, cache, logits, context, num_draft_tokens)
 
     def commit(self, cache: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
         """Nothing to do: the cache rolls back with the row's length."""
         return cache
-
-    def _last_hidden(self, cache: KVCache, context: Context) -> tuple[Array, KVCache]:
-        """Hidden state ``[B, 1, E]`` at the last committed token.
-
-        Feeds the last *two* tokens. Where the whole draft was accepted, the cache lacks its last token, which was drawn
-        but never fed; feeding it here costs one more row, where a further pass would cost all the weights again.
-        """
-        start = jnp.maximum(context.lengths - 2, 0)
-        last_two = jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (2,)))(context.tokens, start)
-        hidden, cache = self.model.forward(last_two, cache, start)
-        # A row of one token reads one slot too many; the next step overwrites it before it is seen.
-        last = (context.lengths - 1 - start)[:, None, None]
-        return jnp.take_along_axis(hidden, last, axis=1), cache

@@ -1,0 +1,135 @@
+"""Speculation within the draft: a smaller drafter drafts for a middle model, which drafts for the target."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.accept import judge_coupled
+from jspec.cache import KVCache, prefill
+from jspec.drafters.base import Context, window
+from jspec.sampling import Seen, add_seen, token_probs
+from jspec.types import Draft, Verdict, pytree
+
+
+@pytree
+class _Progress:
+    """A draft in the making: ``counts[b]`` tokens of it are there, with their laws; the rest as in `Context`."""
+
+    counts: Array
+    tokens: Array
+    probs: Array
+    seen: Seen | None
+    cache: KVCache
+    small: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["middle", "small"], meta_fields=["num_small_draft_tokens"]
+)
+@dataclasses.dataclass(frozen=True)
+class CascadeDrafter:
+    """Drafts, token for token, what ``ModelDrafter(middle)`` would, in fewer passes of `middle`.
+
+    Its rounds are those of the rule "coupled" (`jspec.accept.Coupled`): `middle` draws every token with the noise that
+    is meant for it; `small`, which drafts with the same noise, only saves passes. The law of a token is the middle's
+    (Leviathan et al. 2023, section 3.6, "hierarchical"; Chen et al. 2024, Cascade Speculative Drafting). `small` may be
+    a cascade.
+
+    Attributes:
+        middle: a `jspec.Llama` with the target's vocabulary.
+        small: any drafter.
+        num_small_draft_tokens: tokens that `small` guesses for each pass of `middle`.
+    """
+
+    middle: Any
+    small: Any
+    num_small_draft_tokens: int = 3
+
+    def __post_init__(self) -> None:
+        k = self.num_small_draft_tokens
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"num_small_draft_tokens must be an int of at least 1; got {k!r}.")
+
+    @property
+    def vocab_size(self) -> int:
+        size = self.middle.config.vocab_size
+        if self.small.vocab_size not in (None, size):
+            raise ValueError(f"CascadeDrafter combines vocabularies of {size} and {self.small.vocab_size} tokens; "
+                             "use drafters that share the target's tokenizer.")  # fmt: skip
+        return size
+
+    @property
+    def max_positions(self) -> int:
+        longest = self.middle.config.max_position_embeddings
+        return longest if self.small.max_positions is None else min(longest, self.small.max_positions)
+
+    def init(self, tokens: Array, num_slots: int) -> tuple[KVCache, Any]:
+        """Both, with room for the tokens by which the last pass of `middle` may overshoot the draft."""
+        num_slots += self.num_small_draft_tokens + 1
+        return prefill(self.middle, tokens, num_slots), self.small.init(tokens, num_slots)
+
+    def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+        """Rounds of `small` and `middle` until every row has its draft."""
+        batch, spare = context.lengths.size, self.num_small_draft_tokens + 1
+        progress = _Progress(
+            counts=jnp.zeros(batch, jnp.int32),
+            tokens=jnp.pad(context.tokens, ((0, 0), (0, spare))),
+            probs=jnp.zeros((batch, num_draft_tokens + spare, context.vocab_size), jnp.float32),
+            seen=context.seen,
+            cache=state[0],
+            small=state[1],
+        )
+        # What is drawn past the draft is thrown away: any noise will do there.
+        noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0)))
+        progress = lax.while_loop(
+            lambda progress: jnp.any(progress.counts < num_draft_tokens),
+            lambda progress: self._round(progress, dataclasses.replace(context, noise=noise), num_draft_tokens),
+            progress,
+        )
+        tokens = _cut(progress.tokens, context.lengths, num_draft_tokens)
+        return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
+
+    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
+        """Nothing to do: caches roll back with the row's length, and `small` learnt what it could from `middle`."""
+        return state
+
+    def _round(self, progress: _Progress, context: Context, num_draft_tokens: int) -> _Progress:
+        """One round; in rows whose draft is complete it changes nothing of it."""
+        counts, k = progress.counts, self.num_small_draft_tokens
+        lengths = context.lengths + counts
+        noise = _cut(context.noise, counts, k + 1)
+        # Behind what the target may have added since the last draft there is a token that `middle` has added.
+        inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise, seen=progress.seen,
+                                    unread=context.unread + 1)  # fmt: skip
+        guess, small = self.small.propose(progress.small, inner, k)
+        tokens = _put(progress.tokens, guess.tokens, lengths)
+        fed, start, last = window(tokens, lengths, context.unread, k)
+        hidden, cache = self.middle.forward(fed, progress.cache, start)
+        hidden = jnp.take_along_axis(hidden, (last[:, None] + jnp.arange(k + 1))[..., None], axis=1)
+        probs = token_probs(self.middle.logits(hidden), context.warp, progress.seen, guess.tokens)
+        verdict = judge_coupled(noise, guess, probs)
+        emitted = _cut(_put(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted), lengths, k + 1)
+        gained = jnp.minimum(verdict.num_accepted + 1, num_draft_tokens - counts)
+        kept = jnp.arange(k + 1) < gained[:, None]
+        return _Progress(
+            counts=counts + gained,
+            tokens=_put(progress.tokens, emitted, lengths),
+            probs=_put(progress.probs, probs, counts),
+            seen=None if progress.seen is None else add_seen(progress.seen, emitted, kept),
+            cache=cache,
+            small=self.small.commit(small, guess, verdict, hidden),
+        )
+
+
+def _cut(rows: Array, start: Array, size: int) -> Array:
+    """``rows[b, start[b] : start[b] + size]`` of every row."""
+    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, start)
+
+
+def _put(rows: Array, new: Array, start: Array) -> Array:
+    """`rows` with ``new[b]`` from index ``start[b]`` of row b on."""
+    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))(rows, new, start)

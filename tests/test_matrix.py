@@ -1,0 +1,132 @@
+"""Every drafter with every exact rule: the law of three tokens, coupled text, isolation, drafting by the target."""
+
+import functools
+
+import drafters
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import toys
+from oracle import ALPHA
+from test_law import VOCAB, exact_law, filled
+
+import jspec
+from jspec.accept import RULES
+from jspec.sampling import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SETTINGS = ({"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8})
+# Some prompts repeat themselves, so that lookup has something to find.
+PROMPTS = ((5,), (2, 7, 2), (1, 4, 4, 0, 4, 4), (6, 1, 6, 1), (3, 3))
+NUM_TOKENS, K = 3, 2
+
+
+@functools.cache
+def pair():
+    target = toys.tiny_llama(10)
+    return target, toys.tiny_llama(11, 1, related_to=target)
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def text_counts(target, drafter, tokens, lengths, keys, sampling, rule):
+    """``int[B, 512]``: the texts of ``keys[N, B]``, N calls of the public function under `jax.vmap`."""
+
+    def call(keys):
+        return jspec.speculative_generate(target, drafter, tokens, lengths, keys, max_new_tokens=NUM_TOKENS,
+                                          num_draft_tokens=K, sampling=sampling, accept=rule).tokens  # fmt: skip
+
+    texts = jax.vmap(call)(keys) @ jnp.asarray([VOCAB**2, VOCAB, 1])
+    rows = jnp.broadcast_to(jnp.arange(keys.shape[1]), texts.shape)
+    return jnp.zeros((keys.shape[1], VOCAB**NUM_TOKENS), jnp.int32).at[rows, texts].add(1)
+
+
+def batches():
+    """Each setting alone on the longest prompt, and a ragged batch in which the settings take turns."""
+    for settings in SETTINGS:
+        yield [PROMPTS[2]], [settings]
+    yield list(PROMPTS), [SETTINGS[i % len(SETTINGS)] for i in range(len(PROMPTS))]
+
+
+def check_matrix(report, name, draws):
+    target, draft = pair()
+    drafter, p_values = drafters.make(name, target, draft), {}
+    for rule in RULES:
+        for number, (prompts, settings) in enumerate(batches()):
+            tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+            for row, prompt in zip(tokens, prompts, strict=True):
+                row[: len(prompt)] = prompt
+            rows = [filled(1, **row) for row in settings]
+            sampling = SamplingParams(**{key: jnp.concatenate([getattr(row, key) for row in rows])
+                                         for key in toys.SPREAD_PARAMS})  # fmt: skip
+            keys = jax.random.split(jax.random.key(number), (draws, len(prompts)))
+            counts = text_counts(target, drafter, tokens, np.array([len(p) for p in prompts]), keys, sampling, rule)
+            for i, row in enumerate(zip(prompts, settings, strict=True)):
+                p_values[rule, number, i] = oracle.p_value(np.asarray(counts[i]), exact_law(target, *row))
+    worst = min(p_values, key=p_values.get)
+    report(settings=len(p_values), texts_each=draws, min_p=f"{p_values[worst]:.2g}", at=worst, alpha_over_all=ALPHA,
+           sees_tv=f"{oracle.detectable(draws, VOCAB**NUM_TOKENS - 1):.3f}")  # fmt: skip
+    assert p_values[worst] * len(p_values) * len(drafters.NAMES) > ALPHA
+
+
+@pytest.mark.parametrize("name", drafters.NAMES)
+def test_three_tokens_have_the_target_joint_law(report, name):
+    check_matrix(report, name, 8_192)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drafters.NAMES)
+def test_three_tokens_have_the_target_joint_law_at_length(report, name):
+    check_matrix(report, name, 200_000)
+
+
+def check_coupled(report, toy, prompts, name, requests, lengths):
+    batch = prompts([1 + i % 9 for i in range(requests)])
+    sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], requests))
+    target, draft = toy(0), toy(0, distance=0.1)
+    plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=sampling)
+    drafter, different, accepted = drafters.make(name, target, draft), 0, []
+    for k in lengths:
+        out = drafters.generate(target, drafter, batch, max_new_tokens=64, num_draft_tokens=k, sampling=sampling,
+                                accept="coupled")  # fmt: skip
+        different += (out.tokens != plain.tokens).any(1).sum()
+        accepted.append(out.stats.accepted.sum() / out.stats.drafted.sum())
+    report(texts=requests * len(lengths), different=different, accepted=[f"{rate:.2f}" for rate in accepted])
+    assert different == 0
+    assert min(accepted) > 0
+
+
+@pytest.mark.parametrize("name", drafters.NAMES)
+def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, name):
+    check_coupled(report, toy, prompts, name, 50, (3,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drafters.NAMES)
+def test_coupled_text_is_that_of_plain_decoding_at_length(report, toy, prompts, name):
+    check_coupled(report, toy, prompts, name, 500, (1, 3, 5))
+
+
+@pytest.mark.parametrize("name", drafters.NAMES)
+def test_alone_as_in_a_batch(report, toy, prompts, name):
+    tokens, lengths, keys = prompts([9, 1, 5, 3, 7])
+    target, draft = toy(0), toy(0, distance=0.1)
+    drafter, options = drafters.make(name, target, draft), {"max_new_tokens": 24, "num_draft_tokens": 3}
+    together = drafters.generate(target, drafter, (tokens, lengths, keys), **options)
+    for row in range(len(lengths)):
+        alone = drafters.generate(target, drafter, [part[row : row + 1] for part in (tokens, lengths, keys)], **options)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+        np.testing.assert_array_equal(alone.stats.accepted_at[0], together.stats.accepted_at[row])
+    report(requests=len(lengths), tokens=int(together.lengths.sum()), accepted=int(together.stats.accepted.sum()))
+
+
+@pytest.mark.parametrize("name", ["model", "cascade", "nested cascade"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_equal_to_the_target_is_always_accepted(toy, prompts, name, rule):
+    batch, target = prompts([9, 1, 5, 3]), toy(0)
+    drafter = drafters.make(name, target, target)
+    out = drafters.generate(target, drafter, batch, max_new_tokens=20, num_draft_tokens=4, accept=rule)
+    np.testing.assert_array_equal(out.stats.rounds, 4)
+    np.testing.assert_array_equal(out.stats.accepted_at, 4)
