@@ -81,10 +81,10 @@ def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int) -
         rows += [_row(kind, name, call(), times, passes, k) for name, call in calls.items() if name != "plain"]
     publish(
         f"drafters-k{k}-t{temperature:g}-{jax.default_backend()}",
-        f"bundled pair: every drafter and rule, K = {k}, {count} requests one at a time, {new_tokens} new tokens after "
-        f"{WIDTH}, temperature {temperature:g}, {target.dtype}",
+        f"bundled pair: K = {k}, {count} requests one at a time, {new_tokens} new tokens after {WIDTH}, "
+        f"temperature {temperature:g}, {target.dtype}",
         rows,
-        plots.bars("setting", "x own plain"),
+        plots.drafters,
         notes=["cost ratio: of a round what is not verification, a draft token, over one pass of the target."
                " predicted: by Leviathan et al. 2023, theorem 3.8."],
     )  # fmt: skip
@@ -110,6 +110,6 @@ def _row(
     alpha, gain = overall(measured_rates(joined)), ratio(times["plain"], times[name])
     one, several = passes["1 rows"], passes[f"{k + 1} rows"]
     cost = max(0.0, (spread(times[name]).median / rounds - several) / k / one)
-    return {"setting": f"{kind}: {name}", "tokens a round": tokens / rounds, "acceptance": alpha, "cost ratio": cost,
-            "predicted": float(theory.speedup(alpha, k, cost)), "tokens/s": tokens / spread(times[name]).median,
-            "x own plain": gain.median, "from": gain.low, "to": gain.high}  # fmt: skip
+    return {"prompt": kind, "drafter and rule": name, "tokens a round": tokens / rounds, "acceptance": alpha,
+            "cost ratio": cost, "predicted": float(theory.speedup(alpha, k, cost)),
+            "tokens/s": tokens / spread(times[name]).median, "x own plain": gain.median, "from": gain.low, "to": gain.high}  # fmt: skip

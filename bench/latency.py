@@ -16,7 +16,7 @@ from bench.synthetic import Synthetic
 from bench.timing import in_turns, ratio, spread
 from jspec import theory
 
-DRAFTING = ("K", "tokens a round", "acceptance", "cost ratio", "predicted")
+DRAFTING = ("K", "tokens a round", "acceptance", "cost ratio", "predicted", "with K + 1 rows")
 
 
 def prompts(vocab_size: int, batch: int, width: int) -> np.ndarray:
@@ -76,11 +76,13 @@ def run(pair: str, batches: list[int], ks: list[int], new_tokens: int, width: in
             calls["transformers plain"] = rivals.decoder(others[0], None, tokens, new_tokens, temperature, 0)
             calls["transformers assisted"] = rivals.decoder(*others, tokens, new_tokens, temperature, 4)
         slots = width + new_tokens + max(ks) + 1
-        passes = {name: Pass(model, 1, batch, width + new_tokens // 2, slots)
-                  for name, model in zip(("target", "draft"), models, strict=True)}  # fmt: skip
-        times = in_turns(calls | passes, repeats)
-        taken = pass_seconds(passes, times)
-        rows += _rows(batch, batch * new_tokens, calls, times, taken["draft"] / taken["target"])
+        alone = {
+            f"{n} rows": Pass(models[0], n, batch, width + new_tokens // 2, slots) for n in (1, *(k + 1 for k in ks))
+        }
+        alone["draft"] = Pass(models[1], 1, batch, width + new_tokens // 2, slots)
+        times = in_turns(calls | alone, repeats)
+        taken = pass_seconds(alone, times)
+        rows += _rows(batch, batch * new_tokens, calls, times, {name: t / taken["1 rows"] for name, t in taken.items()})
     publish(
         f"latency-{pair}{kind}-t{temperature:g}-{jax.default_backend()}",
         f"{pair}{kind}: {new_tokens} new tokens after {width}, temperature {temperature:g}, {models[0].dtype}",
@@ -89,18 +91,19 @@ def run(pair: str, batches: list[int], ks: list[int], new_tokens: int, width: in
         notes=[f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles of x own plain."
                " transformers assisted: K = 4, rows one after another.",
                "acceptance: of the judged drafts. cost ratio: draft over target, one pass of one row alone."
-               " predicted: their speed-up by Leviathan et al. 2023, theorem 3.8."],
+               " predicted: their speed-up by Leviathan et al. 2023, theorem 3.8; with K + 1 rows: with what verifying"
+               " as many takes, measured alone, in the place of one row's time."],
     )  # fmt: skip
 
 
 def _rows(
-    batch: int, count: int, calls: dict[str, Callable[[], Any]], times: dict[str, np.ndarray], cost_ratio: float
+    batch: int, count: int, calls: dict[str, Callable[[], Any]], times: dict[str, np.ndarray], costs: dict[str, float]
 ) -> list[dict[str, Any]]:
     """One table row a decoder."""
     rows = []
     for name, call in calls.items():
         row = {"batch": batch, "decoder": name, "tokens/s": spread(count / times[name]).median}
-        row |= _drafting(call(), count, cost_ratio) if name.startswith("speculative") else dict.fromkeys(DRAFTING, "")
+        row |= _drafting(call(), count, costs) if name.startswith("speculative") else dict.fromkeys(DRAFTING, "")
         gain = ratio(times["plain"], times[name])
         row |= {"x own plain": gain.median, "from": gain.low, "to": gain.high}
         for rival in ("transformers plain", "transformers assisted"):
@@ -109,10 +112,11 @@ def _rows(
     return rows
 
 
-def _drafting(out: jspec.Output, count: int, cost_ratio: float) -> dict[str, Any]:
-    """What a call with drafts did, and the speed-up that follows from acceptance and cost ratio by theorem 3.8."""
+def _drafting(out: jspec.Output, count: int, costs: dict[str, float]) -> dict[str, Any]:
+    """What a call with drafts did, and the speed-up that follows from acceptance and from costs over one row's pass."""
     rates = measured_rates(out)
-    alpha = overall(rates)
-    predicted = float(theory.speedup(alpha, rates.size, cost_ratio))
-    figures = (rates.size, count / int(np.sum(out.stats.rounds)), alpha, cost_ratio, predicted)
+    alpha, k, c = overall(rates), rates.size, costs["draft"]
+    predicted = float(theory.speedup(alpha, k, c))
+    dearer = predicted * (k * c + 1) / (k * c + costs[f"{k + 1} rows"])
+    figures = (k, count / int(np.sum(out.stats.rounds)), alpha, c, predicted, dearer)
     return dict(zip(DRAFTING, figures, strict=True))

@@ -25,21 +25,27 @@ def save(file: Path, draw: Drawing, rows: Rows, title: str, conditions: str) -> 
 
 
 def speedups(figure: Figure, rows: Rows) -> None:
-    """Of `bench.latency`: speed-up against K, measured with quartiles and by theorem 3.8, one colour a batch size."""
+    """Of `bench.latency`: speed-up against K, measured and by theory, one colour a batch size."""
     axes = figure.subplots()
     drafting = [row for row in rows if row["predicted"] != ""]
     for number, (batch, mine) in enumerate(_groups(drafting, "batch").items()):
-        ks, middle, low, high, predicted = (
-            [row[key] for row in mine] for key in ("K", "x own plain", "from", "to", "predicted")
+        ks, middle, low, high, predicted, dearer = (
+            [row[key] for row in mine] for key in ("K", "x own plain", "from", "to", "predicted", "with K + 1 rows")
         )
         bars = [[m - x for m, x in zip(middle, low, strict=True)], [x - m for m, x in zip(middle, high, strict=True)]]
         axes.errorbar(ks, middle, bars, fmt="o", capsize=3, color=f"C{number}",
                       label=f"batch {batch}, cost ratio {mine[0]['cost ratio']:.2f}")  # fmt: skip
-        axes.plot(ks, predicted, "--", color=f"C{number}")
+        axes.plot(ks, predicted, ":", color=f"C{number}")
+        axes.plot(ks, dearer, "--", color=f"C{number}")
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_ylim(bottom=0)
     axes.set_xticks(sorted({row["K"] for row in drafting}))
-    _finish(axes, "K, drafted tokens a round", "speed-up over own plain decoding", "points measured, dashes theory")
+    _finish(
+        axes,
+        "K, drafted tokens a round",
+        "speed-up over own plain decoding",
+        "points measured; dots theorem 3.8;\ndashes with the cost of K + 1 rows",
+    )
 
 
 def bars(label: str, value: str) -> Drawing:
@@ -55,6 +61,20 @@ def bars(label: str, value: str) -> Drawing:
         axes.set_xlabel(value)
 
     return draw
+
+
+def drafters(figure: Figure, rows: Rows) -> None:
+    """Of `bench.drafters`: speed-up of every drafter and rule, one panel a kind of prompt."""
+    kinds = _groups(rows, "prompt")
+    for axes, (kind, mine) in zip(figure.subplots(1, len(kinds), sharex=True, sharey=True), kinds.items(), strict=True):
+        names = [row["drafter and rule"] for row in mine]
+        axes.bar_label(axes.barh(names, [row["x own plain"] for row in mine]), fmt="%.2f", padding=2, fontsize="small")
+        axes.axvline(1, color="grey", linewidth=0.8)
+        axes.tick_params("y", labelsize="small")
+        axes.margins(x=0.2)
+        axes.set_title(kind, fontsize="small")
+        axes.set_xlabel("x own plain decoding")
+    axes.invert_yaxis()
 
 
 def shares(figure: Figure, rows: Rows) -> None:

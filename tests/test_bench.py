@@ -13,7 +13,20 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 import jspec
-from bench import acceptance, conditions, gap, latency, llamacpp, pairs, plots, rivals, roofline, timing, trace
+from bench import (
+    acceptance,
+    conditions,
+    drafters,
+    gap,
+    latency,
+    llamacpp,
+    pairs,
+    plots,
+    rivals,
+    roofline,
+    timing,
+    trace,
+)
 from bench import report as reporting
 from bench.__main__ import app
 from jspec import theory
@@ -105,8 +118,9 @@ def cut_off():
 
 
 def test_the_prediction_counts_no_draft_that_was_not_judged(cut_off):
-    row = latency._drafting(cut_off, 4, 0.25)
-    assert row == {"K": 2, "tokens a round": 2.0, "acceptance": 1.0, "cost ratio": 0.25, "predicted": 2.0}
+    row = latency._drafting(cut_off, 4, {"draft": 0.25, "3 rows": 1.5})
+    assert row == {"K": 2, "tokens a round": 2.0, "acceptance": 1.0, "cost ratio": 0.25, "predicted": 3 / (0.5 + 1),
+                   "with K + 1 rows": 3 / (0.5 + 1.5)}  # fmt: skip
 
 
 def test_the_gap_begins_with_the_theorem_and_ends_with_the_measurement():
@@ -151,15 +165,31 @@ def test_another_model_in_llama_cpp_is_refused():
 
 def test_the_picture_has_the_measured_points_and_the_theory():
     rows = [{"batch": batch, "K": k, "x own plain": k + 0.0, "from": k - 0.5, "to": k + 0.25, "predicted": batch * k,
-             "cost ratio": 0.2} for batch in (1, 8) for k in (1, 4)]  # fmt: skip
+             "with K + 1 rows": batch * k / 2, "cost ratio": 0.2} for batch in (1, 8) for k in (1, 4)]  # fmt: skip
     figure = Figure()
     plots.speedups(figure, [{"batch": 1, "K": "", "predicted": ""}, *rows])
     (axes,) = figure.axes
-    curves = [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == "--"]
-    assert curves == [[1, 4], [8, 32]]
+    curves = {style: [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == style]
+              for style in (":", "--")}  # fmt: skip
+    assert curves == {":": [[1, 4], [8, 32]], "--": [[0.5, 2], [4, 16]]}
     assert [bars[0].get_ydata().tolist() for bars in axes.containers] == [[1, 4]] * 2
     ends = axes.containers[0].lines[2][0].get_segments()
     assert [segment[:, 1].tolist() for segment in ends] == [[0.5, 1.25], [3.5, 4.25]]
+
+
+def test_every_kind_of_prompt_has_a_panel():
+    figure = Figure()
+    plots.drafters(figure, [{"prompt": kind, "drafter and rule": name, "x own plain": 1.5}
+                            for kind in ("new", "old") for name in ("a", "b", "c")])  # fmt: skip
+    assert [panel.get_title() for panel in figure.axes] == ["new", "old"]
+    assert all([bar.get_width() for bar in panel.patches] == [1.5] * 3 for panel in figure.axes)
+
+
+def test_prompts_of_every_kind_have_one_width():
+    tokenizer = jspec.demo_pair()[2]
+    kinds = drafters.prompts(tokenizer, 2)
+    assert len(kinds) == 3
+    assert {(len(rows), *{len(row) for row in rows}) for rows in kinds.values()} == {(2, drafters.WIDTH)}
 
 
 def test_each_panel_of_scaling_lets_one_size_grow_and_cuts_nothing_off():
