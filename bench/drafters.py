@@ -112,4 +112,5 @@ def _row(
     cost = max(0.0, (spread(times[name]).median / rounds - several) / k / one)
     return {"prompt": kind, "drafter and rule": name, "tokens a round": tokens / rounds, "acceptance": alpha,
             "cost ratio": cost, "predicted": float(theory.speedup(alpha, k, cost)),
-            "tokens/s": tokens / spread(times[name]).median, "x own plain": gain.median, "from": gain.low, "to": gain.high}  # fmt: skip
+            "tokens/s": tokens / spread(times[name]).median,
+            "x own plain": gain.median, "from": gain.low, "to": gain.high}  # fmt: skip
