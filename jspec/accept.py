@@ -77,8 +77,9 @@ class Coupled:
     """The target draws its tokens as in plain decoding; drafts, drawn with the same noise, are kept where they agree.
 
     So the text is the one that `jspec.generate` gives for the same key, token for token, whatever the draft and K, but
-    for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). It accepts a little less than
-    `Rejection`, whose coupling is optimal.
+    for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). It accepts less than `Rejection`,
+    whose coupling is optimal: with one number a token at least ``(1 - d) / (1 + d)``, d being the total variation
+    distance of p and q, and here, where a token takes two draws, it may be less (`jspec.probs.choose`).
     """
 
     exact: ClassVar[bool] = True
@@ -173,6 +174,8 @@ def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
     weight, q = weights[:, 1:-1], draft.probs[:, 1:]
     mass = weight[..., None] * target_probs[:, 1:-1]
     left = jnp.where(q > 0, jnp.maximum(mass - q, 0), mass).sum(-1)
+    # Where the target has no law the text ends; its missing mass counts as left.
+    left = jnp.where(mass.sum(-1) > 0, left, weight)
     chances = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
     return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)
 

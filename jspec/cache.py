@@ -48,16 +48,19 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
 def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
     """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike.
 
-    One scatter for all rows. Of a single row XLA would make a `dynamic_update_slice`, and on CPU fuse that twice, into
+    A scatter, row by row. Of a single update XLA would make a `dynamic_update_slice`, and on CPU fuse that twice, into
     the cache and into the product that reads it, each time with a copy of all slots. So there is one more update: it
-    lies out of bounds and is dropped.
+    lies out of bounds and is dropped. It belongs to the row, so that a batch may be sharded.
     """
-    rows = jnp.append(jnp.arange(start.size), 0)
-    at = jnp.stack([rows, jnp.append(start, slots.shape[axis])], axis=1)
-    updates = jnp.pad(new.astype(slots.dtype), ((0, 1), (0, 0), (0, 0), (0, 0)))
-    dims = lax.ScatterDimensionNumbers(update_window_dims=(1, 2, 3), inserted_window_dims=(0,),
-                                       scatter_dims_to_operand_dims=(0, axis))  # fmt: skip
-    return lax.scatter(slots, at, updates, dims, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(), scatter_dims_to_operand_dims=(axis - 1,)
+    )
+
+    def row(slots: Array, new: Array, start: Array) -> Array:
+        at = jnp.stack([start, jnp.full_like(start, slots.shape[axis - 1])])[:, None]
+        return lax.scatter(slots, at, jnp.stack([new, new]), dims, mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+    return jax.vmap(row)(slots, new.astype(slots.dtype), start)
 
 
 def visible(positions: Array, num_slots: int) -> Array:

@@ -137,6 +137,10 @@ def _check_target(target: Any) -> None:
 
 def _check_drafter(drafter: Any, vocab_size: int) -> None:
     missing = [name for name in ("init", "propose", "commit", "vocab_size") if not hasattr(drafter, name)]
+    if isinstance(drafter, type):
+        raise TypeError(
+            f"draft is the class {drafter.__name__}; pass an object of it, such as {drafter.__name__}(...)."
+        )
     if missing:
         raise TypeError(f"draft is a {type(drafter).__name__} without {', '.join(missing)}; "
                         "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip

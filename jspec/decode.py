@@ -14,7 +14,7 @@ from jspec.accept import RULES, Rule
 from jspec.cache import prefill
 from jspec.checks import as_array, check_arguments, check_measurable, check_rule, check_tuning
 from jspec.drafters.base import Drafter
-from jspec.drafters.model import ModelDrafter
+from jspec.drafters.model import as_drafter
 from jspec.keys import rehearsal
 from jspec.llama import Llama
 from jspec.round import Record, Request, State, play_round
@@ -58,7 +58,9 @@ def speculative_generate(
     eos_ids: Any = (),
     pad_id: int = 0,
 ) -> Output:
-    """Decode with a draft; the text has exactly the law of `generate` (Leviathan et al. 2023; Chen et al. 2023).
+    """Decode with a draft; under an exact rule the text has exactly the law of `generate`.
+
+    Speculative decoding, after Leviathan et al. 2023 and Chen et al. 2023.
 
     Can be called inside a caller's own `jax.jit`; then only shapes are checked, for there are no values yet.
 
@@ -76,8 +78,9 @@ def speculative_generate(
             of two. As the number is measured, the text drawn with one key may differ from process to process; its law
             does not. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request.
-        accept: the acceptance rule. Exact: "rejection"; "block", which keeps at least as much; "coupled", whose text is
-            that of `generate` with the same keys. Or an object such as ``jspec.Lenient(0.5)``, see `jspec.lossy`.
+        accept: the acceptance rule. Exact are "rejection"; "block", which keeps as much or more in expectation; and
+            "coupled", whose text is that of `generate` with the same keys, but for rounding. An object such as
+            ``jspec.Lenient(0.5)`` is not exact, see `jspec.lossy`.
         eos_ids: tokens that end a row: a sequence of ids, or ``int32[B, n]`` with -1 for "none".
         pad_id: fills ``out.tokens`` after a row's end.
 
@@ -89,11 +92,11 @@ def speculative_generate(
         TypeError: keys are raw, or an argument has the wrong type.
     """
     rule = check_rule(accept)
-    drafter: Any = ModelDrafter(draft) if isinstance(draft, Llama) else draft
+    drafter: Any = as_drafter(draft)
     tokens, lengths, eos_ids = _arrays(tokens, lengths, eos_ids)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
-        num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling)
+        num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
     return _decode(target, drafter if num_draft_tokens else None, tokens, lengths, keys,
                    *_traced(sampling, eos_ids, pad_id),
                    max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, rule=rule)  # fmt: skip
@@ -109,6 +112,7 @@ def tune(
     max_new_tokens: int = 128,
     sampling: SamplingParams = SamplingParams(),
     max_draft_tokens: int = 8,
+    accept: str | Rule = "rejection",
 ) -> Tuning:
     """Measure on this device how many tokens to draft a round: the K with the most tokens a second, or 0 for none.
 
@@ -125,6 +129,7 @@ def tune(
             limits in `sampling` are ignored, and no key is used as it is, so that it may be used again.
         max_new_tokens: of the generations to come, for the size of the cache is part of the cost.
         max_draft_tokens: the largest K to consider.
+        accept: the rule, as for `speculative_generate`.
 
     Returns:
         `Tuning`. Its ``num_draft_tokens``, if it is not 0, is what to pass to `speculative_generate`.
@@ -132,9 +137,10 @@ def tune(
     Raises:
         ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
     """
-    drafter: Any = ModelDrafter(draft) if isinstance(draft, Llama) else draft
+    drafter: Any = as_drafter(draft)
     tokens, lengths, eos_ids = _arrays(tokens, lengths, ())
     check_tuning(max_new_tokens, max_draft_tokens)
+    rule = check_rule(accept)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     trials = [rehearsal(keys, number) for number in range(TRIALS)]
@@ -145,13 +151,20 @@ def tune(
         if num_draft_tokens == 0:
             return generate(target, *request, max_new_tokens=max_new_tokens, sampling=limited)
         return speculative_generate(target, drafter, *request, max_new_tokens=max_new_tokens,
-                                    num_draft_tokens=num_draft_tokens, sampling=limited)  # fmt: skip
+                                    num_draft_tokens=num_draft_tokens, sampling=limited, accept=rule)  # fmt: skip
 
     return measure(run, int(max_new_tokens), int(max_draft_tokens))
 
 
 def _auto(
-    target: Llama, drafter: Drafter, tokens: Any, lengths: Any, keys: Array, max_new_tokens: int, sampling: Any
+    target: Llama,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any,
+    keys: Array,
+    max_new_tokens: int,
+    sampling: Any,
+    rule: Rule,
 ) -> int:
     """The K that `tune` finds for a request, or found for one like it; 0 where the models have no room to measure."""
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
@@ -163,9 +176,9 @@ def _auto(
         return 0
     found = remembered(
         models=(target, drafter),
-        circumstances=(most, circumstances(tokens, new, sampling)),
+        circumstances=(most, rule, circumstances(tokens, new, sampling)),
         find=lambda: tune(target, drafter, tokens, lengths, keys, max_new_tokens=new, sampling=sampling,
-                          max_draft_tokens=most),
+                          max_draft_tokens=most, accept=rule),
     )  # fmt: skip
     return found.num_draft_tokens
 

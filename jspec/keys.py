@@ -2,8 +2,8 @@
 
 A request owns one key. Each random draw of it has its own stream, named by the absolute position of the token it is
 for and by its purpose, so a request's text depends on its key and prompt alone: not on the batch, its slot in it, or
-how many rounds came before. Two purposes never share a stream: noise shared by the draft and the correction biases
-the output.
+how many rounds came before. Two purposes never share a stream: under rejection, noise shared by the draft and the
+correction biases the output. (The rule "coupled" drafts with the target's own noise, and decides by nothing else.)
 
 A position that is judged again after a rejection before it reuses its streams. That is exact: the noise of position t
 decides nothing before t, so it is still independent of all that has been committed when it is used again. Where that

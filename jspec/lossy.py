@@ -7,6 +7,7 @@ requests bounds the total variation distance of whole texts.
 """
 
 import dataclasses
+import numbers
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ class TopK:
     shares_noise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+        if isinstance(self.k, bool) or not isinstance(self.k, numbers.Integral) or self.k < 1:
             raise ValueError(f"k must be an int of at least 1; got {self.k!r}.")
 
     def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
@@ -108,5 +109,5 @@ def _judge(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: 
 
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < value <= high:
         raise ValueError(f"{name} must be a number above {low} and at most {high}; got {value!r}.")

@@ -1,14 +1,15 @@
 """One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jspec.accept import Rule
 from jspec.cache import KVCache
-from jspec.drafters.base import Context
+from jspec.drafters.base import Context, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -77,6 +78,8 @@ def play_round(
         target_probs = token_probs(target.logits(hidden), request.warp, state.seen, draft.tokens)
     with jax.named_scope("accept"):
         verdict = rule.judge(request.keys, state.lengths, draft, target_probs)
+        if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
+            verdict = dataclasses.replace(verdict, distortion=jnp.full(fed.shape, jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None:
             drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
@@ -97,7 +100,9 @@ def _propose(
         draw, vocab_size = target_noise if rule.shares_noise else draft_noise, target.config.vocab_size
         noise = draw(request.keys, positions, vocab_size)
         context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen, vocab_size)
-        return drafter.propose(state.drafter, context, num_draft_tokens)
+        draft, drafter_state = drafter.propose(state.drafter, context, num_draft_tokens)
+        # With 64-bit types enabled, a user's arrays are easily wider than the program's.
+        return Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32)), drafter_state
 
 
 def _commit(
@@ -127,24 +132,29 @@ def _commit(
     paid = 0.0
     if verdict.distortion is not None:
         paid = jnp.where(kept, verdict.distortion, 0).sum(1)
+    offered = jnp.minimum(_num_guessed(draft), remaining)
+    accepted = jnp.minimum(num_accepted, count)
+    offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
     record = Record(
-        _write(record.logprobs, log_law, written),
-        _write(record.origins, jnp.where(from_draft, ACCEPTED, after).astype(jnp.int8), written),
-        _count(record.stats, state.done, jnp.minimum(num_accepted, count), to_eos, remaining, invalid, paid),
+        put(record.logprobs, log_law, written),
+        put(record.origins, jnp.where(from_draft, ACCEPTED, after).astype(jnp.int8), written),
+        _count(record.stats, state.done, offered, accepted, invalid, paid),
     )
     seen = None if state.seen is None else add_seen(state.seen, emitted, kept)
-    tokens = _write(state.tokens, emitted, state.lengths)
+    tokens = put(state.tokens, emitted, state.lengths)
     done = state.done | ended | invalid
     return State(tokens, state.lengths + count, done, state.cache, state.drafter, seen), record
 
 
-def _count(
-    stats: Stats, done: Array, accepted: Array, to_eos: Array, remaining: Array, invalid: Array, paid: Array | float
-) -> Stats:
-    """`stats` after a round in which `accepted` drafted tokens were committed."""
+def _num_guessed(draft: Draft) -> Array:
+    """How many tokens of each draft come before one that is no guess, ``int32[B]``."""
+    guessed = at_tokens(draft.probs, draft.tokens) > 0
+    return jnp.cumprod(guessed.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+
+
+def _count(stats: Stats, done: Array, offered: Array, accepted: Array, invalid: Array, paid: Array | float) -> Stats:
+    """`stats` after a round in which `accepted` of `offered` drafted tokens were committed."""
     num_draft_tokens = stats.accepted_at.shape[1]
-    offered = jnp.minimum(num_draft_tokens, remaining)
-    offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
     return Stats(
         rounds=stats.rounds + ~done,
         drafted=stats.drafted + jnp.where(done, 0, offered),
@@ -153,8 +163,3 @@ def _count(
         invalid=stats.invalid | invalid,
         distortion=stats.distortion + paid,
     )
-
-
-def _write(buffer: Array, new: Array, start: Array) -> Array:
-    """``buffer[B, W]`` with ``new[B, S]`` from column ``start[b]`` of each row."""
-    return jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))(buffer, new, start)

@@ -66,7 +66,7 @@ class Stats:
         accepted_at: ``int32[B, K]``, rounds in which draft k was committed.
         invalid: ``bool[B]``, the target's logits were NaN, +inf or all -inf; the row stopped there.
         distortion: ``float32[B]``, the receipt of a lossy rule: the total variation distance between the law each token
-            was drawn from and the target's, summed over the text. 0 for an exact rule.
+            was drawn from and the target's, summed over the text. 0 for an exact rule, NaN for a lossy one without.
     """
 
     rounds: Array

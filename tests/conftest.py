@@ -64,6 +64,13 @@ def quick_compile():
 
 
 @pytest.fixture
+def freed_programs():
+    """Frees compiled programs after the test: a process may map only so much memory, and XLA ends it there."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def compilations():
     """``compilations()``: how many programs XLA has compiled since the test began."""
     events = []

@@ -1,6 +1,7 @@
 """Drafters other than a model: whatever they remember, the law of the text stays the target's."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import drafters
 import jax
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jspec
+from jspec.drafters import fallback
 from jspec.types import Draft, pytree
 
 DRAWS = 200_000
@@ -78,16 +80,87 @@ def test_a_cascade_drafts_what_its_middle_model_would(report, toy, prompts):
     report(cascades=2 * len(smalls), tokens=int(expected.lengths.sum()), accepted=int(expected.stats.accepted.sum()))
 
 
-def test_a_fallback_reads_what_the_other_drafted(toy, prompts):
-    """With the target behind it: where lookup is silent every draft is kept, though lookup wrote some of the text."""
-    target, batch = toy(0), prompts([9, 5, 8, 7])
-    drafter = jspec.FallbackDrafter(jspec.NGramDrafter(1, 1), jspec.ModelDrafter(target))
-    greedy = jspec.SamplingParams(temperature=0.0)
-    out = drafters.generate(target, drafter, batch, max_new_tokens=48, num_draft_tokens=3, sampling=greedy)
-    lookup = drafters.generate(target, jspec.NGramDrafter(1, 1), batch, max_new_tokens=48, num_draft_tokens=3,
-                               sampling=greedy)  # fmt: skip
-    np.testing.assert_array_equal(out.tokens, lookup.tokens)
-    assert out.stats.rounds.sum() < lookup.stats.rounds.sum()
+@pytree
+class OnAndOff:
+    """Guesses token 0, at every other position."""
+
+    vocab_size = None
+    max_positions = None
+
+    def init(self, tokens, num_slots):
+        return ()
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.zeros((context.lengths.size, num_draft_tokens), int)
+        tells = (context.lengths % 2 == 0)[:, None, None]
+        return Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size) * tells), state
+
+    def commit(self, state, draft, verdict, hidden):
+        return state
+
+
+@pytree
+class Watched(jspec.ModelDrafter):
+    """Notes in `ERRORS` how far its first law is from the one it has without a cache."""
+
+    def propose(self, cache, context, num_draft_tokens):
+        draft, cache = super().propose(cache, context, num_draft_tokens)
+        last = (context.lengths - 1)[:, None, None]
+        law = jax.nn.softmax(jnp.take_along_axis(self.model(context.tokens), last, axis=1)[:, 0])
+        jax.debug.callback(lambda error: ERRORS.append(float(error)), jnp.abs(law - draft.probs[:, 0]).max())
+        return draft, cache
+
+
+ERRORS = []
+
+
+def worst_law(k, small_k):
+    """Of a drafter that falls back to the target, itself or, if `small_k` is not 0, within a cascade."""
+    ERRORS.clear()
+    jax.clear_caches()
+    target, rows = toys.tiny_llama(10), 32
+    drafter = jspec.FallbackDrafter(OnAndOff(), Watched(target))
+    if small_k:
+        drafter = jspec.CascadeDrafter(target, drafter, small_k)
+    tokens = np.random.default_rng(0).integers(8, size=(rows, 5))
+    batch = tokens, np.arange(rows) % 5 + 1, jax.random.split(jax.random.key(0), rows)
+    drafters.generate(target, drafter, batch, max_new_tokens=32, num_draft_tokens=k)
+    jax.effects_barrier()
+    assert len(ERRORS) > 8
+    return max(ERRORS)
+
+
+@pytest.mark.parametrize(("k", "small_k"), [(3, 0), (3, 2), (4, 3), (2, 4)])
+def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k):
+    error = worst_law(k, small_k)
+    # The planted bug: it reads as many tokens as if it had written all drafts itself.
+    monkeypatch.setattr(fallback, "dataclasses", SimpleNamespace(replace=lambda context, **_: context))
+    planted = worst_law(k, small_k)
+    report(error=f"{error:.1e}", planted=f"{planted:.2f}")
+    assert error < 1e-5
+    if small_k == 0:  # in a cascade nearly all rounds are too short to show it
+        assert planted > 0.01
+
+
+def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
+    target, draft, batch = toy(0), toy(0, distance=0.1), prompts([3, 2])
+    for wrapped, bare in ((jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.ModelDrafter(draft)),
+                           jspec.FallbackDrafter(jspec.NGramDrafter(), draft)),
+                          (jspec.CascadeDrafter(target, jspec.ModelDrafter(draft)),
+                           jspec.CascadeDrafter(target, draft))):  # fmt: skip
+        expected, out = (drafters.generate(target, part, batch, max_new_tokens=8) for part in (wrapped, bare))
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+    for drafter, message in ((jspec.NGramDrafter, r"draft is the class NGramDrafter; pass an object of it"),
+                             (jspec.CascadeDrafter(jspec.ModelDrafter(draft), draft), "middle is a ModelDrafter; pass"),
+                             ):  # fmt: skip
+        with pytest.raises(TypeError, match=message):
+            jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
+
+
+def test_what_was_not_guessed_was_not_drafted(toy, prompts):
+    batch = prompts([3, 2])
+    out = drafters.generate(toy(0), jspec.NGramDrafter(60, 60), batch, max_new_tokens=16, num_draft_tokens=4)
+    assert out.stats.drafted.sum() == 0 and (out.stats.rounds == 16).all()
 
 
 def looked_up(tokens, max_ngram, min_ngram, k):

@@ -16,7 +16,7 @@ import jspec
 from jspec.accept import RULES
 from jspec.sampling import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 SETTINGS = ({"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8})
 # Some prompts repeat themselves, so that lookup has something to find.
@@ -120,6 +120,17 @@ def test_alone_as_in_a_batch(report, toy, prompts, name):
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
         np.testing.assert_array_equal(alone.stats.accepted_at[0], together.stats.accepted_at[row])
     report(requests=len(lengths), tokens=int(together.lengths.sum()), accepted=int(together.stats.accepted.sum()))
+
+
+@pytest.mark.parametrize("rule", ["block", jspec.Lenient(0.5)], ids=str)
+@pytest.mark.parametrize("name", drafters.NAMES)
+def test_it_runs_with_64_bit_types_enabled(toy, prompts, name, rule):
+    tokens, lengths, keys = prompts([4, 1])
+    drafter = drafters.make(name, toy(0), toy(1))
+    with jax.enable_x64(True):
+        batch = tokens.astype(np.int64), lengths, keys
+        out = drafters.generate(toy(0), drafter, batch, max_new_tokens=4, num_draft_tokens=2, accept=rule)
+    np.testing.assert_array_equal(out.lengths, 4)
 
 
 @pytest.mark.parametrize("name", ["model", "cascade", "nested cascade"])

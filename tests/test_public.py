@@ -79,7 +79,7 @@ def test_the_signatures_that_callers_rely_on():
     options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.speculative_generate) == expected
-    options = ["max_new_tokens", "sampling", "max_draft_tokens"]
+    options = ["max_new_tokens", "sampling", "max_draft_tokens", "accept"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.tune) == expected
     assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize"]

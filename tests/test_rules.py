@@ -1,5 +1,7 @@
 """The rules beside rejection: block verification enumerated, coupling against plain decoding, receipts against laws."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +96,21 @@ def test_block_verification_enumerated(report):
            mean_gain=f"{np.mean(gains):.3f} drafts a round")  # fmt: skip
     assert max(errors) <= 1e-12
     assert min(gains) >= -1e-12 and max(gains) > 0.01
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_broken_context_is_neither_avoided_nor_hidden(report, name):
+    """After token 0 the target's logits are NaN: half of the texts must end there, under every rule."""
+    target = toys.MarkovModel(jnp.array([[jnp.nan, jnp.nan], [0.0, 0.0]]))
+    draft = toys.MarkovModel(jnp.log(jnp.array([[0.9, 0.1]] * 2)))
+    draws = 20_000
+    out = jspec.speculative_generate(target, ModelDrafter(draft), np.ones((draws, 1), int), np.ones(draws, int),
+                                     jax.random.split(jax.random.key(0), draws), max_new_tokens=2, num_draft_tokens=2,
+                                     accept=name)  # fmt: skip
+    broken = np.asarray(out.stats.invalid)
+    report(texts=draws, ended_there=broken.mean())
+    assert abs(broken.mean() - 0.5) < 4 * 0.5 / draws**0.5
+    np.testing.assert_array_equal(out.tokens[:, 0] == 0, broken)
 
 
 def texts(rule, seed, draws=200_000, k=3):
@@ -230,6 +247,14 @@ def test_exact_rules_pay_nothing(name):
     np.testing.assert_array_equal(texts(RULES[name], seed=3, draws=8)[2].stats.distortion, 0)
 
 
+def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact():
+    @dataclasses.dataclass(frozen=True)
+    class Silent(Rejection):
+        exact = False
+
+    assert np.isnan(texts(Silent(), seed=3, draws=8)[2].stats.distortion).all()
+
+
 def test_more_leniency_keeps_more_drafts(report):
     """The direction of table 5 of Leviathan et al. 2023."""
     rates = [np.mean(np.asarray(texts(rule, seed=4, draws=20_000)[2].stats.accepted))
@@ -248,10 +273,15 @@ def test_more_leniency_keeps_more_drafts(report):
     (lambda: jspec.TopK(1.5), "k must be an int"),
     (lambda: jspec.Threshold(-0.1), "probability must be"),
     (lambda: jspec.Threshold(True), "probability must be"),
+    (lambda: jspec.TopK(True), "k must be an int"),
 ])  # fmt: skip
 def test_impossible_numbers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numpy_numbers_are_numbers():
+    assert jspec.Lenient(np.float32(0.5)) == jspec.Lenient(0.5) and jspec.TopK(np.int64(2)) == jspec.TopK(2)
 
 
 def test_every_lossy_rule_says_so():

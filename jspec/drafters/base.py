@@ -4,6 +4,8 @@ A drafter is any pytree with these three methods. What it returns from `propose`
 drawn from; as long as that is true, nothing a drafter does can change the law of the text, only its speed.
 """
 
+import dataclasses
+import functools
 from typing import Any, Protocol
 
 import jax
@@ -12,10 +14,15 @@ from jax import Array, lax
 
 from jspec.probs import choose
 from jspec.sampling import Seen, Warp
-from jspec.types import Draft, Verdict, pytree
+from jspec.types import Draft, Verdict
 
 
-@pytree
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "lengths", "noise", "warp", "seen"],
+    meta_fields=["vocab_size", "unread"],
+)
+@dataclasses.dataclass(frozen=True)
 class Context:
     """What a drafter may look at.
 
@@ -65,7 +72,7 @@ class Drafter(Protocol):
         ...
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
-        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the target's states over it."""
+        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it."""
         ...
 
 
@@ -77,5 +84,14 @@ def window(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[
         `before`; and the index ``int32[B]`` of the row's last token among them.
     """
     start = jnp.maximum(lengths - before, 0)
-    cut = jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (before + after,)))(tokens, start)
-    return cut, start, lengths - 1 - start
+    return cut(tokens, start, before + after), start, lengths - 1 - start
+
+
+def cut(rows: Array, start: Array, size: int) -> Array:
+    """``rows[b, start[b] : start[b] + size]`` of every row."""
+    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, start)
+
+
+def put(rows: Array, new: Array, start: Array) -> Array:
+    """`rows` with ``new[b]`` from index ``start[b]`` of row b on."""
+    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))(rows, new, start)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from jax import Array, lax
 
 from jspec.accept import judge_coupled
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context, window
+from jspec.drafters.base import Context, cut, put, window
+from jspec.drafters.model import as_drafter
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.types import Draft, Verdict, pytree
 
@@ -41,7 +43,7 @@ class CascadeDrafter:
 
     Attributes:
         middle: a `jspec.Llama` with the target's vocabulary.
-        small: any drafter.
+        small: any drafter, or a model.
         num_small_draft_tokens: tokens that `small` guesses for each pass of `middle`.
     """
 
@@ -50,12 +52,15 @@ class CascadeDrafter:
     num_small_draft_tokens: int = 3
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "small", as_drafter(self.small))
         k = self.num_small_draft_tokens
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 1:
             raise ValueError(f"num_small_draft_tokens must be an int of at least 1; got {k!r}.")
 
     @property
     def vocab_size(self) -> int:
+        if not hasattr(self.middle, "config"):
+            raise TypeError(f"middle is a {type(self.middle).__name__}; pass a model, as jspec.load(...) returns it.")
         size = self.middle.config.vocab_size
         if self.small.vocab_size not in (None, size):
             raise ValueError(f"CascadeDrafter combines vocabularies of {size} and {self.small.vocab_size} tokens; "
@@ -90,7 +95,7 @@ class CascadeDrafter:
             lambda progress: self._round(progress, dataclasses.replace(context, noise=noise), num_draft_tokens),
             progress,
         )
-        tokens = _cut(progress.tokens, context.lengths, num_draft_tokens)
+        tokens = cut(progress.tokens, context.lengths, num_draft_tokens)
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
 
     def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
@@ -101,35 +106,25 @@ class CascadeDrafter:
         """One round; in rows whose draft is complete it changes nothing of it."""
         counts, k = progress.counts, self.num_small_draft_tokens
         lengths = context.lengths + counts
-        noise = _cut(context.noise, counts, k + 1)
+        noise = cut(context.noise, counts, k + 1)
         # Behind what the target may have added since the last draft there is a token that `middle` has added.
         inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise, seen=progress.seen,
                                     unread=context.unread + 1)  # fmt: skip
         guess, small = self.small.propose(progress.small, inner, k)
-        tokens = _put(progress.tokens, guess.tokens, lengths)
+        tokens = put(progress.tokens, guess.tokens, lengths)
         fed, start, last = window(tokens, lengths, context.unread, k)
         hidden, cache = self.middle.forward(fed, progress.cache, start)
         hidden = jnp.take_along_axis(hidden, (last[:, None] + jnp.arange(k + 1))[..., None], axis=1)
         probs = token_probs(self.middle.logits(hidden), context.warp, progress.seen, guess.tokens)
         verdict = judge_coupled(noise, guess, probs)
-        emitted = _cut(_put(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted), lengths, k + 1)
+        emitted = cut(put(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted), lengths, k + 1)
         gained = jnp.minimum(verdict.num_accepted + 1, num_draft_tokens - counts)
         kept = jnp.arange(k + 1) < gained[:, None]
         return _Progress(
             counts=counts + gained,
-            tokens=_put(progress.tokens, emitted, lengths),
-            probs=_put(progress.probs, probs, counts),
+            tokens=put(progress.tokens, emitted, lengths),
+            probs=put(progress.probs, probs, counts),
             seen=None if progress.seen is None else add_seen(progress.seen, emitted, kept),
             cache=cache,
             small=self.small.commit(small, guess, verdict, hidden),
         )
-
-
-def _cut(rows: Array, start: Array, size: int) -> Array:
-    """``rows[b, start[b] : start[b] + size]`` of every row."""
-    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, start)
-
-
-def _put(rows: Array, new: Array, start: Array) -> Array:
-    """`rows` with ``new[b]`` from index ``start[b]`` of row b on."""
-    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))(rows, new, start)

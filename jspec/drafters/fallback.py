@@ -8,15 +8,23 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.drafters.base import Context
+from jspec.drafters.model import as_drafter
 from jspec.types import Draft, Verdict, pytree
 
 
 @pytree
 class FallbackDrafter:
-    """Drafts with `first` where it has a guess for the next token, else with `second`. Both run every round."""
+    """Drafts with `first` where it has a guess for the next token, else with `second`; drafters or models.
+
+    Both run every round.
+    """
 
     first: Any
     second: Any
+
+    def __post_init__(self) -> None:
+        for name in ("first", "second"):
+            object.__setattr__(self, name, as_drafter(getattr(self, name)))
 
     @property
     def vocab_size(self) -> int | None:
@@ -37,7 +45,7 @@ class FallbackDrafter:
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
         """Row by row the one draft or the other. What a round commits, one of the two may never have read."""
-        context = dataclasses.replace(context, unread=max(context.unread, num_draft_tokens + 1))
+        context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         first, first_state = self.first.propose(state[0], context, num_draft_tokens)
         second, second_state = self.second.propose(state[1], context, num_draft_tokens)
         guessed = first.probs[:, 0].sum(-1) > 0

@@ -8,6 +8,7 @@ from jax import Array
 from jspec.cache import KVCache, prefill
 from jspec.drafters.base import Context, window
 from jspec.drafters.chain import draft_chain
+from jspec.llama import Llama
 from jspec.types import Draft, Verdict, pytree
 
 
@@ -49,3 +50,8 @@ class ModelDrafter:
     def commit(self, cache: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
         """Nothing to do: the cache rolls back with the row's length."""
         return cache
+
+
+def as_drafter(draft: Any) -> Any:
+    """The drafter that `draft` is, or that drafts with the model it is."""
+    return ModelDrafter(draft) if isinstance(draft, Llama) else draft

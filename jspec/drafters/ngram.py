@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class NGramDrafter:
     def __post_init__(self) -> None:
         for name in ("max_ngram", "min_ngram"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={self.min_ngram} is more than max_ngram={self.max_ngram}; swap them.")
@@ -43,7 +44,7 @@ class NGramDrafter:
     def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
         """The tokens behind the match, each with a one-hot law; laws of zeros in a row without a match."""
         tokens, found = jax.vmap(self._copy, (0, 0, None))(context.tokens, context.lengths, num_draft_tokens)
-        laws = jax.nn.one_hot(tokens, context.vocab_size) * found[:, None, None]
+        laws = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32) * found[:, None, None]
         return Draft(tokens, laws), state
 
     def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:

@@ -10,7 +10,7 @@ from jspec.drafters.base import Context
 from jspec.drafters.chain import draft_chain
 from jspec.types import Draft, Verdict, pytree
 
-_MOST_BYTES = 2**31
+_MOST_BYTES = 2**30
 
 
 @pytree
@@ -68,7 +68,7 @@ class BigramDrafter:
 
         Raises:
             ValueError: fewer than two tokens, tokens outside the vocabulary, smoothing that is not positive, or a
-                vocabulary whose table would not fit in 2 GiB.
+                vocabulary whose table would not fit in 1 GiB.
         """
         if 4 * vocab_size**2 > _MOST_BYTES:
             raise ValueError(f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
@@ -77,7 +77,8 @@ class BigramDrafter:
         counts = np.zeros((vocab_size, vocab_size))
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
         counts += smoothing * _unigram(tokens, vocab_size, smoothing)
-        return cls(jnp.asarray(np.log(counts / counts.sum(1, keepdims=True)), jnp.float32))
+        counts /= counts.sum(1, keepdims=True)
+        return cls(jnp.asarray(np.log(counts, out=counts), jnp.float32))
 
     @property
     def vocab_size(self) -> int:
