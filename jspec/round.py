@@ -131,7 +131,7 @@ def _commit(
     after = jnp.where(num_accepted == width - 1, BONUS, CORRECTED)[:, None]
     paid = 0.0
     if verdict.distortion is not None:
-        paid = jnp.where(kept, verdict.distortion, 0).sum(1)
+        paid = jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
     offered = jnp.minimum(_num_guessed(draft), remaining)
     accepted = jnp.minimum(num_accepted, count)
     offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
