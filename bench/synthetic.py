@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.accept import next_probs
+from jspec.accept import length_of_prefix, next_probs
 from jspec.keys import Purpose, stream, uniform
 from jspec.probs import sample
 from jspec.types import Draft, Verdict
@@ -26,6 +26,6 @@ class Synthetic:
     def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         num_draft_tokens = draft.tokens.shape[1]
         uniforms = uniform(stream(keys, start[:, None] + jnp.arange(num_draft_tokens), Purpose.ACCEPT))
-        accepted = jnp.cumprod((uniforms < self.acceptance).astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+        accepted = length_of_prefix(uniforms < self.acceptance)
         next_keys = stream(keys, start + accepted, Purpose.TARGET)
         return Verdict(accepted, sample(next_keys, next_probs(accepted, draft, target_probs)))

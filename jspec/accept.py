@@ -116,7 +116,7 @@ def judge_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
     # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
     p, q = (at_tokens(law, draft.tokens) for law in (target_probs[:, :-1], draft.probs))
     lawful = (p > 0) & (q > 0) & (q < jnp.inf)
-    num_accepted = _length_of_prefix(lawful & (draft.tokens == drawn[:, :-1]))
+    num_accepted = length_of_prefix(lawful & (draft.tokens == drawn[:, :-1]))
     return Verdict(num_accepted, jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0])
 
 
@@ -135,7 +135,7 @@ def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:
         ``int32[B]`` in 0..K.
     """
     q = at_tokens(draft.probs, draft.tokens)
-    return _length_of_prefix((q > 0) & (uniforms * q < at_tokens(bound, draft.tokens)))
+    return length_of_prefix((q > 0) & (uniforms * q < at_tokens(bound, draft.tokens)))
 
 
 def next_probs(num_accepted: Array, draft: Draft, target_probs: Array, weight: Array | None = None) -> Array:
@@ -154,11 +154,11 @@ def next_probs(num_accepted: Array, draft: Draft, target_probs: Array, weight: A
 def block_weights(draft: Draft, target_probs: Array) -> Array:
     """How much of the first i drafts' mass the target can take, ``[B, K + 1]``: ``w_i = min(1, w_{i-1} p/q)``, w_0 = 1.
 
-    Equation 4 of Sun et al. 2024. 0 behind a token that was not drawn from q.
+    After Sun et al. 2024, algorithm 2. 0 behind a token that was not drawn from q.
     """
     p = at_tokens(target_probs[:, :-1], draft.tokens)
     q = at_tokens(draft.probs, draft.tokens)
-    weights = [jnp.ones_like(p[:, 0] if p.shape[1] else target_probs[:, 0, 0])]
+    weights = [jnp.ones_like(target_probs[:, 0, 0])]
     for k in range(draft.tokens.shape[1]):
         mass = weights[-1] * p[:, k]
         weights.append(jnp.where(q[:, k] > 0, jnp.where(mass >= q[:, k], 1, mass / q[:, k]), 0))
@@ -169,7 +169,7 @@ def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
     """The chance that at least the first i drafts are kept, given that no more are, ``[B, K]`` for i = 1 .. K.
 
     ``l / (l + 1 - w_i)`` with ``l = sum_x max(w_i p(x) - q(x), 0)`` at the position behind them, and w_K for all K
-    (equations 3 and 5 of Sun et al. 2024).
+    (Sun et al. 2024, algorithm 2).
     """
     weight, q = weights[:, 1:-1], draft.probs[:, 1:]
     mass = weight[..., None] * target_probs[:, 1:-1]
@@ -185,6 +185,6 @@ def _positions(start: Array, count: int) -> Array:
     return start[:, None] + jnp.arange(count)
 
 
-def _length_of_prefix(kept: Array) -> Array:
+def length_of_prefix(kept: Array) -> Array:
     """How many of ``kept[B, K]`` are true before the first that is not."""
     return jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)

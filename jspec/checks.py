@@ -123,7 +123,7 @@ def _check_whole(name: str, value: Any, or_else: str = "") -> None:
         if not isinstance(value, bool) and operator.index(value) >= 1:
             return
     except TypeError:
-        pass
+        pass  # no whole number at all: that deserves the same sentence
     raise ValueError(f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; "
                      f"got {value!r}.")  # fmt: skip
 

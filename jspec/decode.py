@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from jspec.accept import RULES, Rule
 from jspec.cache import prefill
 from jspec.checks import as_array, check_arguments, check_measurable, check_rule, check_tuning
-from jspec.drafters.base import Drafter
+from jspec.drafters.base import Drafter, cut
 from jspec.drafters.model import as_drafter
 from jspec.keys import rehearsal
 from jspec.llama import Llama
@@ -261,7 +261,7 @@ def _start(
 
 def _finish(state: State, record: Record, prompt_lengths: Array, pad_id: Array, max_new_tokens: int) -> Output:
     """Cut the new tokens out of the buffers and blank what lies past each row's end."""
-    new = jax.vmap(lambda row, start: lax.dynamic_slice(row, (start,), (max_new_tokens,)))(state.tokens, prompt_lengths)
+    new = cut(state.tokens, prompt_lengths, max_new_tokens)
     lengths = state.lengths - prompt_lengths
     kept = jnp.arange(max_new_tokens) < lengths[:, None]
     return Output(

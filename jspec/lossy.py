@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.accept import judge_tokens
-from jspec.types import Draft, Verdict
+from jspec.types import Draft, Verdict, check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Lenient:
 
 @dataclasses.dataclass(frozen=True)
 class Typical:
-    """Typical acceptance: keep x where ``p(x) > min(epsilon, delta exp(-H(p)))``, H being entropy (Medusa, 2.3.1).
+    """Typical acceptance: keep x where ``p(x) > min(epsilon, delta exp(-H(p)))``, H being entropy (Medusa).
 
     Attributes:
         epsilon: in (0, 1], the probability that is always enough.
-        delta: in (0, 1], how much less is enough where the target is undecided. Medusa: 0.09 and 0.3.
+        delta: in (0, 1], how much less is enough where the target is undecided. Medusa's code: 0.09 and 0.3.
     """
 
     epsilon: float
@@ -71,8 +71,7 @@ class TopK:
     shares_noise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, numbers.Integral) or self.k < 1:
-            raise ValueError(f"k must be an int of at least 1; got {self.k!r}.")
+        check_count("k", self.k)
 
     def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         p = target_probs[:, :-1]

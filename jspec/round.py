@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.accept import Rule
+from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache
 from jspec.drafters.base import Context, put
 from jspec.keys import draft_noise, target_noise
@@ -132,7 +132,8 @@ def _commit(
     paid = 0.0
     if verdict.distortion is not None:
         paid = jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
-    offered = jnp.minimum(_num_guessed(draft), remaining)
+    guessed = length_of_prefix(at_tokens(draft.probs, draft.tokens) > 0)
+    offered = jnp.minimum(guessed, remaining)
     accepted = jnp.minimum(num_accepted, count)
     offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
     record = Record(
@@ -144,12 +145,6 @@ def _commit(
     tokens = put(state.tokens, emitted, state.lengths)
     done = state.done | ended | invalid
     return State(tokens, state.lengths + count, done, state.cache, state.drafter, seen), record
-
-
-def _num_guessed(draft: Draft) -> Array:
-    """How many tokens of each draft come before one that is no guess, ``int32[B]``."""
-    guessed = at_tokens(draft.probs, draft.tokens) > 0
-    return jnp.cumprod(guessed.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def _count(stats: Stats, done: Array, offered: Array, accepted: Array, invalid: Array, paid: Array | float) -> Stats:

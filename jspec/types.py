@@ -8,12 +8,19 @@ and ``draft_probs``. Both are the laws *after* every sampling transform, in floa
 """
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+import numbers
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 from jax import Array
 
 T = TypeVar("T", bound=type)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises ValueError for what is no whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
 
 
 @dataclass_transform(frozen_default=True)

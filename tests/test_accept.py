@@ -70,15 +70,20 @@ def test_acceptance_and_residual_add_up_to_the_target(report, dtype, tolerance):
     assert threshold_error <= tolerance
 
 
+def tables(rng, vocab_size, k):
+    """Laws p and q after every prefix, all paths of k drafts as one `Draft`, and the target's laws along each."""
+    paths = np.array(list(np.ndindex((vocab_size,) * k)), np.int32)
+    p = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k + 1)]
+    q = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k)]
+    prefix = np.stack([np.arange(len(paths)) // vocab_size ** (k - n) for n in range(k + 1)], axis=1)
+    draft = Draft(jnp.asarray(paths), jnp.stack([q[n][prefix[:, n]] for n in range(k)], axis=1))
+    return p, q, draft, jnp.stack([p[n][prefix[:, n]] for n in range(k + 1)], axis=1)
+
+
 def enumerate_round(rng, vocab_size, k):
     """Largest errors of a round on prefix-dependent tables: of the emitted prefixes, and of the law of k + 1 tokens."""
-    paths = np.array(list(np.ndindex((vocab_size,) * k)), np.int32)
-    p_tables = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k + 1)]
-    q_tables = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k)]
-    # prefix[i, n]: the first n tokens of path i, as a number in base V.
-    prefix = np.stack([np.arange(len(paths)) // vocab_size ** (k - n) for n in range(k + 1)], axis=1)
-    draft = Draft(jnp.asarray(paths), jnp.stack([q_tables[n][prefix[:, n]] for n in range(k)], axis=1))
-    target_probs = jnp.stack([p_tables[n][prefix[:, n]] for n in range(k + 1)], axis=1)
+    p_tables, _, draft, target_probs = tables(rng, vocab_size, k)
+    paths = np.asarray(draft.tokens)
     thresholds = oracle.acceptance_thresholds(lambda u: np.asarray(path_accepts(u, draft, target_probs)), paths.shape)
     drawn = np.take_along_axis(np.asarray(draft.probs), paths[..., None], -1)[..., 0]
 

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import toys
-from test_accept import random_laws
+from test_accept import random_laws, tables
 
 import jspec
 from jspec import accept, lossy
@@ -20,16 +20,6 @@ from jspec.sampling import SamplingParams
 from jspec.types import Draft
 
 LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15))
-
-
-def tables(rng, vocab_size, k):
-    """Laws p and q after every prefix, all paths of k drafts as one `Draft`, and the target's laws along each."""
-    paths = np.array(list(np.ndindex((vocab_size,) * k)), np.int32)
-    p = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k + 1)]
-    q = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k)]
-    prefix = np.stack([np.arange(len(paths)) // vocab_size ** (k - n) for n in range(k + 1)], axis=1)
-    draft = Draft(jnp.asarray(paths), jnp.stack([q[n][prefix[:, n]] for n in range(k)], axis=1))
-    return p, q, draft, jnp.stack([p[n][prefix[:, n]] for n in range(k + 1)], axis=1)
 
 
 def autoregressive(laws, start=1.0):

@@ -76,6 +76,18 @@ class Drafter(Protocol):
         ...
 
 
+class Stateless:
+    """A drafter that remembers nothing but the text: its `init` and `commit`."""
+
+    def init(self, tokens: Array, num_slots: int) -> tuple:
+        """No state."""
+        return ()
+
+    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
+        """Nothing to learn."""
+        return state
+
+
 def window(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[Array, Array, Array]:
     """What is around the end of each row: its last `before` tokens, and `after` more.
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import numbers
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jspec.cache import KVCache, prefill
 from jspec.drafters.base import Context, cut, put, window
 from jspec.drafters.model import as_drafter
 from jspec.sampling import Seen, add_seen, token_probs
-from jspec.types import Draft, Verdict, pytree
+from jspec.types import Draft, Verdict, check_count, pytree
 
 
 @pytree
@@ -53,9 +52,7 @@ class CascadeDrafter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "small", as_drafter(self.small))
-        k = self.num_small_draft_tokens
-        if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 1:
-            raise ValueError(f"num_small_draft_tokens must be an int of at least 1; got {k!r}.")
+        check_count("num_small_draft_tokens", self.num_small_draft_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -70,7 +67,7 @@ class CascadeDrafter:
     @property
     def max_positions(self) -> int:
         longest = self.middle.config.max_position_embeddings
-        return longest if self.small.max_positions is None else min(longest, self.small.max_positions)
+        return min(longest, getattr(self.small, "max_positions", None) or longest)
 
     def init(self, tokens: Array, num_slots: int) -> tuple[KVCache, Any]:
         """Both, with room for the tokens by which the last pass of `middle` may overshoot the draft."""

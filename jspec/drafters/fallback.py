@@ -38,7 +38,8 @@ class FallbackDrafter:
     @property
     def max_positions(self) -> int | None:
         """The smaller of the two."""
-        return min({part.max_positions for part in (self.first, self.second)} - {None}, default=None)
+        limits = (getattr(part, "max_positions", None) for part in (self.first, self.second))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def init(self, tokens: Array, num_slots: int) -> tuple[Any, Any]:
         return self.first.init(tokens, num_slots), self.second.init(tokens, num_slots)

@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-import numbers
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.drafters.base import Context
-from jspec.types import Draft, Verdict
+from jspec.drafters.base import Context, Stateless
+from jspec.types import Draft, check_count
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["max_ngram", "min_ngram"])
 @dataclasses.dataclass(frozen=True)
-class NGramDrafter:
+class NGramDrafter(Stateless):
     """Copies what followed the most recent of the longest earlier matches of the row's last tokens.
 
     The match may run into the draft: text that repeats with a period is copied on and on. A row without a match makes
@@ -32,23 +31,15 @@ class NGramDrafter:
 
     def __post_init__(self) -> None:
         for name in ("max_ngram", "min_ngram"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
+            check_count(name, getattr(self, name))
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={self.min_ngram} is more than max_ngram={self.max_ngram}; swap them.")
-
-    def init(self, tokens: Array, num_slots: int) -> tuple:
-        return ()
 
     def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
         """The tokens behind the match, each with a one-hot law; laws of zeros in a row without a match."""
         tokens, found = jax.vmap(self._copy, (0, 0, None))(context.tokens, context.lengths, num_draft_tokens)
         laws = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32) * found[:, None, None]
         return Draft(tokens, laws), state
-
-    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
-        return state
 
     def _copy(self, tokens: Array, length: Array, num_draft_tokens: int) -> tuple[Array, Array]:
         """For one row, unbatched: ``int32[K]``, and whether there was a match."""

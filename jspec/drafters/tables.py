@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context
+from jspec.drafters.base import Context, Stateless
 from jspec.drafters.chain import draft_chain
-from jspec.types import Draft, Verdict, pytree
+from jspec.types import Draft, pytree
 
 _MOST_BYTES = 2**30
 
 
 @pytree
-class UnigramDrafter:
+class UnigramDrafter(Stateless):
     """Drafts from one law, whatever came before.
 
     Attributes:
@@ -37,20 +37,14 @@ class UnigramDrafter:
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def init(self, tokens: Array, num_slots: int) -> tuple:
-        return ()
-
     def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
         """The same law at every position, but for penalties."""
         logits = jnp.broadcast_to(self.logits, (context.lengths.size, self.vocab_size))
         return draft_chain(lambda state, token, k: (logits, state), state, logits, context, num_draft_tokens)
 
-    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
-        return state
-
 
 @pytree
-class BigramDrafter:
+class BigramDrafter(Stateless):
     """Drafts from a law for each last token.
 
     Attributes:
@@ -84,17 +78,11 @@ class BigramDrafter:
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def init(self, tokens: Array, num_slots: int) -> tuple:
-        return ()
-
     def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
         """One row of the table a token."""
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
         step = lambda state, token, k: (self.logits[token], state)  # noqa: E731
         return draft_chain(step, state, self.logits[last], context, num_draft_tokens)
-
-    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
-        return state
 
 
 def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarray:
