@@ -2,7 +2,7 @@
 
 from jspec.drafters.base import Context, Drafter
 from jspec.drafters.cascade import CascadeDrafter
-from jspec.drafters.chain import draft_chain
+from jspec.drafters.chain import Chain
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.model import ModelDrafter
 from jspec.drafters.ngram import NGramDrafter
@@ -12,6 +12,7 @@ from jspec.types import Draft
 __all__ = [
     "BigramDrafter",
     "CascadeDrafter",
+    "Chain",
     "Context",
     "Draft",
     "Drafter",
@@ -19,5 +20,4 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "UnigramDrafter",
-    "draft_chain",
 ]

@@ -77,10 +77,13 @@ class Drafter(Protocol):
 
 
 class Stateless:
-    """A drafter that remembers nothing but the text: its `init` and `commit`."""
+    """A drafter that remembers nothing from round to round: its `init`, `end` (see `Chain`) and `commit`."""
 
     def init(self, tokens: Array, num_slots: int) -> tuple:
         """No state."""
+        return ()
+
+    def end(self, carry: Any) -> tuple:
         return ()
 
     def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:

@@ -7,13 +7,13 @@ from jax import Array
 
 from jspec.cache import KVCache, prefill
 from jspec.drafters.base import Context, window
-from jspec.drafters.chain import draft_chain
+from jspec.drafters.chain import Chain
 from jspec.llama import Llama
 from jspec.types import Draft, Verdict, pytree
 
 
 @pytree
-class ModelDrafter:
+class ModelDrafter(Chain):
     """Drafts with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
 
     model: Any
@@ -30,22 +30,20 @@ class ModelDrafter:
         """The prompt, read into a cache of `num_slots`."""
         return prefill(self.model, tokens, num_slots)
 
-    def propose(self, cache: KVCache, context: Context, num_draft_tokens: int) -> tuple[Draft, KVCache]:
-        """Draw token after token, each from the model's law given those before it.
+    def begin(self, cache: KVCache, context: Context, num_draft_tokens: int) -> tuple[Array, KVCache]:
+        """The first pass reads all that may be unread.
 
-        The first pass reads all that may be unread: where the whole draft was accepted, the cache lacks its last token,
-        which was drawn but never fed. That costs a few more rows, where a pass for it would cost all the weights again.
+        Where the whole draft was accepted, the cache lacks its last token, which was drawn but never fed. That costs a
+        few more rows, where a pass for it would cost all the weights again.
         """
-
-        def step(cache: KVCache, token: Array, k: Array) -> tuple[Array, KVCache]:
-            hidden, cache = self.model.forward(token[:, None], cache, context.lengths + k - 1)
-            return self.model.logits(hidden)[:, 0], cache
-
         fed, start, last = window(context.tokens, context.lengths, context.unread)
         # A row that is shorter than the window writes slots past its end; the next steps overwrite them unseen.
         hidden, cache = self.model.forward(fed, cache, start)
-        logits = self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
-        return draft_chain(step, cache, logits, context, num_draft_tokens)
+        return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
+
+    def step(self, cache: KVCache, token: Array, k: Array, context: Context) -> tuple[Array, KVCache]:
+        hidden, cache = self.model.forward(token[:, None], cache, context.lengths + k - 1)
+        return self.model.logits(hidden)[:, 0], cache
 
     def commit(self, cache: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
         """Nothing to do: the cache rolls back with the row's length."""

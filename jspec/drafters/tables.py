@@ -7,14 +7,14 @@ import numpy as np
 from jax import Array
 
 from jspec.drafters.base import Context, Stateless
-from jspec.drafters.chain import draft_chain
-from jspec.types import Draft, pytree
+from jspec.drafters.chain import Chain
+from jspec.types import pytree
 
 _MOST_BYTES = 2**30
 
 
 @pytree
-class UnigramDrafter(Stateless):
+class UnigramDrafter(Stateless, Chain):
     """Drafts from one law, whatever came before.
 
     Attributes:
@@ -37,14 +37,16 @@ class UnigramDrafter(Stateless):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+    def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple]:
         """The same law at every position, but for penalties."""
-        logits = jnp.broadcast_to(self.logits, (context.lengths.size, self.vocab_size))
-        return draft_chain(lambda state, token, k: (logits, state), state, logits, context, num_draft_tokens)
+        return jnp.broadcast_to(self.logits, (context.lengths.size, self.vocab_size)), state
+
+    def step(self, state: tuple, token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
+        return jnp.broadcast_to(self.logits, (token.size, self.vocab_size)), state
 
 
 @pytree
-class BigramDrafter(Stateless):
+class BigramDrafter(Stateless, Chain):
     """Drafts from a law for each last token.
 
     Attributes:
@@ -78,11 +80,13 @@ class BigramDrafter(Stateless):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+    def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple]:
         """One row of the table a token."""
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
-        step = lambda state, token, k: (self.logits[token], state)  # noqa: E731
-        return draft_chain(step, state, self.logits[last], context, num_draft_tokens)
+        return self.logits[last], state
+
+    def step(self, state: tuple, token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
+        return self.logits[token], state
 
 
 def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarray:
