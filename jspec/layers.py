@@ -128,12 +128,22 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(config.hidden_size, (heads + 2 * groups) * size, bias, dtype, rngs)
         self.o_proj = Linear(heads * size, config.hidden_size, bias, dtype, rngs)
 
-    def __call__(self, x: Array, keys: Array, values: Array, positions: Array, tables: tuple[Array, Array]):
+    def __call__(
+        self,
+        x: Array,
+        keys: Array,
+        values: Array,
+        positions: Array,
+        tables: tuple[Array, Array],
+        past: tuple[Array, Array, Array] | None = None,
+    ) -> tuple[Array, Array, Array]:
         """Write this pass's keys and values, then attend.
 
         Args:
             x: ``[B, S, E]``. keys, values: ``[B, G, D, T]`` and ``[B, G, T, D]``, the cache of this layer.
             positions: ``int32[B, S]``, consecutive in each row. tables: from `rope_tables`.
+            past: keys, values and ``int32[B]``, how many of their slots count: a cache that is only read, whose
+                positions come before those of `keys` and `values`.
 
         Returns:
             ``[B, S, E]`` and the updated keys and values.
@@ -146,22 +156,32 @@ class Attention(nnx.Module):
         # is stored in its key, where the mask takes it away.
         finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
         k = jnp.where(finite, rotate(k, tables), jnp.nan)
-        keys = write(keys, k.swapaxes(2, 3), positions[:, 0], axis=3)
-        values = write(values, jnp.where(finite, v, 0), positions[:, 0], axis=2)
-        mixed = _attend(rotate(q, tables), keys, values, positions)
+        slots = positions if past is None else positions - past[2][:, None]
+        keys = write(keys, k.swapaxes(2, 3), slots[:, 0], axis=3)
+        values = write(values, jnp.where(finite, v, 0), slots[:, 0], axis=2)
+        parts = [(keys, values, visible(slots, keys.shape[3]))]
+        if past is not None:
+            parts.append((past[0], past[1], visible(past[2][:, None] - 1, past[0].shape[3])))
+        mixed = _attend(rotate(q, tables), parts)
         return self.o_proj(mixed.swapaxes(1, 2).reshape(batch, steps, heads * size)), keys, values
 
 
-def _attend(q: Array, keys: Array, values: Array, positions: Array) -> Array:
-    """Softmax attention of ``q[B, H, S, D]`` over the slots each position may see; ``[B, H, S, D]``."""
+def _attend(q: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
+    """Softmax attention of ``q[B, H, S, D]`` over keys, values and masks of what may be seen; ``[B, H, S, D]``."""
     batch, heads, steps, size = q.shape
-    groups, slots = keys.shape[1], keys.shape[3]
-    mask = visible(positions, slots)[:, None, None]
+    groups = parts[0][0].shape[1]
     q = q.reshape(batch, groups, heads // groups, steps, size)
-    scores = _einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
-    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    mixed = _einsum("bgrst,bgtd->bgrsd", weights.astype(q.dtype), values)
-    return mixed.reshape(batch, heads, steps, size)
+
+    def score(keys: Array, mask: Array) -> Array:
+        scores = _einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
+        return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+    scores = [score(keys, mask) for keys, _, mask in parts]
+    ends = np.cumsum([part.shape[-1] for part in scores])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
+    mixed = [_einsum("bgrst,bgtd->bgrsd", part, values)
+             for part, (_, values, _) in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)]  # fmt: skip
+    return sum(mixed[1:], mixed[0]).reshape(batch, heads, steps, size)
 
 
 class MLP(nnx.Module):

@@ -1,5 +1,7 @@
 """The Llama decoder as a Flax NNX module. It is a pytree: pass it to `jax.jit`, shard it, close over it."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -18,9 +20,17 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(self, x: Array, keys: Array, values: Array, positions: Array, tables: tuple[Array, Array]):
-        """``[B, S, E]`` to ``[B, S, E]``, with the layer's updated keys and values."""
-        mixed, keys, values = self.self_attn(self.input_layernorm(x), keys, values, positions, tables)
+    def __call__(
+        self,
+        x: Array,
+        keys: Array,
+        values: Array,
+        positions: Array,
+        tables: tuple[Array, Array],
+        past: tuple[Array, Array, Array] | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """``[B, S, E]`` to ``[B, S, E]``, with the layer's updated keys and values; arguments as for `Attention`."""
+        mixed, keys, values = self.self_attn(self.input_layernorm(x), keys, values, positions, tables, past)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), keys, values
 
@@ -58,13 +68,24 @@ class Llama(nnx.Module):
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
         return empty_cache(config.num_hidden_layers, shape, self.dtype)
 
-    def forward(self, tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]:
+    def forward(
+        self,
+        tokens: Array,
+        cache: KVCache,
+        start: Array,
+        *,
+        layers: Sequence[int] | None = None,
+        past: tuple[KVCache, Array] | None = None,
+    ) -> tuple[Array, KVCache]:
         """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows; store their keys and values.
 
         Args:
             tokens: ``int32[B, S]``.
             cache: holds positions ``0 .. start[b] - 1`` of row b.
             start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
+            layers: which to run, in this order; None for all.
+            past: a cache that is only read, and ``int32[B]``: it holds the positions before that one, and `cache`
+                those from there on.
 
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.
@@ -73,8 +94,9 @@ class Llama(nnx.Module):
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         x = self.embed_tokens(tokens).astype(self.dtype)
         keys, values = list(cache.keys), list(cache.values)
-        for i, layer in enumerate(self.layers):
-            x, keys[i], values[i] = layer(x, keys[i], values[i], positions, tables)
+        for i in range(len(self.layers)) if layers is None else layers:
+            before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
+            x, keys[i], values[i] = self.layers[i](x, keys[i], values[i], positions, tables, before)
         return x, KVCache(tuple(keys), tuple(values))
 
     def logits(self, hidden: Array) -> Array:

@@ -9,7 +9,7 @@ from jax import Array
 
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache
-from jspec.drafters.base import Context, put
+from jspec.drafters.base import Context, Judge, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -99,7 +99,8 @@ def _propose(
         positions = state.lengths[:, None] + jnp.arange(num_draft_tokens)
         draw, vocab_size = target_noise if rule.shares_noise else draft_noise, target.config.vocab_size
         noise = draw(request.keys, positions, vocab_size)
-        context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen, vocab_size)
+        judge = Judge(target, state.cache, unread=1)
+        context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen, judge, vocab_size)
         draft, drafter_state = drafter.propose(state.drafter, context, num_draft_tokens)
         # With 64-bit types enabled, a user's arrays are easily wider than the program's.
         return Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32)), drafter_state

@@ -7,13 +7,18 @@ import jspec
 from jspec.drafters import (
     BigramDrafter,
     CascadeDrafter,
+    EarlyExitDrafter,
     FallbackDrafter,
+    MixtureDrafter,
     ModelDrafter,
     NGramDrafter,
     UnigramDrafter,
 )
 
-NAMES = ("model", "ngram", "unigram", "bigram", "fallback", "cascade", "nested cascade")
+NAMES = (
+    "model", "ngram", "unigram", "bigram", "early exit", "fallback", "mixture", "cascade", "nested cascade",
+    "cascade of exits",
+)  # fmt: skip
 
 
 def make(name, target, draft, seed=0):
@@ -25,11 +30,14 @@ def make(name, target, draft, seed=0):
         "ngram": lambda: NGramDrafter(max_ngram=3, min_ngram=1),
         "unigram": lambda: UnigramDrafter.from_tokens(corpus, vocab_size),
         "bigram": lambda: BigramDrafter.from_tokens(corpus, vocab_size, smoothing=0.5),
+        "early exit": lambda: EarlyExitDrafter(1),
         "fallback": lambda: FallbackDrafter(NGramDrafter(2, 2), ModelDrafter(draft)),
+        "mixture": lambda: MixtureDrafter(EarlyExitDrafter(1), draft, 0.3),
         "cascade": lambda: CascadeDrafter(draft, NGramDrafter(), num_small_draft_tokens=2),
         "nested cascade": lambda: CascadeDrafter(
             target, CascadeDrafter(draft, BigramDrafter.from_tokens(corpus, vocab_size), 1), num_small_draft_tokens=2
         ),
+        "cascade of exits": lambda: CascadeDrafter(target, EarlyExitDrafter(1), num_small_draft_tokens=2),
     }[name]()
 
 

@@ -128,13 +128,13 @@ def _shape_and_op(line):
     return (match[1], match[2]) if match else (None, None)
 
 
-@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize("kind", ["plain", "model", "early exit"])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k, report):
+def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, kind, report):
     """Odd widths: no other array has the size of a cache."""
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
-    batch, new = prompts([7, 3, 1, 2, 5][:rows]), 31
-    drafter = jspec.ModelDrafter(draft) if k else None
+    batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
+    drafter = {"plain": None, "model": jspec.ModelDrafter(draft), "early exit": jspec.EarlyExitDrafter(1)}[kind]
     program = _decode.lower(target, drafter, *batch, *_traced(jspec.SamplingParams(), (5,), 0), max_new_tokens=new,
                             num_draft_tokens=k, rule=RULES["rejection"]).compile().as_text()  # fmt: skip
     slots = 7 + new + k + 1

@@ -3,7 +3,9 @@
 from jspec.drafters.base import Context, Drafter
 from jspec.drafters.cascade import CascadeDrafter
 from jspec.drafters.chain import Chain
+from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
+from jspec.drafters.mixture import MixtureDrafter
 from jspec.drafters.model import ModelDrafter
 from jspec.drafters.ngram import NGramDrafter
 from jspec.drafters.tables import BigramDrafter, UnigramDrafter
@@ -16,7 +18,9 @@ __all__ = [
     "Context",
     "Draft",
     "Drafter",
+    "EarlyExitDrafter",
     "FallbackDrafter",
+    "MixtureDrafter",
     "ModelDrafter",
     "NGramDrafter",
     "UnigramDrafter",

@@ -17,9 +17,26 @@ from jspec.sampling import Seen, Warp
 from jspec.types import Draft, Verdict
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "cache"], meta_fields=["unread"])
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """The model that will judge the draft, and what it has read.
+
+    Attributes:
+        model: for a draft of the whole program the target; a middle model within a cascade.
+        cache: its own, for reading: what a drafter writes into it is not kept. It holds the text so far without its
+            last `unread` tokens; slots from there on hold anything.
+        unread: at least 1, for the last token it has drawn and not read.
+    """
+
+    model: Any
+    cache: Any
+    unread: int
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "noise", "warp", "seen"],
+    data_fields=["tokens", "lengths", "noise", "warp", "seen", "judge"],
     meta_fields=["vocab_size", "unread"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +49,7 @@ class Context:
         noise: ``float32[B, K, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`.
         warp: the transforms the draft's law goes through.
         seen: what penalties look at, or None where there are none.
+        judge: the model that will judge the draft.
         vocab_size: V of the target.
         unread: how many of the last tokens a drafter with a cache of its own may not have read yet. With drafts of its
             own only it is 2: the last draft, if it was accepted, and the token that the target wrote behind it.
@@ -42,6 +60,7 @@ class Context:
     noise: Array
     warp: Warp
     seen: Seen | None
+    judge: Judge
     vocab_size: int
     unread: int = 2
 

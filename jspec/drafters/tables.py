@@ -31,7 +31,7 @@ class UnigramDrafter(Stateless, Chain):
         Raises:
             ValueError: no tokens, tokens outside the vocabulary, or smoothing that is not positive.
         """
-        return cls(jnp.log(_unigram(_checked(tokens, vocab_size, 1, smoothing), vocab_size, smoothing)))
+        return cls(jnp.log(_unigram(checked_tokens(tokens, vocab_size, 1, smoothing), vocab_size, smoothing)))
 
     @property
     def vocab_size(self) -> int:
@@ -69,7 +69,7 @@ class BigramDrafter(Stateless, Chain):
         if 4 * vocab_size**2 > _MOST_BYTES:
             raise ValueError(f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
                              "GiB; use UnigramDrafter or NGramDrafter with so large a vocabulary.")  # fmt: skip
-        tokens = _checked(tokens, vocab_size, 2, smoothing)
+        tokens = checked_tokens(tokens, vocab_size, 2, smoothing)
         counts = np.zeros((vocab_size, vocab_size))
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
         counts += smoothing * _unigram(tokens, vocab_size, smoothing)
@@ -95,7 +95,7 @@ def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarra
     return counts / counts.sum()
 
 
-def _checked(tokens: Any, vocab_size: int, least: int, smoothing: float) -> np.ndarray:
+def checked_tokens(tokens: Any, vocab_size: int, least: int, smoothing: float = 1.0) -> np.ndarray:
     """`tokens` as a NumPy array, if all is as it should be."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < least:

@@ -1,0 +1,70 @@
+"""Self-drafting: some of the target's own layers guess for all of them."""
+
+import dataclasses
+import functools
+import numbers
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.cache import KVCache
+from jspec.drafters.base import Context, Stateless, window
+from jspec.drafters.chain import Chain
+from jspec.types import check_count
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_layers", "skipped"])
+@dataclasses.dataclass(frozen=True)
+class EarlyExitDrafter(Stateless, Chain):
+    """Drafts with the target's own first layers and its head, without weights or a cache of its own.
+
+    It reads the target's cache of the text; keys and values of the draft itself are kept beside it until the round
+    ends. Early exit after Elhoushi et al. 2024, LayerSkip; with `skipped`, after Zhang et al. 2024, Draft & Verify.
+    A model that was not trained to be left early agrees with itself only when few layers are missing.
+
+    Attributes:
+        num_layers: how many of the first layers are run; at most all of the target's.
+        skipped: indices of layers among them that are left out.
+    """
+
+    num_layers: int
+    skipped: tuple[int, ...] = ()
+    vocab_size = None
+    max_positions = None
+
+    def __post_init__(self) -> None:
+        check_count("num_layers", self.num_layers)
+        object.__setattr__(self, "skipped", tuple(self.skipped))
+        for i in self.skipped:
+            if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i < self.num_layers:
+                raise ValueError(f"skipped holds {i!r}; expected indices of layers, 0 to {self.num_layers - 1}.")
+        if not self.layers:
+            raise ValueError(f"skipped leaves none of {self.num_layers} layers; skip fewer.")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers that are run."""
+        return tuple(i for i in range(self.num_layers) if i not in self.skipped)
+
+    def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple[KVCache, Array]]:
+        """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
+        judge = context.judge
+        depth = len(getattr(judge.model, "layers", ()))
+        if self.num_layers > depth:
+            raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
+                             f"{type(judge.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
+        fed, start, last = window(context.tokens, context.lengths, judge.unread)
+        own = judge.model.new_cache(context.lengths.size, judge.unread + num_draft_tokens - 1)
+        hidden, own = self._forward(fed, own, start, start, context)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        return judge.model.logits(hidden)[:, 0], (own, start)
+
+    def step(self, carry: tuple[KVCache, Array], token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
+        own, start = carry
+        hidden, own = self._forward(token[:, None], own, context.lengths + k - 1, start, context)
+        return context.judge.model.logits(hidden)[:, 0], (own, start)
+
+    def _forward(self, tokens: Array, own: KVCache, at: Array, start: Array, context: Context) -> tuple[Array, KVCache]:
+        judge = context.judge
+        return judge.model.forward(tokens, own, at, layers=self.layers, past=(judge.cache, start))

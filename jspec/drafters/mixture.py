@@ -1,0 +1,65 @@
+"""A weighted mean of two drafters' laws."""
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.drafters.base import Context
+from jspec.drafters.chain import Chain
+from jspec.drafters.duo import Duo
+from jspec.types import pytree
+
+
+@pytree
+class MixtureDrafter(Chain, Duo):
+    """Drafts every token from ``weight * first + (1 - weight) * second``; drafters or models.
+
+    The laws are mixed as they are at temperature 1, and the sampling transforms then act on the mixture. Where one has
+    no guess the law is the other's. Both must give their law token by token (`jspec.drafters.Chain`), for each has to
+    go on behind a token which may be the other's idea.
+
+    Attributes:
+        weight: between 0 and 1; traced, so another weight compiles nothing.
+    """
+
+    weight: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("first", "second"):
+            part = getattr(self, name)
+            if hasattr(part, "propose") and not hasattr(part, "step"):
+                raise TypeError(f"{name} is a {type(part).__name__}, which does not give its law token by token, as a "
+                                "mixture needs it; use a jspec.drafters.Chain, or FallbackDrafter.")  # fmt: skip
+        if isinstance(self.weight, numbers.Real) and not 0 <= float(self.weight) <= 1:
+            raise ValueError(f"weight must be between 0 and 1; got {self.weight!r}.")
+
+    def begin(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Array, tuple[Any, Any]]:
+        """Both begin."""
+        first, second = (part.begin(own, context, num_draft_tokens) for part, own in self._parts(state))
+        return self._mix(first[0], second[0]), (first[1], second[1])
+
+    def step(self, carry: tuple[Any, Any], token: Array, k: Array, context: Context) -> tuple[Array, tuple[Any, Any]]:
+        """Both read the token, whoever proposed it."""
+        first, second = (part.step(own, token, k, context) for part, own in self._parts(carry))
+        return self._mix(first[0], second[0]), (first[1], second[1])
+
+    def end(self, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        first, second = (part.end(own) for part, own in self._parts(carry))
+        return first, second
+
+    def _parts(self, states: tuple[Any, Any]) -> Any:
+        return zip((self.first, self.second), states, strict=True)
+
+    def _mix(self, first: Array, second: Array) -> Array:
+        weight = jnp.asarray(self.weight, jnp.float32)
+        return jnp.logaddexp(jnp.log(weight) + _log_law(first), jnp.log1p(-weight) + _log_law(second))
+
+
+def _log_law(logits: Array) -> Array:
+    """Log-probabilities ``[B, V]``; -inf throughout where there is no law."""
+    lawful = jnp.isfinite(logits.max(-1, keepdims=True))
+    return jnp.where(lawful, jax.nn.log_softmax(jnp.where(lawful, logits, 0)), -jnp.inf)
