@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jspec import theory
     from jspec.decode import generate, speculative_generate, tune
+    from jspec.draft_length import ByAcceptance, Heuristic, UpTo, WhileConfident
     from jspec.drafters import (
         BigramDrafter,
         CascadeDrafter,
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         MixtureDrafter,
         ModelDrafter,
         NGramDrafter,
+        RetrievalDrafter,
         UnigramDrafter,
     )
     from jspec.llama import Llama
@@ -28,15 +30,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BigramDrafter",
+    "ByAcceptance",
     "CascadeDrafter",
     "EarlyExitDrafter",
     "FallbackDrafter",
+    "Heuristic",
     "Lenient",
     "Llama",
     "MixtureDrafter",
     "ModelDrafter",
     "NGramDrafter",
     "Output",
+    "RetrievalDrafter",
     "SamplingParams",
     "Stats",
     "Threshold",
@@ -44,6 +49,8 @@ __all__ = [
     "Tuning",
     "Typical",
     "UnigramDrafter",
+    "UpTo",
+    "WhileConfident",
     "demo_pair",
     "generate",
     "load",
@@ -55,6 +62,10 @@ __all__ = [
 
 # Names are looked up when they are first used: importing jax takes a second, which `jspec --help` should not.
 _HOMES = {
+    "ByAcceptance": "jspec.draft_length",
+    "Heuristic": "jspec.draft_length",
+    "UpTo": "jspec.draft_length",
+    "WhileConfident": "jspec.draft_length",
     "Lenient": "jspec.lossy",
     "Llama": "jspec.llama",
     "BigramDrafter": "jspec.drafters",
@@ -64,6 +75,7 @@ _HOMES = {
     "MixtureDrafter": "jspec.drafters",
     "ModelDrafter": "jspec.drafters",
     "NGramDrafter": "jspec.drafters",
+    "RetrievalDrafter": "jspec.drafters",
     "UnigramDrafter": "jspec.drafters",
     "Output": "jspec.types",
     "SamplingParams": "jspec.sampling",

@@ -63,6 +63,14 @@ def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
     return jax.vmap(row)(slots, new.astype(slots.dtype), start)
 
 
+def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
+    """`cache` with the slots of `new` from position ``start[b]`` of row b on."""
+    return KVCache(
+        tuple(write(room, part, start, axis=3) for room, part in zip(cache.keys, new.keys, strict=True)),
+        tuple(write(room, part, start, axis=2) for room, part in zip(cache.values, new.values, strict=True)),
+    )
+
+
 def visible(positions: Array, num_slots: int) -> Array:
     """``bool[B, S, T]``: the slots a query at ``positions[B, S]`` looks at."""
     return jnp.arange(num_slots) <= positions[:, :, None]

@@ -51,9 +51,8 @@ def check_arguments(
     vocab_size = target.config.vocab_size
     _check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
-        if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
-            _check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto" or ')
         _check_drafter(drafter, vocab_size)
+        _check_draft_length(num_draft_tokens, drafter)
     batch = _check_prompts(tokens, lengths, vocab_size)
     _check_keys(keys, batch)
     _check_positions(target, drafter, lengths, max_new_tokens)
@@ -126,6 +125,17 @@ def _check_whole(name: str, value: Any, or_else: str = "") -> None:
         pass  # no whole number at all: that deserves the same sentence
     raise ValueError(f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; "
                      f"got {value!r}.")  # fmt: skip
+
+
+def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
+    asks = getattr(num_draft_tokens, "needs_confidence", None)
+    if isinstance(num_draft_tokens, type) or asks is None:
+        if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
+            _check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
+    elif asks and not hasattr(drafter, "step"):
+        raise ValueError(f"{type(num_draft_tokens).__name__} asks how sure the draft is of each token, which a "
+                         f"{type(drafter).__name__} does not say; use it with a model or another jspec.drafters.Chain, "
+                         f"or num_draft_tokens=jspec.UpTo({num_draft_tokens.most}).")  # fmt: skip
 
 
 def _check_target(target: Any) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jspec.tuning import Tuning
     from jspec.types import Output
 
+_STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _EPILOG = """\b
 With --json, each prompt gives one line, an object of
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _command(arguments: Sequence[str]) -> str:
     """What to ask for help."""
-    known = [arguments[0]] if arguments and arguments[0] in ("generate", "tune") else []
+    known = [arguments[0]] if arguments and arguments[0] in ("generate", "tune", "index") else []
     return " ".join(["jspec", *known])
 
 
@@ -111,7 +112,7 @@ def generate(
         list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)
     ] = None,
     target: Annotated[str | None, _option("--target", "SRC", "Directory or hub id [default: bundled].")] = None,
-    draft: Annotated[str | None, _option("--draft", "SRC", "Smaller model with the same tokenizer.")] = None,
+    draft: Annotated[str | None, _option("--draft", "SRC", "Smaller model, same tokenizer; or datastore.")] = None,
     plain: Annotated[bool, _option("--plain", None, "Decode without a draft.")] = False,
     temperature: Annotated[float, _option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
     top_k: Annotated[int, _option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0)] = 0,
@@ -201,11 +202,34 @@ def tune(
         screen.print(report.tuning_table(found, conditions), report.advice(found), sep="\n", soft_wrap=True)
 
 
+@app.command()
+def index(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Text, UTF-8.", exists=True, dir_okay=False)],
+    output: Annotated[Path, _option("--output", "STORE", "Where to write it; a name that ends in .safetensors.")],
+    tokenizer: Annotated[str | None, _option("--tokenizer", "SRC", "The target's source [default: bundled].")] = None,
+    max_ngram: Annotated[int, _option("--max-ngram", "N", "Tokens that are compared at most.", min=2)] = 8,
+) -> None:
+    """Make a datastore of each FILE, for --draft: it guesses what followed where FILE reads as the text does.
+
+    The more FILE is like the texts to come, the better the guesses.
+    """
+    if output.suffix != _STORE:
+        raise UsageError(f"--output must end in {_STORE}, as --draft knows datastores by that.")
+    _prepare_environment()
+    from jspec import RetrievalDrafter, text
+
+    began = time.perf_counter()
+    tokens, vocab_size = text.corpus(_sources(tokenizer, None, plain=True)[0], files)
+    RetrievalDrafter.from_tokens(tokens, vocab_size, max_ngram).save(output)
+    spent = time.perf_counter() - began
+    typer.echo(f"{output}: {len(tokens)} tokens, {output.stat().st_size / 1e6:.1f} MB, {spent:.1f} s")
+
+
 def _sources(target: str | None, draft: str | None, plain: bool) -> tuple[str, str | None]:
     """Where the models are; no draft with `plain`."""
     if plain and draft:
         raise UsageError("--plain decodes without a draft; leave out --draft.")
-    if draft and not target:
+    if draft and not target and not draft.endswith(_STORE):
         raise UsageError("--draft needs --target; the bundled target has its own draft.")
     if target and not draft and not plain:
         raise UsageError("--target needs --draft, a smaller model with the same tokenizer; or --plain, to do without.")
@@ -240,11 +264,13 @@ def _prepare_environment() -> None:
 
 def _load(target: str, draft: str | None) -> tuple[Any, list[Any]]:
     """The tokenizer, and the target with its draft, if any."""
-    from jspec import load, text
+    from jspec import RetrievalDrafter, load, text
 
     tokenizer = text.load_tokenizer(target)
     if draft is None:
         return tokenizer, [load(target)]
+    if draft.endswith(_STORE):
+        return tokenizer, [load(target), RetrievalDrafter.load(draft)]
     text.check_same_tokenizer(tokenizer, text.load_tokenizer(draft))
     return tokenizer, [load(target), load(draft)]
 

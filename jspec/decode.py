@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from numpy.typing import ArrayLike
 from jspec.accept import RULES, Rule
 from jspec.cache import prefill
 from jspec.checks import as_array, check_arguments, check_measurable, check_rule, check_tuning
+from jspec.draft_length import DraftLength, most_drafts
 from jspec.drafters.base import Drafter, cut
 from jspec.drafters.model import as_drafter
 from jspec.keys import rehearsal
@@ -41,7 +43,7 @@ def generate(
     tokens, lengths, eos_ids = _arrays(tokens, lengths, eos_ids)
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, pad_id)
     return _decode(target, None, tokens, lengths, keys, *_traced(sampling, eos_ids, pad_id),
-                   max_new_tokens=max_new_tokens, num_draft_tokens=0, rule=RULES["rejection"])  # fmt: skip
+                   max_new_tokens=max_new_tokens, draft_length=0, rule=RULES["rejection"])  # fmt: skip
 
 
 def speculative_generate(
@@ -52,7 +54,7 @@ def speculative_generate(
     keys: Array,
     *,
     max_new_tokens: int,
-    num_draft_tokens: int | str = 4,
+    num_draft_tokens: int | str | DraftLength = 4,
     sampling: SamplingParams = SamplingParams(),
     accept: str | Rule = "rejection",
     eos_ids: Any = (),
@@ -72,7 +74,8 @@ def speculative_generate(
         keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). A request's text depends on
             its own key and prompt, not on the rest of the batch.
         max_new_tokens: most tokens to add to each prompt; fixes shapes, so each value compiles once.
-        num_draft_tokens: K, tokens guessed a round; fixes shapes. "auto" takes the K that `tune` finds for this
+        num_draft_tokens: K, tokens guessed a round; fixes shapes. An object such as ``jspec.UpTo(8)`` lets every row
+            decide for itself, round by round (`jspec.draft_length`). "auto" takes the K that `tune` finds for this
             request: measured at the first call, which takes a while, then remembered by the process for the same
             weights, batch size, sampling (a number as it is, an array by whether it is all 0) and P + N up to a power
             of two. As the number is measured, the text drawn with one key may differ from process to process; its law
@@ -97,9 +100,12 @@ def speculative_generate(
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
         num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
-    return _decode(target, drafter if num_draft_tokens else None, tokens, lengths, keys,
+    draft_length: Any = num_draft_tokens
+    if not hasattr(draft_length, "wanted"):
+        draft_length = operator.index(draft_length)
+    return _decode(target, drafter if draft_length else None, tokens, lengths, keys,
                    *_traced(sampling, eos_ids, pad_id),
-                   max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, rule=rule)  # fmt: skip
+                   max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule)  # fmt: skip
 
 
 def tune(
@@ -197,7 +203,7 @@ def _traced(sampling: SamplingParams, eos_ids: Any, pad_id: Any) -> tuple[Warp, 
     return warp(sampling), draft_warp(sampling), int32(sampling.max_tokens), int32(eos_ids), int32(pad_id)
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens", "num_draft_tokens", "rule"))
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule"))
 def _decode(
     target: Llama,
     drafter: Drafter | None,
@@ -211,7 +217,7 @@ def _decode(
     pad_id: Array,
     *,
     max_new_tokens: int,
-    num_draft_tokens: int,
+    draft_length: int | DraftLength,
     rule: Rule,
 ) -> Output:
     """The program: read the prompts, play rounds until every row is done, cut the result to size."""
@@ -228,21 +234,27 @@ def _decode(
     )
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
-    state, record = _start(target, drafter, request, tokens, max_new_tokens, num_draft_tokens)
+    state, record = _start(target, drafter, request, tokens, max_new_tokens, draft_length)
     state, record = lax.while_loop(
         lambda carry: ~jnp.all(carry[0].done),
-        lambda carry: play_round(target, drafter, rule, num_draft_tokens, request, *carry),
+        lambda carry: play_round(target, drafter, rule, draft_length, request, *carry),
         (state, record),
     )
     return _finish(state, record, lengths, pad_id, max_new_tokens)
 
 
 def _start(
-    target: Llama, drafter: Drafter | None, request: Request, tokens: Array, max_new_tokens: int, num_draft_tokens: int
+    target: Llama,
+    drafter: Drafter | None,
+    request: Request,
+    tokens: Array,
+    max_new_tokens: int,
+    draft_length: int | DraftLength,
 ) -> tuple[State, Record]:
     """All storage, allocated once, with the prompts read in. No token is drawn here: the first round does that."""
     batch, width = tokens.shape
-    spare = num_draft_tokens + 1
+    k = most_drafts(draft_length)
+    spare = k + 1
     slots = width + max_new_tokens + spare
     with jax.named_scope("prefill"):
         cache = prefill(target, tokens, slots)
@@ -251,9 +263,10 @@ def _start(
     if request.warp.penalised:
         seen = seen_in_prompt(tokens, request.prompt_lengths, target.config.vocab_size)
     buffer = jnp.pad(tokens, ((0, 0), (0, max_new_tokens + spare)))
-    state = State(buffer, request.prompt_lengths, jnp.zeros(batch, bool), cache, drafter_state, seen)
+    state = State(buffer, request.prompt_lengths, jnp.zeros(batch, bool), cache, drafter_state, seen,
+                  () if isinstance(draft_length, int) else draft_length.init(batch))  # fmt: skip
     zeros = jnp.zeros(batch, jnp.int32)
-    stats = Stats(zeros, zeros, zeros, jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, bool),
+    stats = Stats(zeros, zeros, zeros, jnp.zeros((batch, k), jnp.int32), jnp.zeros(batch, bool),
                   jnp.zeros(batch, jnp.float32))  # fmt: skip
     columns = (batch, max_new_tokens + spare)
     return state, Record(jnp.zeros(columns, jnp.float32), jnp.zeros(columns, jnp.int8), stats)

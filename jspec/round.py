@@ -1,14 +1,16 @@
 """One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jspec.accept import Rule, length_of_prefix
-from jspec.cache import KVCache
+from jspec.cache import KVCache, append
+from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
 from jspec.drafters.base import Context, Judge, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
@@ -47,6 +49,7 @@ class State:
         cache: the target's; holds every committed token but the last.
         drafter: the drafter's own state.
         seen: what penalties look at, or None.
+        draft_length: what a `jspec.draft_length.DraftLength` remembers.
     """
 
     tokens: Array
@@ -55,6 +58,7 @@ class State:
     cache: KVCache
     drafter: Any
     seen: Seen | None
+    draft_length: Any
 
 
 @pytree
@@ -67,43 +71,82 @@ class Record:
 
 
 def play_round(
-    target: Any, drafter: Any, rule: Rule, num_draft_tokens: int, request: Request, state: State, record: Record
+    target: Any,
+    drafter: Any,
+    rule: Rule,
+    draft_length: int | DraftLength,
+    request: Request,
+    state: State,
+    record: Record,
 ) -> tuple[State, Record]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
-    draft, drafter_state = _propose(target, drafter, rule, num_draft_tokens, request, state)
+    draft, drafter_state = _propose(target, drafter, rule, draft_length, request, state)
     with jax.named_scope("verify"):
-        last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-        fed = jnp.concatenate([last, draft.tokens], axis=1)
-        hidden, cache = target.forward(fed, state.cache, state.lengths - 1)
-        target_probs = token_probs(target.logits(hidden), request.warp, state.seen, draft.tokens)
+        hidden, target_probs, cache = _verify(target, draft_length, request, state, draft)
     with jax.named_scope("accept"):
         verdict = rule.judge(request.keys, state.lengths, draft, target_probs)
         if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
-            verdict = dataclasses.replace(verdict, distortion=jnp.full(fed.shape, jnp.nan))
+            verdict = dataclasses.replace(verdict, distortion=jnp.full(target_probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None:
             drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
-        state = State(state.tokens, state.lengths, state.done, cache, drafter_state, state.seen)
-        return _commit(request, state, record, draft, verdict, target_probs)
+        state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
+        state, new = _commit(request, state, record, draft, verdict, target_probs)
+        if not isinstance(draft_length, int):
+            counts = (getattr(new.stats, name) - getattr(record.stats, name) for name in ("drafted", "accepted"))
+            state = dataclasses.replace(state, draft_length=draft_length.update(state.draft_length, *counts))
+        return state, new
 
 
 def _propose(
-    target: Any, drafter: Any, rule: Rule, num_draft_tokens: int, request: Request, state: State
+    target: Any, drafter: Any, rule: Rule, draft_length: int | DraftLength, request: Request, state: State
 ) -> tuple[Draft, Any]:
     """The draft of this round; without a drafter, a draft of no tokens."""
+    batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None:
-        batch = state.lengths.size
-        empty = jnp.zeros((batch, 0, target.config.vocab_size), jnp.float32)
-        return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
+        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0, vocab_size))), state.drafter
+    k = most_drafts(draft_length)
     with jax.named_scope("draft"):
-        positions = state.lengths[:, None] + jnp.arange(num_draft_tokens)
-        draw, vocab_size = target_noise if rule.shares_noise else draft_noise, target.config.vocab_size
-        noise = draw(request.keys, positions, vocab_size)
-        judge = Judge(target, state.cache, unread=1)
-        context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen, judge, vocab_size)
-        draft, drafter_state = drafter.propose(state.drafter, context, num_draft_tokens)
+        draw = target_noise if rule.shares_noise else draft_noise
+        noise = draw(request.keys, state.lengths[:, None] + jnp.arange(k), vocab_size)
+        context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen,
+                          Judge(target, state.cache, unread=1), vocab_size)  # fmt: skip
+        if not isinstance(draft_length, int):
+            wanted = jnp.where(state.done, 0, draft_length.wanted(state.draft_length, batch))
+            context = dataclasses.replace(context, wanted=wanted, draft_length=draft_length)
+        draft, drafter_state = drafter.propose(state.drafter, context, k)
         # With 64-bit types enabled, a user's arrays are easily wider than the program's.
-        return Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32)), drafter_state
+        probs = draft.probs.astype(jnp.float32)
+        if context.wanted is not None:
+            probs = jnp.where((jnp.arange(k) < context.wanted[:, None])[..., None], probs, 0)
+        return Draft(draft.tokens.astype(jnp.int32), probs), drafter_state
+
+
+def _verify(
+    target: Any, draft_length: int | DraftLength, request: Request, state: State, draft: Draft
+) -> tuple[Array, Array, KVCache]:
+    """The target's hidden states and laws over the last token and the draft, K + 1 a row, and its cache."""
+    start = state.lengths - 1
+    fed = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
+
+    def laws(hidden: Array) -> Array:
+        return token_probs(target.logits(hidden), request.warp, state.seen, draft.tokens[:, : hidden.shape[1] - 1])
+
+    if isinstance(draft_length, int):
+        hidden, cache = target.forward(fed, state.cache, start)
+        return hidden, laws(hidden), cache
+
+    def up_to(k: int) -> tuple[Array, Array, KVCache]:
+        # The cache is only read here, for XLA would copy what one of several branches updates.
+        new = target.new_cache(len(fed), draft_length.most + 1)
+        hidden, new = target.forward(fed[:, : k + 1], new, start, past=(state.cache, start))
+        rest = ((0, 0), (0, draft_length.most - k), (0, 0))
+        return jnp.pad(hidden, rest), jnp.pad(laws(hidden), rest), new
+
+    lengths = compiled_lengths(draft_length.most)
+    shortest = jnp.searchsorted(jnp.array(lengths), _num_guessed(draft).max())
+    hidden, probs, new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
+    return hidden, probs, append(state.cache, new, start)
 
 
 def _commit(
@@ -133,8 +176,7 @@ def _commit(
     paid = 0.0
     if verdict.distortion is not None:
         paid = jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
-    guessed = length_of_prefix(at_tokens(draft.probs, draft.tokens) > 0)
-    offered = jnp.minimum(guessed, remaining)
+    offered = jnp.minimum(_num_guessed(draft), remaining)
     accepted = jnp.minimum(num_accepted, count)
     offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
     record = Record(
@@ -145,7 +187,12 @@ def _commit(
     seen = None if state.seen is None else add_seen(state.seen, emitted, kept)
     tokens = put(state.tokens, emitted, state.lengths)
     done = state.done | ended | invalid
-    return State(tokens, state.lengths + count, done, state.cache, state.drafter, seen), record
+    return dataclasses.replace(state, tokens=tokens, lengths=state.lengths + count, done=done, seen=seen), record
+
+
+def _num_guessed(draft: Draft) -> Array:
+    """How many tokens of each draft come before one that is no guess, ``int32[B]``."""
+    return length_of_prefix(at_tokens(draft.probs, draft.tokens) > 0)
 
 
 def _count(stats: Stats, done: Array, offered: Array, accepted: Array, invalid: Array, paid: Array | float) -> Stats:

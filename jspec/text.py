@@ -6,6 +6,7 @@ Nothing in the core imports this file; the command line and the notebooks do.
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,6 +105,32 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
         tokens[i, : len(row)], lengths[i] = row, len(row)
     limits = np.where(np.arange(shape[0]) < len(rows), 0, 1).astype(np.int32)
     return Batch(tokens, lengths, limits, len(rows))
+
+
+def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
+    """What a datastore is made of: the files as the tokenizer of `source` reads them, and its vocabulary.
+
+    Returns:
+        ``int32[N]``, the end-of-text token behind every file if the tokenizer has one; and V, by config.json where
+        `source` has one, for models may have room for more tokens than their tokenizer.
+
+    Raises:
+        ValueError: a file is not UTF-8, or all are empty.
+    """
+    tokenizer, config = load_tokenizer(source), convert.resolve(source) / "config.json"
+    rows = tokenizer([_read(file) for file in files], add_special_tokens=False, verbose=False)["input_ids"]
+    if not any(rows):
+        raise ValueError("The files have no text in them; give at least one that has.")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    vocab_size = convert.read_config(config.parent).vocab_size if config.exists() else len(tokenizer)
+    return np.concatenate([np.array(row + end, np.int32) for row in rows]), vocab_size
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out.") from error
 
 
 def repeated(prompts: Sequence[str], count: int | None) -> list[str]:

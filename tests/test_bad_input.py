@@ -51,7 +51,7 @@ CASES = [
     # numbers that fix shapes
     ("max_new_tokens", [0, -3, 2.0, "8", None, True, np.float32(4), np.arange(2)], "Python int of at least 1"),
     ("num_draft_tokens", [0, -1, 1.5, "4", None, True, jnp.arange(2)], "Python int of at least 1"),
-    ("num_draft_tokens", ["", "Auto", "auto ", b"auto"], '"auto" or a Python int of at least 1'),
+    ("num_draft_tokens", ["", "Auto", "auto ", b"auto"], '"auto", an object such as .*, or a Python int of at least 1'),
     ("max_new_tokens", [252, 10**9], r"positions, but the target model has 256; shorten one"),
     # models
     ("target", [None, "model", {}], "pass a model, as jspec.load"),

@@ -128,15 +128,16 @@ def _shape_and_op(line):
     return (match[1], match[2]) if match else (None, None)
 
 
-@pytest.mark.parametrize("kind", ["plain", "model", "early exit"])
+@pytest.mark.parametrize("kind", ["plain", "model", "early exit", "varying length"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, kind, report):
     """Odd widths: no other array has the size of a cache."""
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
     batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
-    drafter = {"plain": None, "model": jspec.ModelDrafter(draft), "early exit": jspec.EarlyExitDrafter(1)}[kind]
+    drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))
+    draft_length = jspec.Heuristic(k) if kind == "varying length" else k
     program = _decode.lower(target, drafter, *batch, *_traced(jspec.SamplingParams(), (5,), 0), max_new_tokens=new,
-                            num_draft_tokens=k, rule=RULES["rejection"]).compile().as_text()  # fmt: skip
+                            draft_length=draft_length, rule=RULES["rejection"]).compile().as_text()  # fmt: skip
     slots = 7 + new + k + 1
     sizes = {rows * heads * slots * 8 for heads in ((2, 4) if k else (2,))}
     computations = _computations(program)
@@ -171,7 +172,7 @@ rows = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), PartitionSpec("ro
 request = np.zeros((4, 5), np.int32), np.array([5, 3, 1, 4]), jax.random.split(jax.random.key(0), 4)
 request = [jax.device_put(part, rows) for part in request]
 program = _decode.lower(target, jspec.ModelDrafter(draft), *request, *_traced(jspec.SamplingParams(), (), 0),
-                        max_new_tokens=8, num_draft_tokens=2, rule=RULES["rejection"]).compile()
+                        max_new_tokens=8, draft_length=2, rule=RULES["rejection"]).compile()
 names = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
 print(jax.device_count(), *re.findall(names, program.as_text()))
 """

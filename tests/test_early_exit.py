@@ -29,7 +29,7 @@ def shortened(model, num_layers):
     return short
 
 
-def drafted(drafter, target=None, unread=1, **sampling):
+def drafted(drafter, target=None, unread=1, wanted=None, draft_length=None, **sampling):
     """What `drafter` proposes for `TOKENS`, of which the target has read all but the last `unread`."""
     keys, warp = jax.random.split(jax.random.key(0), 5), toys.warps(jspec.SamplingParams(**sampling), 5)[1]
     noise = draft_noise(keys, LENGTHS[:, None] + np.arange(K), 8)
@@ -38,7 +38,7 @@ def drafted(drafter, target=None, unread=1, **sampling):
     unknown = np.arange(TOKENS.shape[1] + K + 1) >= np.maximum(LENGTHS - unread, 0)[:, None]
     cache = None if target is None else prefill(target, jnp.where(unknown, 7, text), text.shape[1])
     judge = Judge(target, cache, unread)
-    context = Context(text, jnp.asarray(LENGTHS), noise, warp, None, judge, 8)
+    context = Context(text, jnp.asarray(LENGTHS), noise, warp, None, judge, 8, 2, wanted, draft_length)
     return jax.device_get(drafter.propose(drafter.init(text, text.shape[1]), context, K)[0])
 
 

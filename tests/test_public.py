@@ -12,7 +12,8 @@ import jspec
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["types", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "quantizer", "weights", "accept",
-         "lossy", "drafters", "checks", "round", "tuning", "decode", "text", "report", "cli"]  # fmt: skip
+         "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode", "text", "report",
+         "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -40,13 +41,18 @@ def _room(dotted):
 def test_the_public_names():
     assert jspec.__all__ == [
         "BigramDrafter",
+        "ByAcceptance",
         "CascadeDrafter",
+        "EarlyExitDrafter",
         "FallbackDrafter",
+        "Heuristic",
         "Lenient",
         "Llama",
+        "MixtureDrafter",
         "ModelDrafter",
         "NGramDrafter",
         "Output",
+        "RetrievalDrafter",
         "SamplingParams",
         "Stats",
         "Threshold",
@@ -54,6 +60,8 @@ def test_the_public_names():
         "Tuning",
         "Typical",
         "UnigramDrafter",
+        "UpTo",
+        "WhileConfident",
         "demo_pair",
         "generate",
         "load",

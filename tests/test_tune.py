@@ -183,7 +183,7 @@ def answers(monkeypatch):
 @pytest.fixture
 def only_lengths(monkeypatch):
     """Instead of decoding, say with how many draft tokens."""
-    monkeypatch.setattr(decode, "_decode", lambda *_, **options: options["num_draft_tokens"])
+    monkeypatch.setattr(decode, "_decode", lambda *_, **options: options["draft_length"])
 
 
 def _same(one, other):

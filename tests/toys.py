@@ -12,6 +12,7 @@ from jax import Array
 
 from convert.config import LlamaConfig, RopeConfig
 from jspec.accept import RULES
+from jspec.cache import KVCache
 from jspec.decode import _decode, _start
 from jspec.llama import Llama
 from jspec.round import Request, play_round
@@ -33,9 +34,9 @@ class MarkovModel:
         return types.SimpleNamespace(vocab_size=self.table.shape[-1], max_position_embeddings=1 << 20)
 
     def new_cache(self, batch, slots):
-        return ()
+        return KVCache((), ())
 
-    def forward(self, tokens, cache, start):
+    def forward(self, tokens, cache, start, past=None):
         return self.table[tokens], cache
 
     def logits(self, hidden):
@@ -115,7 +116,7 @@ def decode(target, drafter, tokens, lengths, keys, warps, *, max_new_tokens, num
 
     def program(target, drafter, tokens, lengths, keys, warps):
         return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *warps, 0, eos_ids, 0,
-                                   max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens,
+                                   max_new_tokens=max_new_tokens, draft_length=num_draft_tokens,
                                    rule=rule)  # fmt: skip
 
     return jax.jit(program)(target, drafter, tokens, lengths, keys, warps)

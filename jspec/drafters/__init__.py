@@ -8,6 +8,7 @@ from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.mixture import MixtureDrafter
 from jspec.drafters.model import ModelDrafter
 from jspec.drafters.ngram import NGramDrafter
+from jspec.drafters.retrieval import RetrievalDrafter
 from jspec.drafters.tables import BigramDrafter, UnigramDrafter
 from jspec.types import Draft
 
@@ -23,5 +24,6 @@ __all__ = [
     "MixtureDrafter",
     "ModelDrafter",
     "NGramDrafter",
+    "RetrievalDrafter",
     "UnigramDrafter",
 ]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jspec.draft_length import DraftLength
 from jspec.probs import choose
 from jspec.sampling import Seen, Warp
 from jspec.types import Draft, Verdict
@@ -36,8 +37,8 @@ class Judge:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "noise", "warp", "seen", "judge"],
-    meta_fields=["vocab_size", "unread"],
+    data_fields=["tokens", "lengths", "noise", "warp", "seen", "judge", "wanted"],
+    meta_fields=["vocab_size", "unread", "draft_length"],
 )
 @dataclasses.dataclass(frozen=True)
 class Context:
@@ -53,6 +54,8 @@ class Context:
         vocab_size: V of the target.
         unread: how many of the last tokens a drafter with a cache of its own may not have read yet. With drafts of its
             own only it is 2: the last draft, if it was accepted, and the token that the target wrote behind it.
+        wanted: ``int32[B]``, how many tokens each row is to get; None for all of them. More are cut off.
+        draft_length: the rule that decides whether to go on after a token, or None (`jspec.draft_length`).
     """
 
     tokens: Array
@@ -63,6 +66,8 @@ class Context:
     judge: Judge
     vocab_size: int
     unread: int = 2
+    wanted: Array | None = None
+    draft_length: DraftLength | None = None
 
     def draw(self, k: Array | int, probs: Array) -> Array:
         """Draft token k, ``int32[B]``, drawn from its law ``probs[B, V]``; each k once a round."""

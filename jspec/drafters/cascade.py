@@ -87,9 +87,11 @@ class CascadeDrafter:
         )
         # What is drawn past the draft is thrown away: any noise will do there.
         noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0)))
+        wanted = num_draft_tokens if context.wanted is None else context.wanted
+        inner = dataclasses.replace(context, noise=noise, wanted=None, draft_length=None)
         progress = lax.while_loop(
-            lambda progress: jnp.any(progress.counts < num_draft_tokens),
-            lambda progress: self._round(progress, dataclasses.replace(context, noise=noise), num_draft_tokens),
+            lambda progress: jnp.any(progress.counts < wanted),
+            lambda progress: self._round(progress, inner, num_draft_tokens),
             progress,
         )
         tokens = cut(progress.tokens, context.lengths, num_draft_tokens)

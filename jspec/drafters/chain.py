@@ -7,8 +7,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.drafters.base import Context
-from jspec.sampling import add_seen, token_probs
-from jspec.types import Draft
+from jspec.probs import at_tokens
+from jspec.sampling import Seen, add_seen, token_probs
+from jspec.types import Draft, pytree
+
+
+@pytree
+class _Drawn:
+    """A token ``[B]`` and its law ``[B, V]``, what has been seen with it, and whether a row goes on behind it."""
+
+    token: Array
+    probs: Array
+    seen: Seen | None
+    goes_on: Array
 
 
 class Chain:
@@ -32,21 +43,50 @@ class Chain:
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         """Draw a draft, each token from the law its logits have after the sampling transforms."""
 
-        def draw(logits: Array, seen: Any, k: Array | int) -> tuple[Array, Array, Any]:
-            probs = token_probs(logits[:, None], context.warp, seen)[:, 0]
-            token = context.draw(k, probs)
-            if seen is not None:
-                seen = add_seen(seen, token[:, None], jnp.ones((token.size, 1), bool))
-            return token, probs, seen
-
-        def advance(carried: tuple, k: Array) -> tuple[tuple, tuple[Array, Array]]:
-            carry, token, seen = carried
-            logits, carry = self.step(carry, token, k, context)
-            token, probs, seen = draw(logits, seen, k)
-            return (carry, token, seen), (token, probs)
+        def advance(carried: tuple[Any, _Drawn], k: Array) -> tuple[tuple[Any, _Drawn], tuple[Array, Array]]:
+            carry, last = carried
+            logits, carry = self.step(carry, last.token, k, context)
+            drawn = _draw(logits, last, k, context)
+            return (carry, drawn), (drawn.token, drawn.probs)
 
         logits, carry = self.begin(state, context, num_draft_tokens)
-        token, probs, seen = draw(logits, context.seen, 0)
-        (carry, _, _), rest = lax.scan(advance, (carry, token, seen), jnp.arange(1, num_draft_tokens))
-        tokens, laws = jax.tree.map(lambda first, more: jnp.concatenate([first[None], more]), (token, probs), rest)
+        everywhere = jnp.ones(context.lengths.size, bool)
+        nothing = _Drawn(context.lengths, jnp.zeros((everywhere.size, context.vocab_size)), context.seen, everywhere)
+        first = _draw(logits, nothing, 0, context)
+        loop = lax.scan if context.wanted is None else _scan_while_wanted
+        (carry, _), rest = loop(advance, (carry, first), jnp.arange(1, num_draft_tokens))
+        tokens, laws = jax.tree.map(
+            lambda first, more: jnp.concatenate([first[None], more]), (first.token, first.probs), rest
+        )
         return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), self.end(carry)
+
+
+def _draw(logits: Array, last: _Drawn, k: Array | int, context: Context) -> _Drawn:
+    """Draft token k; without a law in rows that do not want it."""
+    probs = token_probs(logits[:, None], context.warp, last.seen)[:, 0]
+    token, seen, goes_on = context.draw(k, probs), last.seen, last.goes_on
+    if context.wanted is not None:
+        probs = jnp.where((goes_on & (k < context.wanted))[:, None], probs, 0)
+        goes_on &= k + 1 < context.wanted
+    if context.draft_length is not None and context.draft_length.needs_confidence:
+        goes_on &= context.draft_length.goes_on(at_tokens(jax.nn.softmax(logits.astype(jnp.float32)), token))
+    if seen is not None:
+        seen = add_seen(seen, token[:, None], jnp.ones((token.size, 1), bool))
+    return _Drawn(token, probs, seen, goes_on)
+
+
+def _scan_while_wanted(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> tuple[Any, tuple[Array, Array]]:
+    """`lax.scan`, but it ends when no row goes on; what it does not reach is 0."""
+    first = carried[1]
+    outputs = jax.tree.map(lambda leaf: jnp.zeros((ks.size, *leaf.shape), leaf.dtype), (first.token, first.probs))
+
+    def body(loop: tuple) -> tuple:
+        i, carried, outputs = loop
+        carried, output = advance(carried, ks[i])
+        return i + 1, carried, jax.tree.map(lambda rows, row: rows.at[i].set(row), outputs, output)
+
+    def wanted(loop: tuple) -> Array:
+        return (loop[0] < ks.size) & jnp.any(loop[1][1].goes_on)
+
+    _, carried, outputs = lax.while_loop(wanted, body, (0, carried, outputs))
+    return carried, outputs

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jspec.drafters.base import Context
@@ -34,8 +35,10 @@ class MixtureDrafter(Chain, Duo):
             if hasattr(part, "propose") and not hasattr(part, "step"):
                 raise TypeError(f"{name} is a {type(part).__name__}, which does not give its law token by token, as a "
                                 "mixture needs it; use a jspec.drafters.Chain, or FallbackDrafter.")  # fmt: skip
-        if isinstance(self.weight, numbers.Real) and not 0 <= float(self.weight) <= 1:
-            raise ValueError(f"weight must be between 0 and 1; got {self.weight!r}.")
+        if isinstance(self.weight, numbers.Real):
+            if not 0 <= float(self.weight) <= 1:
+                raise ValueError(f"weight must be between 0 and 1; got {self.weight!r}.")
+            object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program
 
     def begin(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Array, tuple[Any, Any]]:
         """Both begin."""

@@ -1,0 +1,159 @@
+"""How many tokens to draft a round, where that is not one number: row by row, and from round to round.
+
+Rows differ by a mask: a token that a row does not want has a law of zeros, which no rule accepts. Time is saved by
+drafting no longer than some row goes on, and by verifying in the shortest of a few compiled lengths that holds all
+drafts.
+
+Whether to go on may depend on all that has been drafted, the last token included, but that token stays: to look at a
+token and then discard it would change the law of the text, for the target would be asked for another one just where
+the draft was unsure.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.types import check_count
+
+
+class DraftLength(Protocol):
+    """Decides how far to draft: hashable, for it is part of the program.
+
+    Attributes:
+        most: K, the most tokens of a draft; fixes shapes.
+        needs_confidence: whether `goes_on` is to be asked; only a `jspec.drafters.Chain` can.
+    """
+
+    most: int
+    needs_confidence: ClassVar[bool]
+
+    def init(self, batch: int) -> Any:
+        """What it remembers, a pytree, before the first round."""
+        ...
+
+    def wanted(self, state: Any, batch: int) -> Array:
+        """``int32[B]`` in 0 .. most: how many tokens to draft in this round."""
+        ...
+
+    def goes_on(self, confidence: Array) -> Array:
+        """``bool[B]``, whether to draft one more token; the last had this probability ``[B]`` before any transforms."""
+        ...
+
+    def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
+        """After a round that kept ``accepted int32[B]`` of ``drafted int32[B]`` tokens; both are 0 in idle rows."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class UpTo:
+    """Drafts `most` tokens, or as far as the drafter has a guess: a round without a guess costs a plain step.
+
+    For drafters that look things up. Of a model it makes what the plain number does.
+    """
+
+    most: int
+    needs_confidence: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_count("most", self.most)
+
+    def init(self, batch: int) -> Any:
+        return ()
+
+    def wanted(self, state: Any, batch: int) -> Array:
+        return jnp.full(batch, self.most, jnp.int32)
+
+    def goes_on(self, confidence: Array) -> Array:
+        return jnp.ones(confidence.shape, bool)
+
+    def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class WhileConfident(UpTo):
+    """Stops behind the first token that the draft gave a probability below `threshold`.
+
+    The probability is that before temperature and filters, so it tells something in greedy decoding, too; as
+    ``assistant_confidence_threshold`` in transformers, which starts with 0.4.
+    """
+
+    threshold: float = 0.4
+    needs_confidence: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"threshold must be between 0 and 1; got {self.threshold!r}.")
+
+    def goes_on(self, confidence: Array) -> Array:
+        return confidence >= self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class Heuristic(UpTo):
+    """Two tokens more after a round that kept all drafts, one less after any other, between 1 and `most`.
+
+    Each row has its own number, at first half of `most`, rounded up. The rule is that of transformers
+    (``num_assistant_tokens_schedule="heuristic"``).
+    """
+
+    def init(self, batch: int) -> Array:
+        return jnp.full(batch, (self.most + 1) // 2, jnp.int32)
+
+    def wanted(self, state: Array, batch: int) -> Array:
+        return state
+
+    def update(self, state: Array, drafted: Array, accepted: Array) -> Array:
+        longer = jnp.where(accepted == drafted, jnp.minimum(state + 2, self.most), jnp.maximum(state - 1, 1))
+        return jnp.where(drafted > 0, longer, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByAcceptance(UpTo):
+    """Drafts what pays best at the acceptance rate that the row has had of late.
+
+    The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8), with `cost_ratio` for
+    c and for a the share of accepted drafts among those judged. Older rounds count for less, by 0.9 a round; before any
+    it is 1/2, which counts as much as two drafts.
+
+    Attributes:
+        cost_ratio: what one more drafted token costs, its row in verification included, over a step of plain decoding.
+    """
+
+    cost_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.cost_ratio < float("inf"):
+            raise ValueError(f"cost_ratio must be a finite number of at least 0; got {self.cost_ratio!r}.")
+
+    def init(self, batch: int) -> tuple[Array, Array]:
+        """Accepted and judged drafts, with their weights."""
+        return jnp.zeros(batch, jnp.float32), jnp.zeros(batch, jnp.float32)
+
+    def wanted(self, state: tuple[Array, Array], batch: int) -> Array:
+        accepted, judged = state
+        rate = (accepted + 1) / (judged + 2)
+        drafts = jnp.arange(self.most + 1)
+        tokens = jnp.cumsum(rate[:, None] ** drafts, axis=1)
+        speedup = tokens / (1 + drafts * self.cost_ratio)
+        return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # without a draft nothing would be learnt
+
+    def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
+        judged = accepted + (accepted < drafted)
+        return jnp.where(drafted > 0, 0.9 * state[0] + accepted, state[0]), jnp.where(
+            drafted > 0, 0.9 * state[1] + judged, state[1]
+        )
+
+
+def compiled_lengths(most: int) -> tuple[int, ...]:
+    """The draft lengths that verification is compiled for: none, powers of two, and `most`."""
+    return (0, *(1 << i for i in range((most - 1).bit_length())), most)
+
+
+def most_drafts(draft_length: int | DraftLength) -> int:
+    """K."""
+    return draft_length if isinstance(draft_length, int) else draft_length.most

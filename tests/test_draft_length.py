@@ -1,0 +1,177 @@
+"""How far to draft: the law stays, the right lengths come out, and what is not wanted is not computed."""
+
+import dataclasses
+
+import drafters
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import toys
+from test_early_exit import LENGTHS, TOKENS, K, drafted
+from test_matrix import check_texts, pair, text_p_values
+
+import jspec
+from jspec.draft_length import compiled_lengths
+from jspec.drafters.base import cut, put
+from jspec.types import pytree
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
+
+LENGTH_RULES = (
+    jspec.UpTo(3), jspec.WhileConfident(3, 0.3), jspec.Heuristic(3), jspec.ByAcceptance(3, cost_ratio=0.3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "name", "rule"), [
+    (LENGTH_RULES[0], "ngram", "rejection"), (LENGTH_RULES[1], "model", "rejection"),
+    (LENGTH_RULES[2], "cascade", "block"), (LENGTH_RULES[3], "mixture", "block"),
+], ids=str)  # fmt: skip
+def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
+    p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length, first_batch=3)
+    check_texts(report, p_values, 8_192, len(LENGTH_RULES))
+
+
+@pytree
+class Discarding(jspec.ModelDrafter):
+    """Stops before a token that it is unsure of, which it has drawn: the variant that must not be."""
+
+    def propose(self, state, context, num_draft_tokens):
+        draft, state = super().propose(state, context, num_draft_tokens)
+        sure = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1) >= 0.3
+        return dataclasses.replace(draft, probs=draft.probs * jnp.cumprod(sure, axis=1)), state
+
+
+def test_discarding_the_token_that_was_looked_at_is_biased(report):
+    """By as much as theory says; the same rule that keeps the token is not."""
+    draws, prompt = 200_000, 3
+    target, draft = toys.markov_pair(0)
+    p, q = (np.exp(t := np.asarray(model.table[prompt], float)) / np.exp(t).sum() for model in (target, draft))
+    sure, left = q >= 0.3, np.maximum(p - q, 0)
+    rejected = (q - np.minimum(p, q))[sure].sum()
+    biased = np.where(sure, np.minimum(p, q), 0) + rejected * left / left.sum() + q[~sure].sum() * p
+    keys, found = jax.random.split(jax.random.key(0), draws), {}
+    for name, drafter, length in (("discarding", Discarding(draft), 1),
+                                  ("keeping", jspec.ModelDrafter(draft), jspec.WhileConfident(2, 0.3))):  # fmt: skip
+        out = jspec.speculative_generate(target, drafter, np.full((draws, 1), prompt), np.ones(draws, int), keys,
+                                         max_new_tokens=1, num_draft_tokens=length)  # fmt: skip
+        counts = np.bincount(np.asarray(out.tokens)[:, 0], minlength=8)
+        found[name] = oracle.p_value(counts, p), oracle.p_value(counts, biased)
+    report(
+        distance=f"{np.abs(p - biased).sum() / 2:.3f}", **{name: tuple(map(float, ps)) for name, ps in found.items()}
+    )
+    assert found["discarding"][0] < 1e-12 < oracle.ALPHA < found["discarding"][1]
+    assert found["keeping"][0] > oracle.ALPHA
+
+
+def test_it_stops_behind_the_first_token_it_is_unsure_of():
+    """The tokens are those of a full draft; how many there are follows from the draft's own law."""
+    draft, most, lengths = toys.tiny_llama(11), jnp.array([1, 3, 3, 2, 0]), set()
+    for threshold, sampling in ((0.2, {}), (0.45, {"temperature": 0.0}), (0.4, {"top_p": 0.5})):
+        full = drafted(jspec.ModelDrafter(draft), **sampling)
+        text = put(jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K))), jnp.asarray(full.tokens), jnp.asarray(LENGTHS))
+        laws = cut(jax.nn.softmax(draft(text)), jnp.asarray(LENGTHS) - 1, K)
+        sure = np.take_along_axis(np.asarray(laws), full.tokens[..., None], axis=-1)[..., 0] >= threshold
+        expected = np.minimum(1 + np.cumprod(sure[:, :-1], axis=1).sum(1), most)
+        lengths |= set(expected[1:3].tolist())
+        rule = jspec.WhileConfident(K, threshold)
+        out = drafted(jspec.ModelDrafter(draft), wanted=most, draft_length=rule, **sampling)
+        kept = np.arange(K) < expected[:, None]
+        np.testing.assert_array_equal(out.probs.any(-1), kept)
+        np.testing.assert_array_equal(out.tokens[kept], full.tokens[kept])
+        np.testing.assert_array_equal(out.probs[kept], full.probs[kept])
+    assert lengths == {1, 2, 3}
+
+
+@pytree
+class Counted(toys.MarkovModel):
+    """Notes in `ROWS` how many rows each pass has that is really run."""
+
+    name: jax.Array
+
+    def forward(self, tokens, cache, start, past=None):
+        jax.debug.callback(lambda name: ROWS.append((int(name), tokens.shape[1])), self.name)
+        return super().forward(tokens, cache, start, past)
+
+
+ROWS = []
+
+
+def test_what_no_row_wants_is_not_computed():
+    table = jnp.asarray(3 * np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    target, draft = (Counted(table, jnp.array(name)) for name in (0, 1))
+    batch = np.array([[1]]), np.array([1]), jax.random.split(jax.random.key(0), 1)
+
+    def rows(drafter, length, batch=batch):
+        ROWS.clear()
+        out = drafters.generate(target, drafter, batch, max_new_tokens=24, num_draft_tokens=length)
+        jax.effects_barrier()
+        counts = {name: sorted(n for which, n in ROWS[1:] if which == name) for name in (0, 1)}
+        return counts, int(out.stats.rounds.sum()), int(out.stats.drafted.sum())
+
+    counts, rounds, drafted = rows(jspec.NGramDrafter(60, 60), jspec.UpTo(8))
+    assert (counts[0], drafted) == ([1] * rounds, 0)
+    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.WhileConfident(8, 0.999))
+    assert counts[0] == [2] * rounds and len(counts[1]) == drafted + 1  # one pass a token, and the prompt's
+    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.Heuristic(8))
+    assert set(counts[0]) > {9} and set(counts[0]) <= {1 + n for n in compiled_lengths(8)}
+
+
+def test_each_row_has_its_own_length():
+    length = jspec.Heuristic(8)
+    state = length.init(4)
+    np.testing.assert_array_equal(state, 4)
+    state = length.update(state, jnp.array([4, 4, 4, 0]), jnp.array([4, 3, 0, 0]))
+    np.testing.assert_array_equal(state, [6, 3, 3, 4])
+    for _ in range(4):
+        state = length.update(state, state, state * jnp.array([1, 0, 1, 0]))
+    np.testing.assert_array_equal(length.wanted(state, 4), [8, 1, 8, 1])
+
+
+def test_acceptance_leads_to_the_best_length_of_theory():
+    for cost in (0.05, 0.2, 0.5):
+        length = jspec.ByAcceptance(8, cost)
+        rates = np.array([0.3, 0.6, 0.8, 0.9])
+        state = length.init(4)
+        for _ in range(200):  # rounds that kept as many drafts as that rate makes likely
+            state = length.update(state, jnp.full(4, 99.0), jnp.asarray(rates / (1 - rates)))
+        found = np.asarray(length.wanted(state, 4))
+        share = np.asarray((state[0] + 1) / (state[1] + 2))
+        best = [max(range(1, 9), key=lambda k: float(jspec.theory.speedup(a, k, cost))) for a in share]
+        np.testing.assert_array_equal(found, best)
+        weight = 10 / (1 - rates)  # judged drafts, with those of old rounds, beside two that were never drafted
+        np.testing.assert_allclose(share, (weight * rates + 1) / (weight + 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", LENGTH_RULES, ids=lambda length: type(length).__name__)
+@pytest.mark.parametrize("name", ["model", "fallback"])
+def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, name, length):
+    if name == "fallback" and length.needs_confidence:
+        pytest.skip("a fallback does not say how sure it is")
+    target, draft = toy(0), toy(0, distance=0.1)
+    batch, options = prompts([9, 1, 5, 3, 7]), {"max_new_tokens": 24, "num_draft_tokens": length}
+    plain = jspec.generate(target, *batch, max_new_tokens=24)
+    drafter = drafters.make(name, target, draft)
+    out = drafters.generate(target, drafter, batch, accept="coupled", **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    alone = drafters.generate(target, drafter, [part[2:3] for part in batch], accept="coupled", **options)
+    assert out.stats.accepted_at.shape == (5, 3)
+    np.testing.assert_array_equal(alone.stats.accepted_at[0], out.stats.accepted_at[2])
+    report(drafted=int(out.stats.drafted.sum()), accepted=int(out.stats.accepted.sum()))
+
+
+def test_mistakes_are_named(toy, prompts):
+    for make, message in (
+        (lambda: jspec.UpTo(0), "most must be an int of at least 1; got 0"),
+        (lambda: jspec.Heuristic(True), "most must be an int"),
+        (lambda: jspec.WhileConfident(4, 1.0), "threshold must be between 0 and 1; got 1.0"),
+        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a finite number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    for length, message in ((jspec.WhileConfident(4), "how sure the draft is of each token, which a NGramDrafter does"),
+                            (jspec.UpTo, r"an object such as jspec.UpTo\(8\)")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            jspec.speculative_generate(toy(0), jspec.NGramDrafter(), *prompts([3]), max_new_tokens=4,
+                                       num_draft_tokens=length)  # fmt: skip
