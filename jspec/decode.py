@@ -16,6 +16,7 @@ from jspec.cache import prefill
 from jspec.checks import as_array, check_arguments, check_measurable, check_rule, check_tuning
 from jspec.draft_length import DraftLength, most_drafts
 from jspec.drafters.base import Drafter, cut
+from jspec.drafters.checked import CheckedDrafter
 from jspec.drafters.model import as_drafter
 from jspec.keys import rehearsal
 from jspec.llama import Llama
@@ -100,6 +101,8 @@ def speculative_generate(
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
         num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
+    if jax.config.jax_enable_checks:  # pyright: ignore[reportAttributeAccessIssue]
+        drafter = CheckedDrafter(drafter)
     draft_length: Any = num_draft_tokens
     if not hasattr(draft_length, "wanted"):
         draft_length = operator.index(draft_length)

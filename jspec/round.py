@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Judge, put
+from jspec.drafters.base import Context, Judge, check_shapes, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -115,6 +115,7 @@ def _propose(
             wanted = jnp.where(state.done, 0, draft_length.wanted(state.draft_length, batch))
             context = dataclasses.replace(context, wanted=wanted, draft_length=draft_length)
         draft, drafter_state = drafter.propose(state.drafter, context, k)
+        check_shapes(draft, context, k)
         # With 64-bit types enabled, a user's arrays are easily wider than the program's.
         probs = draft.probs.astype(jnp.float32)
         if context.wanted is not None:

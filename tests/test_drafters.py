@@ -1,5 +1,8 @@
 """Drafters other than a model: whatever they remember, the law of the text stays the target's."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,6 +153,33 @@ def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
                              ):  # fmt: skip
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["change"])
+@dataclasses.dataclass(frozen=True)
+class Wrong(jspec.ModelDrafter):
+    """Returns `change` of a good draft."""
+
+    change: Callable
+
+    def propose(self, state, context, num_draft_tokens):
+        draft, state = super().propose(state, context, num_draft_tokens)
+        return self.change(draft), state
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda draft: Draft(draft.tokens, draft.probs * 1.01), "Wrong drafted token 0 of row 0 with a .* sums to 1.01"),
+    (lambda draft: Draft(draft.tokens, draft.probs.at[:, 1].set(jnp.nan)), "token 1 of row 0 with a .* sums to nan"),
+    (lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)), "gives the token 0; expected 1"),
+    (lambda draft: Draft(draft.tokens[:, 1:], draft.probs), r"tokens int32\[2, 3\] with laws \[2, 4, 61\]; expected"),
+    (lambda draft: Draft(draft.tokens * 1.0, draft.probs), r"tokens float32\[2, 4\]"),
+    (lambda draft: Draft(draft.tokens, draft.probs[..., 1:]), r"expected integers \[2, 4\] with laws \[2, 4, 61\]"),
+])  # fmt: skip
+def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, message, capfd):
+    with jax.enable_checks(True), pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+        jax.block_until_ready(
+            jspec.speculative_generate(toy(0), Wrong(toy(1), change), *prompts([3, 2]), max_new_tokens=8)
+        )
 
 
 def test_what_was_not_guessed_was_not_drafted(toy, prompts):

@@ -100,6 +100,15 @@ class Drafter(Protocol):
         ...
 
 
+def check_shapes(draft: Draft, context: Context, num_draft_tokens: int) -> None:
+    """Raise ValueError where what a drafter returned has other shapes than a draft; while the program is traced."""
+    shape = [context.lengths.size, num_draft_tokens]
+    tokens, probs = list(draft.tokens.shape), list(draft.probs.shape)
+    if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
+        raise ValueError(f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
+                         f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
+
+
 class Stateless:
     """A drafter that remembers nothing from round to round: its `init`, `end` (see `Chain`) and `commit`."""
 

@@ -1,0 +1,59 @@
+"""Debug mode: a drafter whose every draft is held to the contract."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jspec.drafters.base import Context, check_shapes
+from jspec.probs import at_tokens
+from jspec.types import Draft, Verdict, pytree
+
+_TOLERANCE = 1e-3
+
+
+@pytree
+class CheckedDrafter:
+    """`inner`, and an error as soon as a law of its drafts is none, or a token cannot come from its law.
+
+    An all-zero law is "no guess" and passes. `jspec.speculative_generate` wraps its draft in this where
+    ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host; the error comes out of JAX
+    as a JaxRuntimeError that quotes it, when results are waited for.
+    """
+
+    inner: Any
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.inner.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.inner, "max_positions", None)
+
+    def init(self, tokens: Array, num_slots: int) -> Any:
+        return self.inner.init(tokens, num_slots)
+
+    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+        draft, state = self.inner.propose(state, context, num_draft_tokens)
+        check_shapes(draft, context, num_draft_tokens)
+        sums, least = draft.probs.sum(-1), draft.probs.min(-1)
+        drawn = at_tokens(draft.probs, draft.tokens.astype(jnp.int32))
+        jax.debug.callback(functools.partial(_check, type(self.inner).__name__), sums, least, drawn)
+        return draft, state
+
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
+        return self.inner.commit(state, draft, verdict, hidden)
+
+
+def _check(name: str, sums: Any, least: Any, drawn: Any) -> None:
+    """On the host: ``[B, K]`` sums and smallest entries of laws, and what they give their tokens."""
+    sums, least, drawn = map(np.asarray, (sums, least, drawn))
+    lawful = (np.abs(sums - 1) < _TOLERANCE) & (least >= 0) & (drawn > 0)
+    for row, k in np.argwhere(~(lawful | ((sums == 0) & (least == 0))))[:1]:
+        raise ValueError(f"{name} drafted token {k} of row {row} with a law that sums to {sums[row, k]:.6g}, has "
+                         f"{least[row, k]:.3g} as its smallest entry and gives the token {drawn[row, k]:.3g}; expected "
+                         "1, no negative entry, and the law it was drawn from, or zeros for no guess.")  # fmt: skip
