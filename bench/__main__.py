@@ -114,10 +114,23 @@ def drafters(
     requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
     repeats: Repeats = 5,
 ) -> None:
-    """Every drafter and rule on the bundled pair, for new, repetitive and edited code."""
+    """Every drafter, rule and draft length on the bundled pair, for new, repetitive and edited code."""
     from bench import drafters
 
     drafters.run(k, new_tokens, temperature, requests, repeats)
+
+
+@app.command()
+def rules(
+    batch: Batch = 64,
+    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [2, 4, 8],  # noqa: B006
+    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0.7, 1],  # noqa: B006
+) -> None:
+    """Tokens a round under rejection, block and coupled, for several drafters."""
+    from bench import rules
+
+    rules.run(batch, k, new_tokens, temperature)
 
 
 @app.command()

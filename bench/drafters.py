@@ -1,4 +1,4 @@
-"""Tokens a round and tokens a second of every drafter and rule on the bundled pair, for three kinds of prompt."""
+"""Tokens a round and a second of drafters, rules and draft lengths on the bundled pair, for three kinds of prompt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,7 @@ from bench.acceptance import held_out, measured_rates, overall
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.timing import in_turns, ratio, spread
+from jspec import theory
 from pair.corpus import load_corpus
 
 WIDTH, CORPUS = 96, 2_000_000
@@ -43,22 +44,38 @@ def prompts(tokenizer: Any, count: int) -> dict[str, list[np.ndarray]]:
     return {kind: [np.array(row, np.int32) for row in rows] for kind, rows in kinds.items()}
 
 
-def settings(draft: jspec.Llama, tokenizer: Any) -> dict[str, tuple[Any, str]]:
-    """Name -> (drafter, rule)."""
+def made(draft: jspec.Llama, tokenizer: Any) -> dict[str, Any]:
+    """Name -> drafter; those that count or retrieve have read `CORPUS` characters the models were trained on."""
     training = "".join(document.text for document in load_corpus()[0])[:CORPUS]
     corpus, size = np.array(tokenizer.encode(training)), draft.config.vocab_size
-    bigram, ngram = jspec.BigramDrafter.from_tokens(corpus, size), jspec.NGramDrafter()
-    found = {
+    ngram, bigram = jspec.NGramDrafter(), jspec.BigramDrafter.from_tokens(corpus, size)
+    retrieval = jspec.RetrievalDrafter.from_tokens(corpus, size)
+    return {
         "draft model": draft,
         "lookup": ngram,
+        "retrieval": retrieval,
         "unigram": jspec.UnigramDrafter.from_tokens(corpus, size),
         "bigram": bigram,
-        "lookup, else draft model": jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), jspec.ModelDrafter(draft)),
+        "first 4 of 6 layers": jspec.EarlyExitDrafter(4),
+        "lookup, else draft model": jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), draft),
         "lookup, else bigram": jspec.FallbackDrafter(ngram, bigram),
+        "mixture, 0.8 draft model, 0.2 retrieval": jspec.MixtureDrafter(draft, retrieval, 0.8),
         "draft model, with bigram": jspec.CascadeDrafter(draft, bigram),
     }
-    rules = {f"draft model, {rule}": (draft, rule) for rule in ("block", "coupled")}
-    return {name: (drafter, "rejection") for name, drafter in found.items()} | rules
+
+
+def settings(draft: jspec.Llama, tokenizer: Any, k: int) -> dict[str, dict[str, Any]]:
+    """Name -> drafter, rule and draft length."""
+    drafters = made(draft, tokenizer)
+    found = {name: {"drafter": drafter} for name, drafter in drafters.items()}
+    found |= {f"draft model, {rule}": {"drafter": draft, "accept": rule} for rule in ("block", "coupled")}
+    lengths = {"while confident": jspec.WhileConfident(2 * k), "heuristic": jspec.Heuristic(2 * k),
+               "by acceptance": jspec.ByAcceptance(2 * k, cost_ratio=0.4)}  # fmt: skip
+    found |= {f"draft model, {name}, up to {2 * k}": {"drafter": draft, "num_draft_tokens": length}
+              for name, length in lengths.items()}  # fmt: skip
+    found |= {f"{name}, up to {k}": {"drafter": drafters[name], "num_draft_tokens": jspec.UpTo(k)}
+              for name in ("lookup", "retrieval")}  # fmt: skip
+    return {name: {"accept": "rejection", "num_draft_tokens": k} | one for name, one in found.items()}
 
 
 def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int) -> None:
@@ -67,19 +84,21 @@ def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int) -
     rows: list[dict[str, Any]] = []
     slots = WIDTH + new_tokens + k + 1
     alone = {f"{n} rows": Pass(target, n, 1, WIDTH + new_tokens // 2, slots) for n in (1, k + 1)}
-    drafters = settings(draft, tokenizer)
+    tried = settings(draft, tokenizer, k)
     for kind, texts in prompts(tokenizer, count).items():
         assert all(len(text) == WIDTH for text in texts)
         options = {"max_new_tokens": new_tokens, "temperature": temperature}
         calls = {"plain": _call(jspec.generate, (target,), texts, **options)}
-        for name, (drafter, rule) in drafters.items():
-            mine = options | {"num_draft_tokens": k, "accept": rule}
-            calls[name] = _call(jspec.speculative_generate, (target, drafter), texts, **mine)
+        for name, setting in tried.items():
+            mine = options | setting
+            models = target, mine.pop("drafter")
+            calls[name] = _call(jspec.speculative_generate, models, texts, **mine)
             # The prompt's share of a call, so that what is left is rounds.
-            calls[f"{name}, start"] = _call(jspec.speculative_generate, (target, drafter), texts, limit=1, **mine)
+            calls[f"{name}, start"] = _call(jspec.speculative_generate, models, texts, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
-        rows += [_row(kind, name, calls[name](), times, passes, k) for name in drafters]
+        rows += [_row(kind, name, calls[name](), times, passes, setting["num_draft_tokens"], k)
+                 for name, setting in tried.items()]  # fmt: skip
     publish(
         f"drafters-k{k}-t{temperature:g}-{jax.default_backend()}",
         f"bundled pair: K = {k}, {count} requests one at a time, {new_tokens} new tokens after {WIDTH}, "
@@ -87,7 +106,8 @@ def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int) -
         rows,
         plots.drafters,
         notes=["cost ratio: what a round takes beside verification, prompt left out, by draft token, over one pass of"
-               " the target. acceptance: of judged drafts, a round without a guess being a refusal."],
+               " the target. acceptance: of judged drafts, a round without a guess being a refusal. predicted: theorem"
+               " 3.8 of Leviathan et al. 2023 for that acceptance and cost, with what verifying K + 1 rows takes."],
     )  # fmt: skip
 
 
@@ -111,15 +131,19 @@ def _call(
 
 
 def _row(
-    kind: str, name: str, outs: list[jspec.Output], times: dict[str, Any], passes: dict[str, float], k: int
+    kind: str, name: str, outs: list[jspec.Output], times: dict[str, Any], passes: dict[str, float], length: Any, k: int
 ) -> dict[str, Any]:
-    """What the table says of one setting."""
+    """What the table says of one setting; where the length varies, theory has no number for it."""
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *jax.device_get(outs))
     tokens, rounds = int(joined.lengths.sum()), int(joined.stats.rounds.sum())
-    alpha, gain = overall(measured_rates(joined)), ratio(times["plain"], times[name])
-    # The start has one round of each request.
-    in_rounds = spread(times[name] - times[f"{name}, start"]).median / (rounds - len(outs))
-    cost = (in_rounds - passes[f"{k + 1} rows"]) / k / passes["1 rows"]
+    gain = ratio(times["plain"], times[name])
+    alpha, cost, predicted = "", "", ""
+    if length == k:
+        alpha = overall(measured_rates(joined))
+        # The start has one round of each request.
+        in_rounds = spread(times[name] - times[f"{name}, start"]).median / (rounds - len(outs))
+        cost = (in_rounds - passes[f"{k + 1} rows"]) / k / passes["1 rows"]
+        predicted = float(theory.expected_tokens(alpha, k)) / (passes[f"{k + 1} rows"] / passes["1 rows"] + k * cost)
     return {"prompt": kind, "drafter and rule": name, "tokens a round": tokens / rounds, "acceptance": alpha,
-            "cost ratio": cost, "tokens/s": tokens / spread(times[name]).median,
+            "cost ratio": cost, "tokens/s": tokens / spread(times[name]).median, "predicted": predicted,
             "x own plain": gain.median, "from": gain.low, "to": gain.high}  # fmt: skip

@@ -69,12 +69,30 @@ def drafters(figure: Figure, rows: Rows) -> None:
     for axes, (kind, mine) in zip(figure.subplots(1, len(kinds), sharex=True, sharey=True), kinds.items(), strict=True):
         names = [row["drafter and rule"] for row in mine]
         axes.bar_label(axes.barh(names, [row["x own plain"] for row in mine]), fmt="%.2f", padding=2, fontsize="small")
+        known = [(row["predicted"], i) for i, row in enumerate(mine) if row["predicted"] != ""]
+        axes.plot(*zip(*known, strict=True), "k|", label="theorem 3.8, cost of K + 1 rows included")
         axes.axvline(1, color="grey", linewidth=0.8)
-        axes.tick_params("y", labelsize="small")
-        axes.margins(x=0.2)
+        axes.tick_params("y", labelsize="x-small")
+        axes.margins(x=0.25)
         axes.set_title(kind, fontsize="small")
-        axes.set_xlabel("x own plain decoding")
+        axes.set_xlabel("x own plain decoding", fontsize="small")
     axes.invert_yaxis()
+    axes.legend(fontsize="xx-small", loc="lower right")
+
+
+def rules(figure: Figure, rows: Rows) -> None:
+    """Of `bench.rules`: tokens a round under each rule, a group of bars a setting, one panel a temperature."""
+    panels = _groups(rows, "temperature")
+    for axes, (temperature, mine) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        names = [f"{row['drafter']}, K = {row['K']}" for row in mine]
+        for number, rule in enumerate(("rejection", "block", "coupled")):
+            at = [i + (number - 1) * 0.27 for i in range(len(mine))]
+            axes.barh(at, [row[rule] for row in mine], 0.25, label=rule)
+        axes.set_yticks(range(len(mine)), names, fontsize="small")
+        axes.set_title(f"temperature {temperature:g}", fontsize="small")
+        axes.set_xlabel("tokens a round")
+    axes.invert_yaxis()
+    axes.legend(fontsize="small", loc="lower right")
 
 
 def shares(figure: Figure, rows: Rows) -> None:

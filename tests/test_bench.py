@@ -179,10 +179,20 @@ def test_the_picture_has_the_measured_points_and_the_theory():
 
 def test_every_kind_of_prompt_has_a_panel():
     figure = Figure()
-    plots.drafters(figure, [{"prompt": kind, "drafter and rule": name, "x own plain": 1.5}
-                            for kind in ("new", "old") for name in ("a", "b", "c")])  # fmt: skip
+    plots.drafters(figure, [{"prompt": kind, "drafter and rule": name, "x own plain": 1.5, "predicted": predicted}
+                            for kind in ("new", "old") for name, predicted in (("a", 1.4), ("b", ""), ("c", 1.6))
+                            ])  # fmt: skip
+    assert all(panel.lines[0].get_xydata().tolist() == [[1.4, 0], [1.6, 2]] for panel in figure.axes)
     assert [panel.get_title() for panel in figure.axes] == ["new", "old"]
     assert all([bar.get_width() for bar in panel.patches] == [1.5] * 3 for panel in figure.axes)
+
+
+def test_every_rule_has_a_bar():
+    rows = [{"drafter": name, "K": 2, "temperature": t, "rejection": 1.0, "block": 2.0, "coupled": 3.0}
+            for t in (0.7, 1) for name in ("a", "b")]  # fmt: skip
+    figure = Figure()
+    plots.rules(figure, rows)
+    assert [[bar.get_width() for bar in panel.patches] for panel in figure.axes] == [[1, 1, 2, 2, 3, 3]] * 2
 
 
 def test_prompts_of_every_kind_have_one_width():

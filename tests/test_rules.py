@@ -64,6 +64,27 @@ def enumerated_block(p, q, draft, target_probs):
     return joint, kept
 
 
+def test_block_verification_enumerated_where_drafts_stop_midway(report):
+    """The length of a draft may depend on the draft: every text of a round still has its probability, in float64."""
+    rng, errors, fewer = np.random.default_rng(1), [], []
+    with jax.enable_x64(True):
+        for v, k in ((2, 2), (3, 2), (3, 3), (2, 4)):
+            p, q, draft, target_probs = tables(rng, v, k)
+            full = enumerated_block(p, q, draft, target_probs)[1]
+            # Drafting stops behind the first token 0, which stays.
+            going = np.cumprod(np.asarray(draft.tokens) != 0, axis=1)
+            drafted = np.pad(going[:, :-1], ((0, 0), (1, 0)), constant_values=1)
+            short = Draft(draft.tokens, draft.probs * drafted[..., None])
+            joint, kept = enumerated_block(p, q, short, target_probs)
+            errors.append(np.abs(joint - autoregressive(p)).max())
+            fewer.append(full - kept)
+            # What must not be: to drop the token 0 as well, which was looked at.
+            wrong = enumerated_block(p, q, Draft(draft.tokens, draft.probs * going[..., None]), target_probs)[0]
+            assert np.abs(wrong - autoregressive(p)).max() > 1e-3
+    report(tables=len(errors), max_error=f"{max(errors):.1e}", kept_less=f"{min(fewer):.2f} to {max(fewer):.2f}")
+    assert max(errors) <= 1e-12 and min(fewer) > 0.01
+
+
 def test_block_verification_enumerated(report):
     """Every text of a round, the rest decoded plainly, in float64; and never fewer drafts kept than token by token."""
     rng = np.random.default_rng(0)
