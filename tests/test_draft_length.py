@@ -161,6 +161,14 @@ def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompt
     report(drafted=int(out.stats.drafted.sum()), accepted=int(out.stats.accepted.sum()))
 
 
+@pytest.mark.parametrize("name", ["model", "retrieval", "cascade", "fallback"])
+def test_drafts_of_one_token_are_the_least(toy, prompts, name):
+    target, batch = toy(0), prompts([4, 1])
+    drafter = drafters.make(name, target, toy(0, distance=0.1))
+    out = drafters.generate(target, drafter, batch, max_new_tokens=8, num_draft_tokens=jspec.UpTo(1), accept="coupled")
+    np.testing.assert_array_equal(out.tokens, jspec.generate(target, *batch, max_new_tokens=8).tokens)
+
+
 def test_mistakes_are_named(toy, prompts):
     for make, message in (
         (lambda: jspec.UpTo(0), "most must be an int of at least 1; got 0"),

@@ -79,6 +79,8 @@ def _scan_while_wanted(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> 
     """`lax.scan`, but it ends when no row goes on; what it does not reach is 0."""
     first = carried[1]
     outputs = jax.tree.map(lambda leaf: jnp.zeros((ks.size, *leaf.shape), leaf.dtype), (first.token, first.probs))
+    if ks.size == 0:
+        return carried, outputs
 
     def body(loop: tuple) -> tuple:
         i, carried, outputs = loop
