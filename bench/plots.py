@@ -68,16 +68,15 @@ def drafters(figure: Figure, rows: Rows) -> None:
     kinds = _groups(rows, "prompt")
     for axes, (kind, mine) in zip(figure.subplots(1, len(kinds), sharex=True, sharey=True), kinds.items(), strict=True):
         names = [row["drafter and rule"] for row in mine]
-        axes.bar_label(axes.barh(names, [row["x own plain"] for row in mine]), fmt="%.2f", padding=2, fontsize="small")
+        bars = axes.barh(names, [row["x own plain"] for row in mine], 0.9)
+        axes.bar_label(bars, fmt="%.2f", label_type="center", fontsize="x-small", color="white")
         known = [(row["predicted"], i) for i, row in enumerate(mine) if row["predicted"] != ""]
-        axes.plot(*zip(*known, strict=True), "k|", label="theorem 3.8, cost of K + 1 rows included")
+        axes.plot(*zip(*known, strict=True), "kd", markersize=3)
         axes.axvline(1, color="grey", linewidth=0.8)
         axes.tick_params("y", labelsize="x-small")
-        axes.margins(x=0.25)
         axes.set_title(kind, fontsize="small")
-        axes.set_xlabel("x own plain decoding", fontsize="small")
+        axes.set_xlabel("x own plain decoding;\ndiamonds: theory, rounds alone", fontsize="small")
     axes.invert_yaxis()
-    axes.legend(fontsize="xx-small", loc="lower right")
 
 
 def rules(figure: Figure, rows: Rows) -> None:
@@ -92,7 +91,7 @@ def rules(figure: Figure, rows: Rows) -> None:
         axes.set_title(f"temperature {temperature:g}", fontsize="small")
         axes.set_xlabel("tokens a round")
     axes.invert_yaxis()
-    axes.legend(fontsize="small", loc="lower right")
+    axes.legend(fontsize="small", loc="upper right")
 
 
 def shares(figure: Figure, rows: Rows) -> None:

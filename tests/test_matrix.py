@@ -98,7 +98,7 @@ def test_three_tokens_have_the_target_joint_law_at_length(report, name):
 def check_coupled(report, toy, prompts, name, requests, lengths):
     batch = prompts([1 + i % 9 for i in range(requests)])
     sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], requests))
-    target, draft = toy(0), toy(0, distance=0.1)
+    target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
     plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=sampling)
     drafter, different, accepted = drafters.make(name, target, draft), 0, []
     for k in lengths:
@@ -125,7 +125,7 @@ def test_coupled_text_is_that_of_plain_decoding_at_length(report, toy, prompts, 
 @pytest.mark.parametrize("name", drafters.NAMES)
 def test_alone_as_in_a_batch(report, toy, prompts, name):
     tokens, lengths, keys = prompts([9, 1, 5, 3, 7])
-    target, draft = toy(0), toy(0, distance=0.1)
+    target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
     drafter, options = drafters.make(name, target, draft), {"max_new_tokens": 24, "num_draft_tokens": 3}
     together = drafters.generate(target, drafter, (tokens, lengths, keys), **options)
     for row in range(len(lengths)):
