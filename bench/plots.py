@@ -71,7 +71,7 @@ def drafters(figure: Figure, rows: Rows) -> None:
         bars = axes.barh(names, [row["x own plain"] for row in mine], 0.9)
         axes.bar_label(bars, fmt="%.2f", label_type="center", fontsize="x-small", color="white")
         known = [(row["predicted"], i) for i, row in enumerate(mine) if row["predicted"] != ""]
-        axes.plot(*zip(*known, strict=True), "kd", markersize=3)
+        axes.plot([x for x, _ in known], [i for _, i in known], "kd", markersize=3)
         axes.axvline(1, color="grey", linewidth=0.8)
         axes.tick_params("y", labelsize="x-small")
         axes.set_title(kind, fontsize="small")

@@ -109,12 +109,16 @@ def check_rule(accept: Any) -> Rule:
     if isinstance(accept, str | type) or not all(hasattr(accept, name) for name in ("judge", "exact", "shares_noise")):
         raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
                          "or pass an object such as jspec.Lenient(0.5), see jspec.lossy.")  # fmt: skip
-    try:
-        hash(accept)
-    except TypeError:
-        raise TypeError(f"accept={accept!r} cannot be hashed, which it must be as part of the compiled program; "
-                        "make it a frozen dataclass of plain numbers.") from None  # fmt: skip
+    _check_hashable("accept", accept)
     return accept
+
+
+def _check_hashable(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} cannot be hashed, which it must be as part of the compiled program; "
+                        "make it a frozen dataclass of plain numbers.") from None  # fmt: skip
 
 
 def _check_whole(name: str, value: Any, or_else: str = "") -> None:
@@ -128,14 +132,21 @@ def _check_whole(name: str, value: Any, or_else: str = "") -> None:
 
 
 def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
-    asks = getattr(num_draft_tokens, "needs_confidence", None)
-    if isinstance(num_draft_tokens, type) or asks is None:
+    if isinstance(num_draft_tokens, type) or not hasattr(num_draft_tokens, "wanted"):
         if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
             _check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
-    elif asks and not hasattr(drafter, "step"):
-        raise ValueError(f"{type(num_draft_tokens).__name__} asks how sure the draft is of each token, which a "
-                         f"{type(drafter).__name__} does not say; use it with a model or another jspec.drafters.Chain, "
-                         f"or num_draft_tokens=jspec.UpTo({num_draft_tokens.most}).")  # fmt: skip
+        return
+    kind = type(num_draft_tokens).__name__
+    missing = [name for name in ("most", "needs_confidence", "init", "goes_on", "update")
+               if not hasattr(num_draft_tokens, name)]  # fmt: skip
+    if missing:
+        raise TypeError(f"num_draft_tokens is a {kind} without {', '.join(missing)}; see jspec.draft_length.")
+    _check_whole(f"{kind}.most", num_draft_tokens.most)
+    _check_hashable("num_draft_tokens", num_draft_tokens)
+    if num_draft_tokens.needs_confidence and not hasattr(drafter, "step"):
+        raise ValueError(f"{kind} asks how sure the draft is of each token, which a {type(drafter).__name__} does not "
+                         "say; use it with a model or another jspec.drafters.Chain, or "
+                         f"num_draft_tokens=jspec.UpTo({num_draft_tokens.most}).")  # fmt: skip
 
 
 def _check_target(target: Any) -> None:
@@ -154,6 +165,9 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
     if missing:
         raise TypeError(f"draft is a {type(drafter).__name__} without {', '.join(missing)}; "
                         "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip
+    if any(leaf is drafter for leaf in jax.tree.leaves(drafter)):
+        raise TypeError(f"draft is a {type(drafter).__name__}, which is no pytree; decorate the class with "
+                        "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True).")  # fmt: skip
     if drafter.vocab_size not in (None, vocab_size):
         raise ValueError(f"The draft's vocabulary has {drafter.vocab_size} tokens and the target's {vocab_size}; "
                          "use a draft that shares the target's tokenizer.")  # fmt: skip

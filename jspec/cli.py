@@ -111,7 +111,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)
     ] = None,
-    target: Annotated[str | None, _option("--target", "SRC", "Directory or hub id [default: bundled].")] = None,
+    target: Annotated[str | None, _option("--target", "SRC", "Directory or hub id [default: the bundled one].")] = None,
     draft: Annotated[str | None, _option("--draft", "SRC", "Smaller model, same tokenizer; or datastore.")] = None,
     plain: Annotated[bool, _option("--plain", None, "Decode without a draft.")] = False,
     temperature: Annotated[float, _option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
@@ -162,7 +162,7 @@ def generate(
 @app.command()
 def tune(
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Directory or hub id [default: bundled].")
+        str | None, typer.Argument(metavar="TARGET", help="Directory or hub id [default: the bundled one].")
     ] = None,
     draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
     prompts: Annotated[
@@ -206,7 +206,7 @@ def tune(
 def index(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Text, UTF-8.", exists=True, dir_okay=False)],
     output: Annotated[Path, _option("--output", "STORE", "Where to write it; a name that ends in .safetensors.")],
-    tokenizer: Annotated[str | None, _option("--tokenizer", "SRC", "The target's source [default: bundled].")] = None,
+    tokenizer: Annotated[str | None, _option("--tokenizer", "SRC", "Of the target [default: the bundled one].")] = None,
     max_ngram: Annotated[int, _option("--max-ngram", "N", "Tokens that are compared at most.", min=2)] = 8,
 ) -> None:
     """Make a datastore of each FILE, for --draft: it guesses what followed where FILE reads as the text does.
@@ -230,7 +230,7 @@ def _sources(target: str | None, draft: str | None, plain: bool) -> tuple[str, s
     if plain and draft:
         raise UsageError("--plain decodes without a draft; leave out --draft.")
     if draft and not target and not draft.endswith(_STORE):
-        raise UsageError("--draft needs --target; the bundled target has its own draft.")
+        raise UsageError("--draft needs --target, unless it is a datastore (*.safetensors, see jspec index).")
     if target and not draft and not plain:
         raise UsageError("--target needs --draft, a smaller model with the same tokenizer; or --plain, to do without.")
     bundled = Path(__file__).parent / "pair_data"

@@ -2,7 +2,7 @@
 
 Rows differ by a mask: a token that a row does not want has a law of zeros, which no rule accepts. Time is saved by
 drafting no longer than some row goes on, and by verifying in the shortest of a few compiled lengths that holds all
-drafts.
+drafts. (Of a batch that is sharded over devices these two are asked of all of them, once a token and once a round.)
 
 Whether to go on may depend on all that has been drafted, the last token included, but that token stays: to look at a
 token and then discard it would change the law of the text, for the target would be asked for another one just where
@@ -10,8 +10,10 @@ the draft was unsure.
 """
 
 import dataclasses
+import numbers
 from typing import Any, ClassVar, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -47,17 +49,15 @@ class DraftLength(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class UpTo:
-    """Drafts `most` tokens, or as far as the drafter has a guess: a round without a guess costs a plain step.
-
-    For drafters that look things up. Of a model it makes what the plain number does.
-    """
+class _AtMost:
+    """Always as many as it may."""
 
     most: int
     needs_confidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("most", self.most)
+        object.__setattr__(self, "most", int(self.most))
 
     def init(self, batch: int) -> Any:
         return ()
@@ -73,7 +73,15 @@ class UpTo:
 
 
 @dataclasses.dataclass(frozen=True)
-class WhileConfident(UpTo):
+class UpTo(_AtMost):
+    """Drafts `most` tokens, or as far as the drafter has a guess: a round without a guess costs a plain step.
+
+    For drafters that look things up. Of a model it makes what the plain number does.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class WhileConfident(_AtMost):
     """Stops behind the first token that the draft gave a probability below `threshold`.
 
     The probability is that before temperature and filters, so it tells something in greedy decoding, too; as
@@ -85,15 +93,14 @@ class WhileConfident(UpTo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"threshold must be between 0 and 1; got {self.threshold!r}.")
+        _check_between("threshold", self.threshold, 0, 1)
 
     def goes_on(self, confidence: Array) -> Array:
         return confidence >= self.threshold
 
 
 @dataclasses.dataclass(frozen=True)
-class Heuristic(UpTo):
+class Heuristic(_AtMost):
     """Two tokens more after a round that kept all drafts, one less after any other, between 1 and `most`.
 
     Each row has its own number, at first half of `most`, rounded up. The rule is that of transformers
@@ -112,7 +119,7 @@ class Heuristic(UpTo):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByAcceptance(UpTo):
+class ByAcceptance(_AtMost):
     """Drafts what pays best at the acceptance rate that the row has had of late.
 
     The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8), with `cost_ratio` for
@@ -127,8 +134,7 @@ class ByAcceptance(UpTo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.cost_ratio < float("inf"):
-            raise ValueError(f"cost_ratio must be a finite number of at least 0; got {self.cost_ratio!r}.")
+        _check_between("cost_ratio", self.cost_ratio, 0, float("inf"))
 
     def init(self, batch: int) -> tuple[Array, Array]:
         """Accepted and judged drafts, with their weights."""
@@ -144,9 +150,14 @@ class ByAcceptance(UpTo):
 
     def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
         judged = accepted + (accepted < drafted)
-        return jnp.where(drafted > 0, 0.9 * state[0] + accepted, state[0]), jnp.where(
-            drafted > 0, 0.9 * state[1] + judged, state[1]
-        )
+        sums = 0.9 * state[0] + accepted, 0.9 * state[1] + judged
+        return jax.tree.map(lambda new, old: jnp.where(drafted > 0, new, old), sums, state)
+
+
+def _check_between(name: str, value: Any, low: float, high: float) -> None:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (number and low < float(value) < high):
+        raise ValueError(f"{name} must be a number between {low} and {high}; got {value!r}.")
 
 
 def compiled_lengths(most: int) -> tuple[int, ...]:

@@ -97,7 +97,8 @@ class Output:
         lengths: ``int32[B]``, how many of them there are (the end-of-text token counts).
         logprobs: ``float32[B, N]``, natural log of the target's probability of each token under the law it was
             sampled from (after temperature, top-k, ...); 0 after the end.
-        origins: ``int8[B, N]``, 0 padding, 1 accepted draft, 2 correction, 3 bonus (every token of plain decoding).
+        origins: ``int8[B, N]``, 0 padding, 1 accepted draft, 2 correction (also where there was no guess to correct),
+            3 bonus (every token of plain decoding).
         stats: counts, see `Stats`.
     """
 

@@ -1,6 +1,7 @@
 """How far to draft: the law stays, the right lengths come out, and what is not wanted is not computed."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import drafters
 import jax
@@ -25,8 +26,8 @@ LENGTH_RULES = (
 
 
 @pytest.mark.parametrize(("length", "name", "rule"), [
-    (LENGTH_RULES[0], "ngram", "rejection"), (LENGTH_RULES[1], "model", "rejection"),
-    (LENGTH_RULES[2], "cascade", "block"), (LENGTH_RULES[3], "mixture", "block"),
+    (LENGTH_RULES[0], "retrieval", "rejection"), (LENGTH_RULES[1], "mixture", "block"),
+    (jspec.Heuristic(2), "cascade", "rejection"), (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
 ], ids=str)  # fmt: skip
 def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
     p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length, first_batch=3)
@@ -145,15 +146,16 @@ def test_acceptance_leads_to_the_best_length_of_theory():
 
 
 @pytest.mark.parametrize("length", LENGTH_RULES, ids=lambda length: type(length).__name__)
-@pytest.mark.parametrize("name", ["model", "fallback"])
+@pytest.mark.parametrize("name", ["model", "cascade"])
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, name, length):
-    if name == "fallback" and length.needs_confidence:
-        pytest.skip("a fallback does not say how sure it is")
+    if name == "cascade" and length.needs_confidence:
+        pytest.skip("a cascade does not say how sure it is")
     target, draft = toy(0), toy(0, distance=0.1)
     batch, options = prompts([9, 1, 5, 3, 7]), {"max_new_tokens": 24, "num_draft_tokens": length}
     plain = jspec.generate(target, *batch, max_new_tokens=24)
     drafter = drafters.make(name, target, draft)
-    out = drafters.generate(target, drafter, batch, accept="coupled", **options)
+    with jax.enable_checks(True):
+        out = drafters.generate(target, drafter, batch, accept="coupled", **options)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     alone = drafters.generate(target, drafter, [part[2:3] for part in batch], accept="coupled", **options)
     assert out.stats.accepted_at.shape == (5, 3)
@@ -165,21 +167,57 @@ def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompt
 def test_drafts_of_one_token_are_the_least(toy, prompts, name):
     target, batch = toy(0), prompts([4, 1])
     drafter = drafters.make(name, target, toy(0, distance=0.1))
-    out = drafters.generate(target, drafter, batch, max_new_tokens=8, num_draft_tokens=jspec.UpTo(1), accept="coupled")
+    out = drafters.generate(target, drafter, batch, max_new_tokens=8, num_draft_tokens=jspec.UpTo(np.int64(1)),
+                            accept="coupled")  # fmt: skip
     np.testing.assert_array_equal(out.tokens, jspec.generate(target, *batch, max_new_tokens=8).tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bursts(jspec.UpTo):
+    """Nothing wanted for five rounds, then all: rows out of step."""
+
+    def init(self, batch):
+        return 3 * jnp.arange(batch)
+
+    def wanted(self, state, batch):
+        return jnp.where(state % 6 == 5, self.most, 0)
+
+    def update(self, state, drafted, accepted):
+        return state + 1
+
+
+@pytest.mark.parametrize("name", ["model", "cascade", "nested cascade", "fallback"])
+def test_what_was_not_wanted_for_long_has_been_read_all_the_same(prompts, name):
+    """A draft by the target itself is always accepted, however long none was wanted, and whatever neighbours want."""
+    target = toys.tiny_llama(10)
+    drafter = drafters.make(name, target, target)
+    batch = prompts([3, 4], vocab_size=8)
+    options = {"max_new_tokens": 60, "num_draft_tokens": Bursts(4)}
+    out = drafters.generate(target, drafter, batch, **options)
+    alone = drafters.generate(target, drafter, [part[:1] for part in batch], **options)
+    np.testing.assert_array_equal(out.tokens[0], alone.tokens[0])
+    if name != "fallback":
+        np.testing.assert_array_equal(out.stats.accepted, out.stats.drafted)
+
+
+class Loose(jspec.UpTo):
+    __hash__ = None
 
 
 def test_mistakes_are_named(toy, prompts):
     for make, message in (
         (lambda: jspec.UpTo(0), "most must be an int of at least 1; got 0"),
         (lambda: jspec.Heuristic(True), "most must be an int"),
-        (lambda: jspec.WhileConfident(4, 1.0), "threshold must be between 0 and 1; got 1.0"),
-        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a finite number"),
+        (lambda: jspec.WhileConfident(4, 1.0), "threshold must be a number between 0 and 1; got 1.0"),
+        (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number between 0 and 1; got 'a'"),
+        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number between 0 and inf; got nan"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
     for length, message in ((jspec.WhileConfident(4), "how sure the draft is of each token, which a NGramDrafter does"),
-                            (jspec.UpTo, r"an object such as jspec.UpTo\(8\)")):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
+                            (jspec.UpTo, r"an object such as jspec.UpTo\(8\)"),
+                            (SimpleNamespace(wanted=1, most=2), "is a SimpleNamespace without needs_confidence, init"),
+                            (Loose(2), r"Loose\(most=2\) cannot be hashed")):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=message):
             jspec.speculative_generate(toy(0), jspec.NGramDrafter(), *prompts([3]), max_new_tokens=4,
                                        num_draft_tokens=length)  # fmt: skip

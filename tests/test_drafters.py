@@ -267,3 +267,43 @@ def test_vocabularies_that_differ_are_refused(toy, prompts):
                              (jspec.CascadeDrafter(target, tables[0]), "vocabular")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
+
+
+class Unregistered:
+    """A drafter, but no pytree."""
+
+    vocab_size = max_positions = None
+    init = propose = commit = None
+
+
+@pytree
+class Flat(jspec.drafters.Chain):
+    """All that a drafter without memory has to say."""
+
+    logits: jax.Array
+    vocab_size = max_positions = None
+
+    def begin(self, state, context, num_draft_tokens):
+        return jnp.broadcast_to(self.logits, (context.lengths.size, self.logits.size)), ()
+
+    def step(self, carry, token, k, context):
+        return jnp.broadcast_to(self.logits, (token.size, self.logits.size)), ()
+
+
+@pytree
+class Bare(Flat):
+    """Returns a pair in place of a draft."""
+
+    def propose(self, state, context, num_draft_tokens):
+        draft, state = super().propose(state, context, num_draft_tokens)
+        return (draft.tokens, draft.probs), state
+
+
+def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
+    target, batch = toy(0), prompts([3, 2])
+    assert drafters.generate(target, Flat(jnp.zeros(61)), batch, max_new_tokens=8).stats.drafted.all()
+    for drafter, message in ((Unregistered(), "a Unregistered, which is no pytree; decorate the class"),
+                             (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got a tuple"),
+                             ):  # fmt: skip
+        with pytest.raises(TypeError, match=message):
+            jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)

@@ -92,8 +92,8 @@ def test_a_mixture_of_one_that_has_no_guess_is_the_other():
     table = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
     known, silent = jspec.BigramDrafter(table), jspec.BigramDrafter(jnp.full((8, 8), -jnp.inf))
     expected = drafted(known)
-    for pair in ((known, silent), (silent, known)):
-        out = drafted(jspec.MixtureDrafter(*pair, 0.3))
+    for first, second, weight in ((known, silent, 0.3), (silent, known, 0.3), (known, silent, 0), (silent, known, 1)):
+        out = drafted(jspec.MixtureDrafter(first, second, weight))
         np.testing.assert_array_equal(out.tokens, expected.tokens)
         np.testing.assert_allclose(out.probs, expected.probs, atol=1e-6)
     assert not drafted(jspec.MixtureDrafter(silent, silent, 0.3)).probs.any()
@@ -114,6 +114,9 @@ def test_mistakes_are_named(toy, prompts):
         (lambda: exit_(0), ValueError, "num_layers must be an int of at least 1; got 0"),
         (lambda: exit_(2, (2,)), ValueError, "skipped holds 2; expected indices of layers, 0 to 1"),
         (lambda: exit_(2, (0, 1)), ValueError, "skipped leaves none of 2 layers"),
+        (lambda: exit_(2, 0), ValueError, r"skipped must be indices of layers, such as \(3, 5\); got 0"),
+        (lambda: jspec.MixtureDrafter(toy(0), toy(1), "x"), ValueError, "weight must be one number between 0 and 1"),
+        (lambda: jspec.MixtureDrafter(toy(0), toy(1), np.ones(2)), ValueError, "weight must be one number between"),
         (lambda: jspec.MixtureDrafter(toy(0), lookup, 0.5), TypeError, "second is a NGramDrafter, which does not give"),
         (lambda: jspec.MixtureDrafter(toy(0), toy(1), 1.5), ValueError, "weight must be between 0 and 1; got 1.5"),
         (lambda: jspec.MixtureDrafter(toy(0), toy(1), float("nan")), ValueError, "weight must be between 0 and 1"),

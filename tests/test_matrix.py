@@ -18,7 +18,7 @@ from jspec.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
-SETTINGS = ({"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8})
+SETTINGS = ({"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8, "repetition_penalty": 1.4})
 # Some prompts repeat themselves, so that lookup has something to find.
 PROMPTS = ((5,), (2, 7, 2), (1, 4, 4, 0, 4, 4), (6, 1, 6, 1), (3, 3))
 NUM_TOKENS, K = 3, 2
@@ -59,7 +59,7 @@ def text_p_values(drafter, rule, draws, k, first_batch=0):
             row[: len(prompt)] = prompt
         # Arrays, and no fields but these: few programs, and small ones.
         sampling = SamplingParams(**{name: np.array([row.get(name, 1.0) for row in settings], np.float32)
-                                     for name in ("temperature", "top_p")})  # fmt: skip
+                                     for name in ("temperature", "top_p", "repetition_penalty")})  # fmt: skip
         keys = jax.random.split(jax.random.key(number), (draws, len(prompts)))
         counts = text_counts(target, drafter, tokens, np.array([len(p) for p in prompts]), keys, sampling, rule, k)
         for i, row in enumerate(zip(prompts, settings, strict=True)):

@@ -84,8 +84,17 @@ def test_the_order_is_by_the_tokens_before():
     for max_ngram in (1, 3, 4, 6):
         corpus = rng.integers(VOCAB, size=200)
         before = [corpus[max(i - max_ngram, 0) : i][::-1].tolist() for i in range(200)]
-        expected = sorted(range(200), key=lambda i, before=before: (before[i], i))
-        assert RetrievalDrafter.from_tokens(corpus, VOCAB, max_ngram, 1).order.tolist() == expected
+        order = RetrievalDrafter.from_tokens(corpus, VOCAB, max_ngram, 1).order.tolist()
+        assert sorted(order) == list(range(200)) and [before[i] for i in order] == sorted(before)
+
+
+def test_what_is_looked_at_of_many_matches_is_a_fair_sample():
+    """After 0 1 came 2 in the first half of the corpus and 3 in the second."""
+    corpus = [0, 1, 2] * 50 + [0, 1, 3] * 50
+    drafter = RetrievalDrafter.from_tokens(corpus, 4, max_ngram=2, min_ngram=2)
+    matches = np.asarray(drafter._matches(np.array([1, 0])))
+    followed = np.asarray(corpus)[matches[matches < len(corpus)]]
+    assert set(followed) == {2, 3} and 0.1 < (followed == 2).mean() < 0.9
 
 
 @pytest.mark.parametrize("x64", [False, True])

@@ -1,6 +1,6 @@
 """Ways to guess the next tokens. See `jspec.drafters.base` for the contract."""
 
-from jspec.drafters.base import Context, Drafter
+from jspec.drafters.base import Context, Drafter, Stateless
 from jspec.drafters.cascade import CascadeDrafter
 from jspec.drafters.chain import Chain
 from jspec.drafters.early_exit import EarlyExitDrafter
@@ -25,5 +25,6 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "RetrievalDrafter",
+    "Stateless",
     "UnigramDrafter",
 ]

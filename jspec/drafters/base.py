@@ -96,12 +96,17 @@ class Drafter(Protocol):
         ...
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
-        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it."""
+        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it.
+
+        Where drafts vary in length, both hold anything behind the tokens that have a law: do not learn from that.
+        """
         ...
 
 
 def check_shapes(draft: Draft, context: Context, num_draft_tokens: int) -> None:
-    """Raise ValueError where what a drafter returned has other shapes than a draft; while the program is traced."""
+    """Raise where what a drafter returned is no draft, or has other shapes; while the program is traced."""
+    if not isinstance(draft, Draft):
+        raise TypeError(f"propose must return (jspec.drafters.Draft, state); got a {type(draft).__name__} first.")
     shape = [context.lengths.size, num_draft_tokens]
     tokens, probs = list(draft.tokens.shape), list(draft.probs.shape)
     if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
@@ -110,13 +115,10 @@ def check_shapes(draft: Draft, context: Context, num_draft_tokens: int) -> None:
 
 
 class Stateless:
-    """A drafter that remembers nothing from round to round: its `init`, `end` (see `Chain`) and `commit`."""
+    """A drafter that remembers nothing from round to round: its `init` and `commit`."""
 
     def init(self, tokens: Array, num_slots: int) -> tuple:
         """No state."""
-        return ()
-
-    def end(self, carry: Any) -> tuple:
         return ()
 
     def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:

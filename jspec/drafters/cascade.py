@@ -87,7 +87,8 @@ class CascadeDrafter:
         )
         # What is drawn past the draft is thrown away: any noise will do there.
         noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0)))
-        wanted = num_draft_tokens if context.wanted is None else context.wanted
+        # At least one round, even where no token is wanted: a row that is not read now might never be read whole.
+        wanted = num_draft_tokens if context.wanted is None else jnp.maximum(context.wanted, 1)
         inner = dataclasses.replace(context, noise=noise, wanted=None, draft_length=None)
         progress = lax.while_loop(
             lambda progress: jnp.any(progress.counts < wanted),

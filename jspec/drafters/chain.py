@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.drafters.base import Context
+from jspec.drafters.base import Context, Stateless
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.types import Draft, pytree
@@ -22,10 +22,11 @@ class _Drawn:
     goes_on: Array
 
 
-class Chain:
+class Chain(Stateless):
     """A drafter that says, one by one, what law the next token has: `begin` and `step`; `propose` draws from those.
 
-    `carry`, a pytree, is what it remembers within a draft; `end` makes the state of the next round of it.
+    `carry`, a pytree, is what it remembers within a draft. One that remembers more, from round to round, has an `init`
+    and an `end` of its own.
     """
 
     def begin(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Array, Any]:
@@ -37,8 +38,8 @@ class Chain:
         raise NotImplementedError
 
     def end(self, carry: Any) -> Any:
-        """The state after the draft. Here the carry itself."""
-        return carry
+        """The state after the draft."""
+        return ()
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         """Draw a draft, each token from the law its logits have after the sampling transforms."""
@@ -46,13 +47,12 @@ class Chain:
         def advance(carried: tuple[Any, _Drawn], k: Array) -> tuple[tuple[Any, _Drawn], tuple[Array, Array]]:
             carry, last = carried
             logits, carry = self.step(carry, last.token, k, context)
-            drawn = _draw(logits, last, k, context)
+            drawn = _draw(logits, last.seen, last.goes_on, k, context)
             return (carry, drawn), (drawn.token, drawn.probs)
 
         logits, carry = self.begin(state, context, num_draft_tokens)
         everywhere = jnp.ones(context.lengths.size, bool)
-        nothing = _Drawn(context.lengths, jnp.zeros((everywhere.size, context.vocab_size)), context.seen, everywhere)
-        first = _draw(logits, nothing, 0, context)
+        first = _draw(logits, context.seen, everywhere, 0, context)
         loop = lax.scan if context.wanted is None else _scan_while_wanted
         (carry, _), rest = loop(advance, (carry, first), jnp.arange(1, num_draft_tokens))
         tokens, laws = jax.tree.map(
@@ -61,10 +61,10 @@ class Chain:
         return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), self.end(carry)
 
 
-def _draw(logits: Array, last: _Drawn, k: Array | int, context: Context) -> _Drawn:
+def _draw(logits: Array, seen: Seen | None, goes_on: Array, k: Array | int, context: Context) -> _Drawn:
     """Draft token k; without a law in rows that do not want it."""
-    probs = token_probs(logits[:, None], context.warp, last.seen)[:, 0]
-    token, seen, goes_on = context.draw(k, probs), last.seen, last.goes_on
+    probs = token_probs(logits[:, None], context.warp, seen)[:, 0]
+    token = context.draw(k, probs)
     if context.wanted is not None:
         probs = jnp.where((goes_on & (k < context.wanted))[:, None], probs, 0)
         goes_on &= k + 1 < context.wanted

@@ -40,8 +40,10 @@ class CheckedDrafter:
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
         check_shapes(draft, context, num_draft_tokens)
-        sums, least = draft.probs.sum(-1), draft.probs.min(-1)
-        drawn = at_tokens(draft.probs, draft.tokens.astype(jnp.int32))
+        probs = draft.probs
+        if context.wanted is not None:  # what lies behind is cut off
+            probs = jnp.where((jnp.arange(num_draft_tokens) < context.wanted[:, None])[..., None], probs, 0)
+        sums, least, drawn = probs.sum(-1), probs.min(-1), at_tokens(probs, draft.tokens.astype(jnp.int32))
         jax.debug.callback(functools.partial(_check, type(self.inner).__name__), sums, least, drawn)
         return draft, state
 

@@ -3,20 +3,21 @@
 import dataclasses
 import functools
 import numbers
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jspec.cache import KVCache
-from jspec.drafters.base import Context, Stateless, window
+from jspec.drafters.base import Context, window
 from jspec.drafters.chain import Chain
 from jspec.types import check_count
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_layers", "skipped"])
 @dataclasses.dataclass(frozen=True)
-class EarlyExitDrafter(Stateless, Chain):
+class EarlyExitDrafter(Chain):
     """Drafts with the target's own first layers and its head, without weights or a cache of its own.
 
     It reads the target's cache of the text; keys and values of the draft itself are kept beside it until the round
@@ -35,6 +36,8 @@ class EarlyExitDrafter(Stateless, Chain):
 
     def __post_init__(self) -> None:
         check_count("num_layers", self.num_layers)
+        if not isinstance(self.skipped, Iterable):
+            raise ValueError(f"skipped must be indices of layers, such as (3, 5); got {self.skipped!r}.")
         object.__setattr__(self, "skipped", tuple(self.skipped))
         for i in self.skipped:
             if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i < self.num_layers:
@@ -50,7 +53,10 @@ class EarlyExitDrafter(Stateless, Chain):
     def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple[KVCache, Array]]:
         """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
         judge = context.judge
-        depth = len(getattr(judge.model, "layers", ()))
+        if not hasattr(judge.model, "layers"):
+            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and a {type(judge.model).__name__} has no "
+                            "`layers`; use another drafter.")  # fmt: skip
+        depth = len(judge.model.layers)
         if self.num_layers > depth:
             raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
                              f"{type(judge.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip

@@ -15,7 +15,7 @@ from jspec.types import pytree
 
 
 @pytree
-class MixtureDrafter(Chain, Duo):
+class MixtureDrafter(Duo, Chain):
     """Drafts every token from ``weight * first + (1 - weight) * second``; drafters or models.
 
     The laws are mixed as they are at temperature 1, and the sampling transforms then act on the mixture. Where one has
@@ -35,7 +35,9 @@ class MixtureDrafter(Chain, Duo):
             if hasattr(part, "propose") and not hasattr(part, "step"):
                 raise TypeError(f"{name} is a {type(part).__name__}, which does not give its law token by token, as a "
                                 "mixture needs it; use a jspec.drafters.Chain, or FallbackDrafter.")  # fmt: skip
-        if isinstance(self.weight, numbers.Real):
+        if isinstance(self.weight, str | bool) or np.shape(self.weight) != ():
+            raise ValueError(f"weight must be one number between 0 and 1; got {self.weight!r}.")
+        if isinstance(self.weight, numbers.Real | np.ndarray):
             if not 0 <= float(self.weight) <= 1:
                 raise ValueError(f"weight must be between 0 and 1; got {self.weight!r}.")
             object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program
@@ -59,10 +61,7 @@ class MixtureDrafter(Chain, Duo):
 
     def _mix(self, first: Array, second: Array) -> Array:
         weight = jnp.asarray(self.weight, jnp.float32)
-        return jnp.logaddexp(jnp.log(weight) + _log_law(first), jnp.log1p(-weight) + _log_law(second))
-
-
-def _log_law(logits: Array) -> Array:
-    """Log-probabilities ``[B, V]``; -inf throughout where there is no law."""
-    lawful = jnp.isfinite(logits.max(-1, keepdims=True))
-    return jnp.where(lawful, jax.nn.log_softmax(jnp.where(lawful, logits, 0)), -jnp.inf)
+        laws = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
+        mixed = jnp.logaddexp(jnp.log(weight) + laws[0], jnp.log1p(-weight) + laws[1])
+        silent = (~jnp.isfinite(part.max(-1, keepdims=True)) for part in (first, second))
+        return jnp.where(next(silent), second, jnp.where(next(silent), first, mixed))

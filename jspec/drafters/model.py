@@ -45,6 +45,9 @@ class ModelDrafter(Chain):
         hidden, cache = self.model.forward(token[:, None], cache, context.lengths + k - 1)
         return self.model.logits(hidden)[:, 0], cache
 
+    def end(self, cache: KVCache) -> KVCache:
+        return cache
+
     def commit(self, cache: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
         """Nothing to do: the cache rolls back with the row's length."""
         return cache

@@ -14,7 +14,7 @@ from jax import Array, lax
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from jspec.drafters.base import Context, Stateless
+from jspec.drafters.base import Context
 from jspec.drafters.chain import Chain
 from jspec.drafters.tables import checked_tokens
 from jspec.types import check_count
@@ -25,15 +25,15 @@ _SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order"], meta_fields=_SIZES)
 @dataclasses.dataclass(frozen=True)
-class RetrievalDrafter(Stateless, Chain):
+class RetrievalDrafter(Chain):
     """Drafts what followed the longest matches of the row's last tokens in a corpus; `from_tokens` makes one.
 
     The law of a token is how often it followed, among the matches that agree with the draft so far; where none is
-    left there is no guess.
+    left there is no guess. Of more than `num_matches` matches, a sample is looked at.
 
     Attributes:
         tokens: ``int32[N]``, the corpus.
-        order: ``int32[N]``, its positions sorted by the tokens before them, the nearest first; ties by position.
+        order: ``int32[N]``, its positions sorted by the tokens before them, the nearest first; ties at random.
         max_ngram: tokens that are compared at most.
         min_ngram: tokens that must match at least.
         num_matches: M, positions that are looked at: those where the row's last tokens belong in `order`.
@@ -174,20 +174,16 @@ def _common(before: Array, last: Array) -> Array:
 
 
 def _sorted(tokens: np.ndarray, max_ngram: int) -> np.ndarray:
-    """`RetrievalDrafter.order`, by doubling: the order by the last w tokens gives that by 2 w (Manber, Myers 1990)."""
-    order, rank = _ranked(np.pad(tokens[:-1].astype(np.int64) + 1, (1, 0)))
+    """`RetrievalDrafter.order`, by doubling: the order by the last w tokens gives that by 2 w (Manber, Myers 1990).
+
+    Alike contexts come in random order, so that the few which are looked at are a fair sample of many.
+    """
+    rank = np.pad(tokens[:-1].astype(np.int64) + 1, (1, 0))
     width = 1
     while width < max_ngram:
         step = min(width, max_ngram - width)
         farther = np.pad(rank, (step, 0))[: rank.size]
-        order, rank = _ranked(rank * (rank.max() + 1) + farther)
+        rank = np.unique(rank * (rank.max() + 1) + farther, return_inverse=True)[1]
         width += step
-    return order
-
-
-def _ranked(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The stable order of `keys`; and for each how many different ones are smaller."""
-    order = np.argsort(keys, kind="stable")
-    rank = np.empty_like(keys)
-    rank[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[0]]) > 0)
-    return order, rank
+    shuffled = np.random.default_rng(0).permutation(rank.size)
+    return shuffled[np.argsort(rank[shuffled], kind="stable")]

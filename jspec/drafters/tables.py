@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context, Stateless
+from jspec.drafters.base import Context
 from jspec.drafters.chain import Chain
 from jspec.types import pytree
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 2**30
 
 
 @pytree
-class UnigramDrafter(Stateless, Chain):
+class UnigramDrafter(Chain):
     """Drafts from one law, whatever came before.
 
     Attributes:
@@ -46,7 +46,7 @@ class UnigramDrafter(Stateless, Chain):
 
 
 @pytree
-class BigramDrafter(Stateless, Chain):
+class BigramDrafter(Chain):
     """Drafts from a law for each last token.
 
     Attributes:
