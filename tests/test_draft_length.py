@@ -146,16 +146,12 @@ def test_acceptance_leads_to_the_best_length_of_theory():
 
 
 @pytest.mark.parametrize("length", LENGTH_RULES, ids=lambda length: type(length).__name__)
-@pytest.mark.parametrize("name", ["model", "cascade"])
-def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, name, length):
-    if name == "cascade" and length.needs_confidence:
-        pytest.skip("a cascade does not say how sure it is")
+def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
     target, draft = toy(0), toy(0, distance=0.1)
     batch, options = prompts([9, 1, 5, 3, 7]), {"max_new_tokens": 24, "num_draft_tokens": length}
     plain = jspec.generate(target, *batch, max_new_tokens=24)
-    drafter = drafters.make(name, target, draft)
-    with jax.enable_checks(True):
-        out = drafters.generate(target, drafter, batch, accept="coupled", **options)
+    drafter = jspec.ModelDrafter(draft)
+    out = drafters.generate(target, drafter, batch, accept="coupled", **options)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     alone = drafters.generate(target, drafter, [part[2:3] for part in batch], accept="coupled", **options)
     assert out.stats.accepted_at.shape == (5, 3)
@@ -163,7 +159,7 @@ def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompt
     report(drafted=int(out.stats.drafted.sum()), accepted=int(out.stats.accepted.sum()))
 
 
-@pytest.mark.parametrize("name", ["model", "retrieval", "cascade", "fallback"])
+@pytest.mark.parametrize("name", ["retrieval", "cascade"])
 def test_drafts_of_one_token_are_the_least(toy, prompts, name):
     target, batch = toy(0), prompts([4, 1])
     drafter = drafters.make(name, target, toy(0, distance=0.1))
@@ -186,18 +182,16 @@ class Bursts(jspec.UpTo):
         return state + 1
 
 
-@pytest.mark.parametrize("name", ["model", "cascade", "nested cascade", "fallback"])
-def test_what_was_not_wanted_for_long_has_been_read_all_the_same(prompts, name):
+def test_what_was_not_wanted_for_long_has_been_read_all_the_same(prompts):
     """A draft by the target itself is always accepted, however long none was wanted, and whatever neighbours want."""
     target = toys.tiny_llama(10)
-    drafter = drafters.make(name, target, target)
-    batch = prompts([3, 4], vocab_size=8)
+    drafter, batch = drafters.make("cascade", target, target), prompts([3, 4], vocab_size=8)
     options = {"max_new_tokens": 60, "num_draft_tokens": Bursts(4)}
-    out = drafters.generate(target, drafter, batch, **options)
-    alone = drafters.generate(target, drafter, [part[:1] for part in batch], **options)
+    with jax.enable_checks(True):  # a cascade drafts more than is wanted, which is cut off and need not be lawful
+        out = drafters.generate(target, drafter, batch, **options)
+        alone = drafters.generate(target, drafter, [part[:1] for part in batch], **options)
     np.testing.assert_array_equal(out.tokens[0], alone.tokens[0])
-    if name != "fallback":
-        np.testing.assert_array_equal(out.stats.accepted, out.stats.drafted)
+    np.testing.assert_array_equal(out.stats.accepted, out.stats.drafted)
 
 
 class Loose(jspec.UpTo):

@@ -54,12 +54,12 @@ def enumerated_block(p, q, draft, target_probs):
     reached = autoregressive(q)  # of each path
     joint, kept = np.zeros(vocab_size ** (k + 1)), 0.0
     for n in range(k + 1):
-        ends = np.prod(1 - chances[:, n:], axis=1) * (chances[:, n - 1] if n else 1)
-        mass = (reached * ends).reshape(vocab_size**n, -1).sum(1)
+        mass = reached * np.prod(1 - chances[:, n:], axis=1) * (chances[:, n - 1] if n else 1)
         counts = jnp.full(paths, n, jnp.int32)
         after = np.asarray(jax.jit(next_probs)(counts, draft, target_probs, weights[:, n : n + 1]))
-        after = after[:: vocab_size ** (k - n)]
-        joint += autoregressive([after, *p[n + 1 :]], mass)
+        # By path and not by prefix: where something is wrong, what was drafted behind the prefix may matter.
+        texts = (mass[:, None] * after).reshape(vocab_size**n, -1, vocab_size).sum(1)
+        joint += autoregressive(p[n + 1 :], texts.ravel())
         kept += n * mass.sum()
     return joint, kept
 
