@@ -165,7 +165,7 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
     if missing:
         raise TypeError(f"draft is a {type(drafter).__name__} without {', '.join(missing)}; "
                         "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip
-    if any(leaf is drafter for leaf in jax.tree.leaves(drafter)):
+    if jax.tree_util.all_leaves([drafter]):
         raise TypeError(f"draft is a {type(drafter).__name__}, which is no pytree; decorate the class with "
                         "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True).")  # fmt: skip
     if drafter.vocab_size not in (None, vocab_size):

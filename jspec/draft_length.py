@@ -162,7 +162,12 @@ def _check_between(name: str, value: Any, low: float, high: float) -> None:
 
 def compiled_lengths(most: int) -> tuple[int, ...]:
     """The draft lengths that verification is compiled for: none, powers of two, and `most`."""
-    return (0, *(1 << i for i in range((most - 1).bit_length())), most)
+    return (0, *doubling(most))
+
+
+def doubling(most: int) -> tuple[int, ...]:
+    """The powers of two below `most`, and `most`."""
+    return (*(1 << i for i in range((most - 1).bit_length())), most)
 
 
 def most_drafts(draft_length: int | DraftLength) -> int:

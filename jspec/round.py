@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Judge, check_shapes, put
+from jspec.drafters.base import Context, Judge, check_shapes, only_wanted, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -104,7 +104,8 @@ def _propose(
     """The draft of this round; without a drafter, a draft of no tokens."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None:
-        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0, vocab_size))), state.drafter
+        empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
+        return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
     k = most_drafts(draft_length)
     with jax.named_scope("draft"):
         draw = target_noise if rule.shares_noise else draft_noise
@@ -117,10 +118,8 @@ def _propose(
         draft, drafter_state = drafter.propose(state.drafter, context, k)
         check_shapes(draft, context, k)
         # With 64-bit types enabled, a user's arrays are easily wider than the program's.
-        probs = draft.probs.astype(jnp.float32)
-        if context.wanted is not None:
-            probs = jnp.where((jnp.arange(k) < context.wanted[:, None])[..., None], probs, 0)
-        return Draft(draft.tokens.astype(jnp.int32), probs), drafter_state
+        draft = Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32))
+        return only_wanted(draft, context), drafter_state
 
 
 def _verify(

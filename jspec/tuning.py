@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jspec import theory
+from jspec.draft_length import doubling
 from jspec.sampling import SamplingParams
 from jspec.types import ACCEPTED, PADDING, Output
 
@@ -65,7 +66,7 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 def measured_lengths(max_draft_tokens: int) -> list[int]:
     """The K whose rounds are timed: powers of two, and the largest."""
-    return [*(1 << i for i in range((max_draft_tokens - 1).bit_length())), max_draft_tokens]
+    return list(doubling(max_draft_tokens))
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:

@@ -114,6 +114,14 @@ def check_shapes(draft: Draft, context: Context, num_draft_tokens: int) -> None:
                          f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
 
 
+def only_wanted(draft: Draft, context: Context) -> Draft:
+    """`draft` without the laws of the tokens that a row does not want."""
+    if context.wanted is None:
+        return draft
+    kept = jnp.arange(draft.tokens.shape[1]) < context.wanted[:, None]
+    return Draft(draft.tokens, jnp.where(kept[..., None], draft.probs, 0))
+
+
 class Stateless:
     """A drafter that remembers nothing from round to round: its `init` and `commit`."""
 

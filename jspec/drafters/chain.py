@@ -76,15 +76,15 @@ def _draw(logits: Array, seen: Seen | None, goes_on: Array, k: Array | int, cont
 
 
 def _scan_while_wanted(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> tuple[Any, tuple[Array, Array]]:
-    """`lax.scan`, but it ends when no row goes on; what it does not reach is 0."""
+    """`lax.scan` over 1, 2, ..., but it ends when no row goes on; what it does not reach is 0."""
     first = carried[1]
     outputs = jax.tree.map(lambda leaf: jnp.zeros((ks.size, *leaf.shape), leaf.dtype), (first.token, first.probs))
-    if ks.size == 0:
+    if ks.size == 0:  # nothing can be stored in an empty array, not even in a loop that never runs
         return carried, outputs
 
     def body(loop: tuple) -> tuple:
         i, carried, outputs = loop
-        carried, output = advance(carried, ks[i])
+        carried, output = advance(carried, i + 1)
         return i + 1, carried, jax.tree.map(lambda rows, row: rows.at[i].set(row), outputs, output)
 
     def wanted(loop: tuple) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context, check_shapes
+from jspec.drafters.base import Context, check_shapes, only_wanted
 from jspec.probs import at_tokens
 from jspec.types import Draft, Verdict, pytree
 
@@ -40,9 +40,7 @@ class CheckedDrafter:
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
         check_shapes(draft, context, num_draft_tokens)
-        probs = draft.probs
-        if context.wanted is not None:  # what lies behind is cut off
-            probs = jnp.where((jnp.arange(num_draft_tokens) < context.wanted[:, None])[..., None], probs, 0)
+        probs = only_wanted(draft, context).probs
         sums, least, drawn = probs.sum(-1), probs.min(-1), at_tokens(probs, draft.tokens.astype(jnp.int32))
         jax.debug.callback(functools.partial(_check, type(self.inner).__name__), sums, least, drawn)
         return draft, state
