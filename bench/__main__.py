@@ -113,11 +113,14 @@ def drafters(
     temperature: Temperature = 0.0,
     requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
     repeats: Repeats = 5,
+    idle: Annotated[
+        int, typer.Option("--idle-neurons", min=0, help="In each MLP of the target: its law at a larger one's cost.")
+    ] = 0,
 ) -> None:
     """Every drafter, rule and draft length on the bundled pair, for new, repetitive and edited code."""
     from bench import drafters
 
-    drafters.run(k, new_tokens, temperature, requests, repeats)
+    drafters.run(k, new_tokens, temperature, requests, repeats, idle)
 
 
 @app.command()

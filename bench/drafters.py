@@ -9,6 +9,7 @@ import numpy as np
 import jspec
 from bench import plots
 from bench.acceptance import held_out, measured_rates, overall
+from bench.pairs import weight_bytes, with_idle_neurons
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.timing import in_turns, ratio, spread
@@ -78,9 +79,10 @@ def settings(draft: jspec.Llama, tokenizer: Any, k: int) -> dict[str, dict[str, 
     return {name: {"accept": "rejection", "num_draft_tokens": k} | one for name, one in found.items()}
 
 
-def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int) -> None:
+def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int, idle: int) -> None:
     """Publish one row a kind of prompt, drafter and rule; requests one at a time."""
     target, draft, tokenizer = jspec.demo_pair()
+    target = with_idle_neurons(target, idle)
     rows: list[dict[str, Any]] = []
     slots = WIDTH + new_tokens + k + 1
     alone = {f"{n} rows": Pass(target, n, 1, WIDTH + new_tokens // 2, slots) for n in (1, k + 1)}
@@ -100,9 +102,9 @@ def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int) -
         rows += [_row(kind, name, calls[name](), times, passes, setting["num_draft_tokens"], k)
                  for name, setting in tried.items()]  # fmt: skip
     publish(
-        f"drafters-k{k}-t{temperature:g}-{jax.default_backend()}",
-        f"bundled pair: K = {k}, {count} requests one at a time, {new_tokens} new tokens after {WIDTH}, "
-        f"temperature {temperature:g}, {target.dtype}",
+        f"drafters-k{k}-t{temperature:g}{f'-idle{idle}' if idle else ''}-{jax.default_backend()}",
+        f"bundled pair, target of {weight_bytes(target) / 1e6:.0f} MB: K = {k}, {count} requests one at a time, "
+        f"{new_tokens} new tokens after {WIDTH}, temperature {temperature:g}, {target.dtype}",
         rows,
         plots.drafters,
         notes=["cost ratio: what a round takes beside verification, prompt left out, by draft token, over one pass of"

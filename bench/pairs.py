@@ -78,6 +78,19 @@ def stretched(pair: Stretched, dtype: Any, write_scale: float | None = None) -> 
     return target, draft
 
 
+def with_idle_neurons(model: jspec.Llama, count: int) -> jspec.Llama:
+    """`model` with `count` more neurons in each MLP, which write nothing: its law, at the cost of a larger model."""
+    wider = jax.tree.map(lambda leaf: leaf, model)
+    wider.config = dataclasses.replace(model.config, intermediate_size=model.config.intermediate_size + count)
+    idle = 0.02 * jax.random.normal(jax.random.key(0), (model.config.hidden_size, count), model.dtype)
+    for layer in wider.layers:
+        gate_up, down = layer.mlp.gate_up_proj.weight, layer.mlp.down_proj.weight
+        gate, up = jnp.split(gate_up[...], 2, axis=1)
+        gate_up.set_value(jnp.concatenate([gate, idle, up, idle], axis=1))
+        down.set_value(jnp.pad(down[...], ((0, count), (0, 0))))
+    return wider
+
+
 def weight_bytes(model: jspec.Llama) -> int:
     """Bytes of weights that one pass reads; of an untied embedding it reads only a few columns.
 

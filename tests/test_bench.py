@@ -46,6 +46,14 @@ def test_a_stretched_pair_agrees_as_far_as_its_further_layers_write(report):
     assert len(same[0].layers) == 3 and len(same[1].layers) == 1
 
 
+def test_idle_neurons_cost_and_say_nothing():
+    model = pairs.random_llama(SMALL, jnp.float32)
+    wider = pairs.with_idle_neurons(model, 16)
+    np.testing.assert_allclose(wider(TOKENS), model(TOKENS), atol=1e-5)
+    assert pairs.weight_bytes(wider) - pairs.weight_bytes(model) == 3 * 16 * 32 * len(model.layers) * 4
+    assert wider.config.intermediate_size == 64 and model.config.intermediate_size == 48
+
+
 def test_bytes_of_a_pass_leave_out_an_untied_embedding():
     tied, untied = (
         pairs.random_llama(dataclasses.replace(SMALL, tie_word_embeddings=tied), jnp.float32) for tied in (True, False)
