@@ -11,12 +11,20 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Pair = Annotated[
     str,
     typer.Option(
-        "--pair", help="bundled, 109m, or TARGET/DRAFT of two Llama shapes; with :int8 behind it, the draft quantised."
+        "--pair", help="bundled, 109m, or TARGET/DRAFT of two Llama shapes; append :int8 to quantise the draft."
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1)]
+Length = Annotated[int, typer.Option("--num-draft-tokens", min=1)]
+Lengths = Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 Repeats = Annotated[int, typer.Option("--repeats", min=1)]
-Acceptance = Annotated[float | None, typer.Option("--acceptance", min=0, max=1, help="Synthetic; labelled so.")]
+Acceptance = Annotated[
+    float | None,
+    typer.Option(
+        "--acceptance", min=0, max=1, help="Accept drafts at this rate instead; results are labelled synthetic."
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0)]
 
 
@@ -34,8 +42,8 @@ def need_matplotlib() -> None:
 def latency(
     pair: Pair = "bundled",
     batch: Annotated[list[int], typer.Option("--batch", help="May be repeated.")] = [1, 8],  # noqa: B006
-    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [1, 2, 3, 4, 6, 8],  # noqa: B006
-    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    k: Lengths = [1, 2, 3, 4, 6, 8],  # noqa: B006
+    new_tokens: NewTokens = 128,
     width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 32,
     temperature: Temperature = 0.0,
     repeats: Repeats = 10,
@@ -52,7 +60,7 @@ def latency(
 def roofline(
     pair: Pair = "109m",
     batch: Batch = 1,
-    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [1, 4, 7],  # noqa: B006
+    k: Lengths = [1, 4, 7],  # noqa: B006
     context: Annotated[int, typer.Option("--context", min=1)] = 64,
     repeats: Repeats = 15,
 ) -> None:
@@ -65,7 +73,7 @@ def roofline(
 @app.command()
 def gap(
     pair: Pair = "109m",
-    k: Annotated[int, typer.Option("--num-draft-tokens", min=1)] = 4,
+    k: Length = 4,
     batch: Batch = 1,
     temperature: Temperature = 1.0,
     repeats: Repeats = 9,
@@ -83,7 +91,7 @@ def trace(
     pair: Pair = "bundled",
     k: Annotated[int, typer.Option("--num-draft-tokens", min=0, help="0 is plain decoding.")] = 4,
     batch: Batch = 1,
-    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    new_tokens: NewTokens = 64,
     temperature: Temperature = 1.0,
     keep: Annotated[Path | None, typer.Option("--keep", help="Folder for the trace and a Perfetto file.")] = None,
 ) -> None:
@@ -96,8 +104,8 @@ def trace(
 @app.command()
 def acceptance(
     batch: Batch = 32,
-    k: Annotated[int, typer.Option("--num-draft-tokens", min=1)] = 8,
-    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    k: Length = 8,
+    new_tokens: NewTokens = 256,
     temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0, 0.5, 1],  # noqa: B006
 ) -> None:
     """Acceptance of the bundled pair by position, kind of prompt and temperature, beside the theory."""
@@ -108,8 +116,8 @@ def acceptance(
 
 @app.command()
 def drafters(
-    k: Annotated[int, typer.Option("--num-draft-tokens", min=1)] = 4,
-    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    k: Length = 4,
+    new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
     repeats: Repeats = 5,
@@ -126,8 +134,8 @@ def drafters(
 @app.command()
 def rules(
     batch: Batch = 64,
-    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [2, 4, 8],  # noqa: B006
-    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    k: Lengths = [2, 4, 8],  # noqa: B006
+    new_tokens: NewTokens = 128,
     temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0.7, 1],  # noqa: B006
 ) -> None:
     """Tokens a round under rejection, block and coupled, for several drafters."""
@@ -147,7 +155,7 @@ def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
 @app.command()
 def llamacpp(
     pair: Pair = "109m",
-    k: Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")] = [1, 4, 7],  # noqa: B006
+    k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
     """Passes of the target and greedy decoding against llama.cpp; needs llama-cpp-python and gguf."""

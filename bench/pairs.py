@@ -15,8 +15,10 @@ import jspec
 from convert.config import LlamaConfig, RopeConfig
 
 
-def shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, groups: int, size: int, tied: bool = True):
-    """The configuration of a Llama of these sizes."""
+def llama(
+    *, vocab: int, hidden: int, inner: int, layers: int, heads: int, groups: int, size: int, tied: bool = True
+) -> LlamaConfig:
+    """The configuration of a Llama of these sizes; `size` is that of a head."""
     return LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -46,10 +48,10 @@ class Stretched:
 
 
 SHAPES = {
-    "109m": shape(16000, 768, 1664, 18, 12, 4, 64),
-    "llama-3.2-1b": shape(128256, 2048, 8192, 16, 32, 8, 64),
-    "llama-3.2-3b": shape(128256, 3072, 8192, 28, 24, 8, 128),
-    "llama-3.1-8b": shape(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
+    "109m": llama(vocab=16000, hidden=768, inner=1664, layers=18, heads=12, groups=4, size=64),
+    "llama-3.2-1b": llama(vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, groups=8, size=64),
+    "llama-3.2-3b": llama(vocab=128256, hidden=3072, inner=8192, layers=28, heads=24, groups=8, size=128),
+    "llama-3.1-8b": llama(vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, groups=8, size=128, tied=False),
 }
 STRETCHED = {"109m": Stretched(SHAPES["109m"], 2, 0.06)}
 # The final norm is enlarged by this, which makes the laws about as peaked as those of a trained model.

@@ -112,6 +112,7 @@ def judge_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, b
 
 def judge_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
     """Keep the drafts that are the tokens which ``noise[B, K + 1, 2, W]`` draws from the target's laws."""
+    # `residual` of no draft is what plain decoding draws from: p, normalised, and nothing where p is not finite.
     drawn = choose(noise, residual(target_probs, jnp.zeros_like(target_probs)))
     # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
     p, q = (at_tokens(law, draft.tokens) for law in (target_probs[:, :-1], draft.probs))
@@ -177,7 +178,7 @@ def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
     # Where the target has no law the text ends; its missing mass counts as left.
     left = jnp.where(mass.sum(-1) > 0, left, weight)
     chances = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
-    return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)
+    return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)  # the last is empty where K = 0
 
 
 def _positions(start: Array, count: int) -> Array:

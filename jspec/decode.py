@@ -22,7 +22,7 @@ from jspec.keys import rehearsal
 from jspec.llama import Llama
 from jspec.round import Record, Request, State, play_round
 from jspec.sampling import SamplingParams, Warp, draft_warp, seen_in_prompt, spread, warp
-from jspec.tuning import TRIALS, Tuning, circumstances, measure, remembered
+from jspec.tuning import TRIALS, Tuning, measure, remembered, tuning_key
 from jspec.types import PADDING, Output, Stats
 
 
@@ -37,7 +37,7 @@ def generate(
     eos_ids: Any = (),
     pad_id: int = 0,
 ) -> Output:
-    """Decode one token per pass of `target`: the law `speculative_generate` must match, and its yardstick.
+    """Decode one token per pass of `target`: the law that `speculative_generate` must match, its baseline in speed.
 
     Arguments, result and errors are those of `speculative_generate`; ``stats.accepted_at`` has no columns.
     """
@@ -75,17 +75,17 @@ def speculative_generate(
         keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). A request's text depends on
             its own key and prompt, not on the rest of the batch.
         max_new_tokens: most tokens to add to each prompt; fixes shapes, so each value compiles once.
-        num_draft_tokens: K, tokens guessed a round; fixes shapes. An object such as ``jspec.UpTo(8)`` lets every row
-            decide for itself, round by round (`jspec.draft_length`). "auto" takes the K that `tune` finds for this
-            request: measured at the first call, which takes a while, then remembered by the process for the same
-            weights, batch size, sampling (a number as it is, an array by whether it is all 0) and P + N up to a power
-            of two. As the number is measured, the text drawn with one key may differ from process to process; its law
+        num_draft_tokens: K, tokens guessed a round; fixes shapes. An object such as ``jspec.UpTo(8)`` lets each row
+            decide, round by round (`jspec.draft_length`). "auto" is the K that `tune` measures at the first call, which
+            takes a while; the process remembers it by weights, batch size, sampling and bucketed length
+            (`jspec.tuning`). K then depends on timing, so with one key the text may differ between processes; its law
             does not. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request.
         accept: the acceptance rule. Exact are "rejection"; "block", which keeps as much or more in expectation; and
             "coupled", whose text is that of `generate` with the same keys, but for rounding. An object such as
             ``jspec.Lenient(0.5)`` is not exact, see `jspec.lossy`.
-        eos_ids: tokens that end a row: a sequence of ids, or ``int32[B, n]`` with -1 for "none".
+        eos_ids: tokens that end a row: a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default rows
+            run to their limits; a model's own ids are in ``target.config.eos_token_ids``.
         pad_id: fills ``out.tokens`` after a row's end.
 
     Returns:
@@ -128,7 +128,7 @@ def tune(
     A round's seconds are measured for plain decoding and for a few K, others interpolated; its tokens are
     ``E(K) = 1 + s_1 + ... + s_K``, where s_k is how often the first k drafts were all accepted. That assumes nothing
     about independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands for `generate`.
-    Left out is that rows which end early wait for the others.
+    Rows that end early and wait for the others are not modelled.
 
     Compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`, then lets each of them decode up to 128 tokens, in
     turns, five times or until 20 seconds have passed. Rows do not end at an end of text.
@@ -185,7 +185,7 @@ def _auto(
         return 0
     found = remembered(
         models=(target, drafter),
-        circumstances=(most, rule, circumstances(tokens, new, sampling)),
+        key=(most, rule, tuning_key(tokens, new, sampling)),
         find=lambda: tune(target, drafter, tokens, lengths, keys, max_new_tokens=new, sampling=sampling,
                           max_draft_tokens=most, accept=rule),
     )  # fmt: skip

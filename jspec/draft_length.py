@@ -10,14 +10,13 @@ the draft was unsure.
 """
 
 import dataclasses
-import numbers
 from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.types import check_count
+from jspec.types import check_between, check_count
 
 
 class DraftLength(Protocol):
@@ -76,13 +75,13 @@ class _AtMost:
 class UpTo(_AtMost):
     """Drafts `most` tokens, or as far as the drafter has a guess: a round without a guess costs a plain step.
 
-    For drafters that look things up. Of a model it makes what the plain number does.
+    For drafters that look things up. With a model it does what the plain number does.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class WhileConfident(_AtMost):
-    """Stops behind the first token that the draft gave a probability below `threshold`.
+    """Stops after the first token to which the draft gave a probability below `threshold`.
 
     The probability is that before temperature and filters, so it tells something in greedy decoding, too; as
     ``assistant_confidence_threshold`` in transformers, which starts with 0.4.
@@ -93,7 +92,7 @@ class WhileConfident(_AtMost):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_between("threshold", self.threshold, 0, 1)
+        check_between("threshold", self.threshold, 0, 1)
 
     def goes_on(self, confidence: Array) -> Array:
         return confidence >= self.threshold
@@ -120,7 +119,7 @@ class Heuristic(_AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class ByAcceptance(_AtMost):
-    """Drafts what pays best at the acceptance rate that the row has had of late.
+    """Drafts the length that pays best at the row's recent acceptance rate.
 
     The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8), with `cost_ratio` for
     c and for a the share of accepted drafts among those judged. Older rounds count for less, by 0.9 a round; before any
@@ -134,7 +133,7 @@ class ByAcceptance(_AtMost):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_between("cost_ratio", self.cost_ratio, 0, float("inf"))
+        check_between("cost_ratio", self.cost_ratio, 0, float("inf"))
 
     def init(self, batch: int) -> tuple[Array, Array]:
         """Accepted and judged drafts, with their weights."""
@@ -152,12 +151,6 @@ class ByAcceptance(_AtMost):
         judged = accepted + (accepted < drafted)
         sums = 0.9 * state[0] + accepted, 0.9 * state[1] + judged
         return jax.tree.map(lambda new, old: jnp.where(drafted > 0, new, old), sums, state)
-
-
-def _check_between(name: str, value: Any, low: float, high: float) -> None:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (number and low < float(value) < high):
-        raise ValueError(f"{name} must be a number between {low} and {high}; got {value!r}.")
 
 
 def compiled_lengths(most: int) -> tuple[int, ...]:

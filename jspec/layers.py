@@ -77,7 +77,10 @@ class Embed(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm, computed in float32."""
+    """Root mean square norm, computed in float32.
+
+    It rounds to the dtype of x before it multiplies by the weight, as transformers does; `nnx.RMSNorm` rounds after.
+    """
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.ones(size, dtype))
@@ -140,8 +143,11 @@ class Attention(nnx.Module):
         """Write this pass's keys and values, then attend.
 
         Args:
-            x: ``[B, S, E]``. keys, values: ``[B, G, D, T]`` and ``[B, G, T, D]``, the cache of this layer.
-            positions: ``int32[B, S]``, consecutive in each row. tables: from `rope_tables`.
+            x: ``[B, S, E]``.
+            keys: ``[B, G, D, T]``, this layer's part of the cache.
+            values: ``[B, G, T, D]``, the same.
+            positions: ``int32[B, S]``, consecutive in each row.
+            tables: from `rope_tables`.
             past: keys, values and ``int32[B]``, how many of their slots count: a cache that is only read, whose
                 positions come before those of `keys` and `values`.
 

@@ -53,7 +53,7 @@ class Llama(nnx.Module):
         self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, dtype, rngs)
 
     def __call__(self, tokens: Array) -> Array:
-        """Logits ``float32[B, T, V]`` for ``tokens int32[B, T]``, plain causal, without a cache."""
+        """Logits ``float32[B, S, V]`` for ``tokens int32[B, S]``, plain causal, without a cache."""
         hidden, _ = self.forward(tokens, self.new_cache(*tokens.shape), jnp.zeros(tokens.shape[0], jnp.int32))
         return self.logits(hidden)
 
@@ -81,11 +81,10 @@ class Llama(nnx.Module):
 
         Args:
             tokens: ``int32[B, S]``.
-            cache: holds positions ``0 .. start[b] - 1`` of row b.
+            cache: holds positions ``0 .. start[b] - 1`` of row b, or those from ``past[1][b]`` on.
             start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
             layers: which to run, in this order; None for all.
-            past: a cache that is only read, and ``int32[B]``: it holds the positions before that one, and `cache`
-                those from there on.
+            past: a cache that is only read, and ``int32[B]``: it holds the positions before ``past[1][b]``.
 
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.

@@ -7,14 +7,13 @@ requests bounds the total variation distance of whole texts.
 """
 
 import dataclasses
-import numbers
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.accept import judge_tokens
-from jspec.types import Draft, Verdict, check_count
+from jspec.types import Draft, Verdict, check_between, check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Lenient:
     shares_noise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_between("leniency", self.leniency, 0, 1)
+        check_between("leniency", self.leniency, 0, 1)
 
     def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         return _judge(keys, start, draft, target_probs, target_probs[:, :-1] / self.leniency)
@@ -51,8 +50,8 @@ class Typical:
     shares_noise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_between("epsilon", self.epsilon, 0, 1)
-        _check_between("delta", self.delta, 0, 1)
+        check_between("epsilon", self.epsilon, 0, 1)
+        check_between("delta", self.delta, 0, 1)
 
     def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         p = target_probs[:, :-1]
@@ -88,7 +87,7 @@ class Threshold:
     shares_noise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_between("probability", self.probability, 0, 1)
+        check_between("probability", self.probability, 0, 1)
 
     def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         return _judge_set(keys, start, draft, target_probs, target_probs[:, :-1] >= self.probability)
@@ -105,8 +104,3 @@ def _judge(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: 
     excess = jnp.minimum(draft.probs, bound) - target_probs[:, :-1]
     distortion = jnp.where(excess > 0, excess, 0).sum(-1)
     return dataclasses.replace(verdict, distortion=jnp.pad(distortion, ((0, 0), (0, 1))))
-
-
-def _check_between(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < value <= high:
-        raise ValueError(f"{name} must be a number above {low} and at most {high}; got {value!r}.")

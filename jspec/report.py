@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jspec import theory
+from jspec.draft_length import doubling
 from jspec.text import Batch, pieces
-from jspec.tuning import Tuning, measured_lengths
+from jspec.tuning import Tuning
 from jspec.types import ACCEPTED, BONUS, CORRECTED, Output
 
 NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus"}
@@ -47,7 +48,7 @@ class Completion:
 
 
 def completions(
-    prompts: Sequence[str], batch: Batch, out: Output, tokenizer: Any, end_ids: Sequence[int]
+    prompts: Sequence[str], batch: Batch, out: Output, tokenizer: Any, eos_ids: Sequence[int]
 ) -> list[Completion]:
     """What `out` says of each of `prompts`, which were encoded as `batch`.
 
@@ -67,7 +68,7 @@ def completions(
                 tokens=tokens,
                 logprobs=out.logprobs[row, new].tolist(),
                 origins=out.origins[row, new].tolist(),
-                finish_reason="eos" if tokens[-1] in end_ids else "length",
+                finish_reason="eos" if tokens[-1] in eos_ids else "length",
                 stats=statistics(out, row),
             )
         )
@@ -77,7 +78,7 @@ def completions(
 def statistics(out: Output, row: int) -> dict[str, Any]:
     """The counts of one request, and what the theory makes of its acceptance rate.
 
-    ``acceptance_rate`` is that of the drafts that were judged: those behind a rejection never are.
+    ``acceptance_rate`` is that of the drafts that were judged: those after a rejection never are.
     ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. The measured number is
     lower where the end of the text cuts the last round off, and differs where acceptance comes in streaks.
     """
@@ -136,7 +137,7 @@ def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
     for title in ("K", "ms/round", "tokens/round", "tokens/s", "speed-up", ""):
         table.add_column(title, justify="right", no_wrap=True)
     costs, yields = (found.plain_seconds, *found.round_seconds), (1.0, *found.expected_tokens)
-    speedups, timed = (1.0, *found.speedups), {0, *measured_lengths(len(found.round_seconds))}
+    speedups, timed = (1.0, *found.speedups), {0, *doubling(len(found.round_seconds))}
     for k, (seconds, tokens, speedup) in enumerate(zip(costs, yields, speedups, strict=True)):
         best = k == found.num_draft_tokens
         cost = f"{'' if k in timed else '~'}{seconds * 1e3:.3g}"

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Judge, check_shapes, only_wanted, put
+from jspec.drafters.base import Context, Verifier, check_shapes, only_wanted, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -93,8 +93,9 @@ def play_round(
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
         state, new = _commit(request, state, record, draft, verdict, target_probs)
         if not isinstance(draft_length, int):
-            counts = (getattr(new.stats, name) - getattr(record.stats, name) for name in ("drafted", "accepted"))
-            state = dataclasses.replace(state, draft_length=draft_length.update(state.draft_length, *counts))
+            drafted = new.stats.drafted - record.stats.drafted
+            accepted = new.stats.accepted - record.stats.accepted
+            state = dataclasses.replace(state, draft_length=draft_length.update(state.draft_length, drafted, accepted))
         return state, new
 
 
@@ -111,7 +112,7 @@ def _propose(
         draw = target_noise if rule.shares_noise else draft_noise
         noise = draw(request.keys, state.lengths[:, None] + jnp.arange(k), vocab_size)
         context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen,
-                          Judge(target, state.cache, unread=1), vocab_size)  # fmt: skip
+                          Verifier(target, state.cache, unread=1), vocab_size)  # fmt: skip
         if not isinstance(draft_length, int):
             wanted = jnp.where(state.done, 0, draft_length.wanted(state.draft_length, batch))
             context = dataclasses.replace(context, wanted=wanted, draft_length=draft_length)
@@ -154,9 +155,7 @@ def _commit(
 ) -> tuple[State, Record]:
     """Write the accepted tokens and the one after them, up to the end of text and the row's limit."""
     num_accepted, width = verdict.num_accepted, draft.tokens.shape[1] + 1
-    index = jnp.arange(width)
-    emitted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    emitted = jnp.where(index == num_accepted[:, None], verdict.next_token[:, None], emitted)
+    index, emitted = jnp.arange(width), _emitted(draft, verdict)
     # Where the target's law has no mass (its logits were not finite) there is no next token.
     lawless = jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) == 0
 
@@ -188,6 +187,13 @@ def _commit(
     tokens = put(state.tokens, emitted, state.lengths)
     done = state.done | ended | invalid
     return dataclasses.replace(state, tokens=tokens, lengths=state.lengths + count, done=done, seen=seen), record
+
+
+def _emitted(draft: Draft, verdict: Verdict) -> Array:
+    """The accepted drafts, the token after them, then anything, ``int32[B, K + 1]``."""
+    padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    follows = jnp.arange(padded.shape[1]) == verdict.num_accepted[:, None]
+    return jnp.where(follows, verdict.next_token[:, None], padded)
 
 
 def _num_guessed(draft: Draft) -> Array:

@@ -1,7 +1,7 @@
 """From logits to the law a token is drawn from: one pipeline for target and draft, plain and speculative.
 
 The order is that of transformers, and so are the ties where it sorts stably: logit bias, repetition penalty,
-(frequency and presence penalty, as in vLLM,) temperature, top-k, top-p, min-p. Thresholds are found by bisection over
+frequency and presence penalties (as in vLLM), temperature, top-k, top-p, min-p. Thresholds are found by bisection over
 the bits of a float: exact, and without sorting the vocabulary.
 """
 
@@ -177,7 +177,7 @@ def _penalise(logits: Array, counts: Array, prompt: Array, warp: Warp) -> Array:
 def _law(logits: Array, warp: Warp) -> Array:
     """Temperature and filters for one position of one row, unbatched: logits ``[V]`` to probabilities ``[V]``."""
     largest, index = jnp.max(logits), jnp.arange(logits.size)
-    # The first of the largest, without argmax: on CPU that takes thrice the time of two plain reductions.
+    # The first of the largest, without argmax: on CPU that takes three times as long as two plain reductions.
     greedy = (index == jnp.min(jnp.where(logits == largest, index, logits.size))).astype(logits.dtype)
     # The maximum is taken off first, so that a tiny temperature cannot overflow.
     scaled = (logits - largest) / jnp.where(warp.temperature > 0, warp.temperature, 1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 # What `jspec tune` continues unless told otherwise: starts as the bundled models, and many others, know them.
-PYTHON = [
+EXAMPLE_PROMPTS = [
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n",
     "import os\nimport sys\n\ndef main():\n",
@@ -82,7 +82,7 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
         )
 
 
-def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a text, by the model's config or by the tokenizer."""
     known = {*model.config.eos_token_ids, tokenizer.eos_token_id} - {None}
     return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))

@@ -33,7 +33,8 @@ class Tuning:
         num_draft_tokens: the fastest K; 0 means that drafting does not pay, so use `jspec.generate`.
         speedup: predicted speed with it over that of plain decoding; 1 for K = 0.
         plain_seconds: of one step of plain decoding, which is one token a row.
-        round_seconds: of one round, for K = 1, 2, ...; between measured lengths interpolated (`measured_lengths`).
+        round_seconds: of one round, for K = 1, 2, ...; measured for powers of two and the largest, interpolated
+            between them.
         expected_tokens: a row's tokens in one round, for K = 1, 2, ...
     """
 
@@ -49,7 +50,9 @@ class Tuning:
         return _speedups(self.plain_seconds, self.round_seconds, self.expected_tokens)
 
 
-def choose(plain_seconds: float, round_seconds: Sequence[float], expected_tokens: Sequence[float]) -> tuple[int, float]:
+def best_length(
+    plain_seconds: float, round_seconds: Sequence[float], expected_tokens: Sequence[float]
+) -> tuple[int, float]:
     """The K that maximises ``E(K) plain_seconds / round_seconds(K)``, and that quotient, the speed-up over plain.
 
     K = 0 is plain decoding, with speed-up 1. Ties go to the smaller K. Theorem 3.8 of Leviathan et al. 2023 is the
@@ -64,14 +67,9 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
     return tuple(n * plain / s for n, s in zip(tokens, seconds, strict=True))
 
 
-def measured_lengths(max_draft_tokens: int) -> list[int]:
-    """The K whose rounds are timed: powers of two, and the largest."""
-    return list(doubling(max_draft_tokens))
-
-
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
     """Time `run` in trials in which all lengths take turns, so that each meets the same machine; medians of those."""
-    lengths, limit = measured_lengths(max_draft_tokens), min(max_new_tokens, _LONG)
+    lengths, limit = doubling(max_draft_tokens), min(max_new_tokens, _LONG)
     costs: dict[int, list[float]] = {k: [] for k in (0, *lengths)}
     for k in costs:
         jax.block_until_ready(run(k, 1, 0))  # compiles
@@ -87,7 +85,7 @@ def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
     rounds = tuple(np.interp(range(1, max_draft_tokens + 1), lengths, timed).tolist())
     rates = acceptance_rates(jax.device_get(outs))
     tokens = tuple(float(theory.expected_tokens_from_rates(rates[:k])) for k in range(1, max_draft_tokens + 1))
-    return Tuning(*choose(plain, rounds, tokens), plain, rounds, tokens)
+    return Tuning(*best_length(plain, rounds, tokens), plain, rounds, tokens)
 
 
 def _round_seconds(run: Run, num_draft_tokens: int, limit: int, trial: int) -> tuple[float, Output]:
@@ -128,10 +126,10 @@ def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
 _answers: dict[Any, tuple[list[Callable[[], Any]], Tuning]] = {}
 
 
-def remembered(models: Any, circumstances: Any, find: Callable[[], Tuning]) -> Tuning:
-    """``find()``, called once in a process for `circumstances` and the weights of `models` (the very same arrays)."""
+def remembered(models: Any, key: Any, find: Callable[[], Tuning]) -> Tuning:
+    """``find()``, called once in a process for `key` and the weights of `models` (the very same arrays)."""
     leaves, structure = jax.tree.flatten(models)
-    key = structure, tuple(map(id, leaves)), circumstances
+    key = structure, tuple(map(id, leaves)), key
     if key in _answers:
         weights, answer = _answers[key]
         if all(weight() is leaf for weight, leaf in zip(weights, leaves, strict=True)):  # ids are used again
@@ -151,7 +149,7 @@ def _reference(leaf: Any) -> Callable[[], Any]:
         return lambda: leaf
 
 
-def circumstances(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tuple:
+def tuning_key(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tuple:
     """What, beside the models, decides cost and acceptance: batch size, length to a power of two, sampling.
 
     Of sampling, a number for all requests counts as it is, an array by whether it is all 0; limits do not count.

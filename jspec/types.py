@@ -1,10 +1,12 @@
 """The nouns every file shares, and the alphabet of their shapes.
 
 B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens fed in one forward
-pass, T cache slots, V vocabulary, E hidden size, H query heads, G key/value heads, D head size.
+pass, T cache slots, L slots for a text, V vocabulary, E hidden size, H query heads, G key/value heads, D head size;
+W of a block of noise, with ``W^2 >= V``.
 
-In formulas p is the target's law and q the draft's, as in Leviathan et al. 2023; in code they are ``target_probs``
-and ``draft_probs``. Both are the laws *after* every sampling transform, in float32.
+A law is a probability distribution over tokens. In formulas p is the target's and q the draft's, as in Leviathan et
+al. 2023; in code they are ``target_probs`` and ``draft_probs``. Both are taken *after* every sampling transform, in
+float32.
 """
 
 import dataclasses
@@ -14,17 +16,23 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 from jax import Array
 
-T = TypeVar("T", bound=type)
+Class = TypeVar("Class", bound=type)
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises ValueError for what is no whole number of at least 1."""
+    """Raise ValueError unless `value` is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
 
 
+def check_between(name: str, value: Any, low: float, high: float) -> None:
+    """Raise ValueError unless ``low < value <= high``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < float(value) <= high:
+        raise ValueError(f"{name} must be a number above {low} and at most {high}; got {value!r}.")
+
+
 @dataclass_transform(frozen_default=True)
-def pytree(cls: T) -> T:
+def pytree(cls: Class) -> Class:
     """Make `cls` a frozen dataclass and a JAX pytree whose fields are all children."""
     frozen = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(frozen)]
@@ -67,13 +75,15 @@ class Stats:
 
     Attributes:
         rounds: ``int32[B]``, passes of the target after the prompt.
-        drafted: ``int32[B]``, draft tokens that could still be committed when they were offered (those behind a
-            committed end of text or behind the request's limit are not counted).
+        drafted: ``int32[B]``, draft tokens that could still be committed when they were offered (those after a
+            committed end of text or past the request's limit are not counted). Drafts after a rejection are, though
+            they are never judged, so ``accepted / drafted`` is below the acceptance rate of `jspec.theory`.
         accepted: ``int32[B]``, draft tokens committed.
         accepted_at: ``int32[B, K]``, rounds in which draft k was committed.
         invalid: ``bool[B]``, the target's logits were NaN, +inf or all -inf; the row stopped there.
         distortion: ``float32[B]``, the receipt of a lossy rule: the total variation distance between the law each token
-            was drawn from and the target's, summed over the text. 0 for an exact rule, NaN for a lossy one without.
+            was drawn from and the target's, summed over the text. 0 for an exact rule, NaN for a lossy one that does
+            not report it.
     """
 
     rounds: Array

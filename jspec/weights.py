@@ -50,8 +50,8 @@ def from_arrays(
 ) -> Llama:
     """A `Llama` of `config` from (name, array) pairs as `convert` names and shapes them.
 
-    They are moved to the device, and quantised if asked for, one by one. There matrices are ``[out, in]``, in the model
-    ``[in, out]`` (see `jspec.layers`).
+    They are moved to the device, and quantised if asked for, one by one. Matrices are ``[out, in]`` in `convert` and
+    ``[in, out]`` in the model (see `jspec.layers`).
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}

@@ -4,6 +4,7 @@ c of Leviathan et al. 2023, section 3.3: the time of one draft step over that of
 with either model, called in turns so that both meet the same machine.
 """
 
+import argparse
 import os
 import time
 
@@ -35,6 +36,7 @@ def seconds(model: jspec.Llama, tokens: np.ndarray) -> float:
 
 def main() -> None:
     """Print the median of the paired ratios, with quartiles, and the conditions."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     target, draft, tokenizer = jspec.demo_pair()
     tokens = np.array([tokenizer.encode(PROMPT)])
     times = np.array([[seconds(draft, tokens), seconds(target, tokens)] for _ in range(ROUNDS + 1)])[1:]

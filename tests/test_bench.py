@@ -32,7 +32,7 @@ from bench.__main__ import app
 from jspec import theory
 from jspec.types import ACCEPTED, BONUS
 
-SMALL = pairs.shape(64, 32, 48, 3, 4, 2, 8)
+SMALL = pairs.llama(vocab=64, hidden=32, inner=48, layers=3, heads=4, groups=2, size=8)
 TOKENS = np.arange(1, 25).reshape(2, 12)
 
 

@@ -145,7 +145,8 @@ def test_standard_input_is_one_prompt(generate):
 def test_every_option_arrives(monkeypatch, sources):
     """Caught before decoding, which is checked elsewhere."""
     caught = []
-    monkeypatch.setattr(cli, "_decode", lambda *arguments, **options: caught.append((arguments, options)) or 1 / 0)
+    module = importlib.import_module("jspec.cli.generate")
+    monkeypatch.setattr(module, "_decode", lambda *arguments, **options: caught.append((arguments, options)) or 1 / 0)
     pair = ["--target", str(sources[0]), "--draft", str(sources[1])]
     options = "--temperature 0.5 --top-k 7 --top-p 0.25 --min-p 0.125 --seed 9 --max-new-tokens 3 --num-draft-tokens 2"
     with pytest.raises(ZeroDivisionError):
@@ -163,6 +164,18 @@ def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
         auto, fixed = (generate(*PROMPTS, *extra) for extra in (["--num-draft-tokens", "auto"], options))
         assert [line["tokens"] for line in auto] == [line["tokens"] for line in fixed]
         assert [line["stats"] for line in auto] == [line["stats"] for line in fixed]
+
+
+@pytest.mark.parametrize(
+    ("best", "said"), [(2, "auto: num_draft_tokens=2 "), (0, "auto: plain decoding is the fastest")]
+)
+def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
+    monkeypatch.setattr(importlib.import_module("jspec.decode"), "tune",
+                        lambda *_, **__: jspec.Tuning(best, 1.5, 1.0, (1.0,), (1.2,)))  # fmt: skip
+    command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
+    code, _, error = run(*command, "--num-draft-tokens", "auto")
+    assert code == 0 and error.splitlines()[-1].startswith(said)
+    assert "auto" not in run(*command)[2]
 
 
 def test_tune_says_what_to_do(run, sources):
@@ -218,6 +231,7 @@ MISTAKES = {
     "draft alone": (["x", "--draft", "DRAFT"], 2, "--draft needs --target"),
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder does not exist"),
+    "no such datastore": (["x", "--draft", "no.safetensors"], 1, "no.safetensors does not exist; jspec index makes"),
     "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 1, "Prompt 2 is empty"),
     "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
     "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),
@@ -266,6 +280,6 @@ def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
 
 
 def test_bugs_keep_their_traceback(run, monkeypatch):
-    monkeypatch.setattr(cli, "_sources", lambda *arguments: {}["gone"])
+    monkeypatch.setattr(importlib.import_module("jspec.cli.generate"), "sources", lambda *arguments: {}["gone"])
     with pytest.raises(KeyError, match="gone"):
         cli.main(["generate", "x"])

@@ -202,9 +202,9 @@ def test_mistakes_are_named(toy, prompts):
     for make, message in (
         (lambda: jspec.UpTo(0), "most must be an int of at least 1; got 0"),
         (lambda: jspec.Heuristic(True), "most must be an int"),
-        (lambda: jspec.WhileConfident(4, 1.0), "threshold must be a number between 0 and 1; got 1.0"),
-        (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number between 0 and 1; got 'a'"),
-        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number between 0 and inf; got nan"),
+        (lambda: jspec.WhileConfident(4, 1.5), "threshold must be a number above 0 and at most 1; got 1.5"),
+        (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number above 0 and at most 1; got 'a'"),
+        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most inf; got nan"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -14,7 +14,7 @@ import jspec
 from jspec.accept import RULES
 from jspec.cache import prefill
 from jspec.decode import _decode
-from jspec.drafters.base import Context, Judge
+from jspec.drafters.base import Context, Verifier
 from jspec.keys import draft_noise
 
 K = 3
@@ -37,8 +37,8 @@ def drafted(drafter, target=None, unread=1, wanted=None, draft_length=None, **sa
     # What stands behind the text read so far must not matter.
     unknown = np.arange(TOKENS.shape[1] + K + 1) >= np.maximum(LENGTHS - unread, 0)[:, None]
     cache = None if target is None else prefill(target, jnp.where(unknown, 7, text), text.shape[1])
-    judge = Judge(target, cache, unread)
-    context = Context(text, jnp.asarray(LENGTHS), noise, warp, None, judge, 8, 2, wanted, draft_length)
+    verifier = Verifier(target, cache, unread)
+    context = Context(text, jnp.asarray(LENGTHS), noise, warp, None, verifier, 8, 2, wanted, draft_length)
     return jax.device_get(drafter.propose(drafter.init(text, text.shape[1]), context, K)[0])
 
 

@@ -65,8 +65,8 @@ def test_added_token_is_a_difference():
 
 
 def test_end_of_text_by_model_and_tokenizer(pair, toy):
-    assert text.end_ids(pair[0], TOKENIZER) == (0,)
-    assert text.end_ids(toy(0, eos_token_ids=(7, 5)), TOKENIZER) == (0, 5, 7)
+    assert text.eos_ids(pair[0], TOKENIZER) == (0,)
+    assert text.eos_ids(toy(0, eos_token_ids=(7, 5)), TOKENIZER) == (0, 5, 7)
 
 
 def test_batch_holds_the_prompts_and_fillers():

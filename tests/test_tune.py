@@ -11,6 +11,7 @@ import toys
 
 import jspec
 from jspec import theory, tuning
+from jspec.draft_length import doubling
 from jspec.keys import Purpose, rehearsal, stream
 from jspec.types import ACCEPTED, BONUS, CORRECTED, Output, Stats
 
@@ -37,12 +38,12 @@ def patient(monkeypatch):
 @pytest.mark.parametrize("case", CHOICES)
 def test_choose(case):
     plain, seconds, tokens, k, speedup = CHOICES[case]
-    assert tuning.choose(plain, seconds, tokens) == (k, speedup)
+    assert tuning.best_length(plain, seconds, tokens) == (k, speedup)
 
 
 def test_powers_of_two_and_the_largest_are_measured():
     lengths = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 6: [1, 2, 4, 6], 8: [1, 2, 4, 8], 9: [1, 2, 4, 8, 9]}
-    assert {k: tuning.measured_lengths(k) for k in lengths} == lengths
+    assert {k: list(doubling(k)) for k in lengths} == lengths
 
 
 def made(rows, k):

@@ -20,14 +20,14 @@ from jspec.types import Draft, Verdict
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "cache"], meta_fields=["unread"])
 @dataclasses.dataclass(frozen=True)
-class Judge:
-    """The model that will judge the draft, and what it has read.
+class Verifier:
+    """The model that will verify the draft, and what it has read.
 
     Attributes:
         model: for a draft of the whole program the target; a middle model within a cascade.
         cache: its own, for reading: what a drafter writes into it is not kept. It holds the text so far without its
             last `unread` tokens; slots from there on hold anything.
-        unread: at least 1, for the last token it has drawn and not read.
+        unread: at least 1, for the newest token has been drawn and not yet read.
     """
 
     model: Any
@@ -37,7 +37,7 @@ class Judge:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "noise", "warp", "seen", "judge", "wanted"],
+    data_fields=["tokens", "lengths", "noise", "warp", "seen", "verifier", "wanted"],
     meta_fields=["vocab_size", "unread", "draft_length"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Context:
     """What a drafter may look at.
 
     Attributes:
-        tokens: ``int32[B, W]``, prompt and text so far; row b is valid up to ``lengths[b]``.
+        tokens: ``int32[B, L]``, prompt and text so far; row b is valid up to ``lengths[b]``.
         lengths: ``int32[B]``.
         noise: ``float32[B, K, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`.
         warp: the transforms the draft's law goes through.
         seen: what penalties look at, or None where there are none.
-        judge: the model that will judge the draft.
+        verifier: the model that will verify the draft.
         vocab_size: V of the target.
-        unread: how many of the last tokens a drafter with a cache of its own may not have read yet. With drafts of its
-            own only it is 2: the last draft, if it was accepted, and the token that the target wrote behind it.
+        unread: how many of the last tokens a drafter's own cache may lack. With drafts of its own only it is 2: its
+            last draft, which was drawn and not fed, and the token that the target wrote after it.
         wanted: ``int32[B]``, how many tokens each row is to get; None for all of them. More are cut off.
-        draft_length: the rule that decides whether to go on after a token, or None (`jspec.draft_length`).
+        draft_length: what decides whether to go on after a token, or None (`jspec.draft_length`).
     """
 
     tokens: Array
@@ -63,7 +63,7 @@ class Context:
     noise: Array
     warp: Warp
     seen: Seen | None
-    judge: Judge
+    verifier: Verifier
     vocab_size: int
     unread: int = 2
     wanted: Array | None = None
@@ -98,7 +98,7 @@ class Drafter(Protocol):
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
         """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it.
 
-        Where drafts vary in length, both hold anything behind the tokens that have a law: do not learn from that.
+        Where drafts vary in length, what comes after a row's last token with a law is arbitrary: do not learn from it.
         """
         ...
 

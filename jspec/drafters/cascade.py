@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jspec.accept import judge_coupled
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context, Judge, cut, put, window
+from jspec.drafters.base import Context, Verifier, cut, put, window
 from jspec.drafters.model import as_drafter
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.types import Draft, Verdict, check_count, pytree
@@ -109,7 +109,7 @@ class CascadeDrafter:
         noise = cut(context.noise, counts, k + 1)
         # Behind what the target may have added since the last draft there is a token that `middle` has added.
         inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise, seen=progress.seen,
-                                    judge=Judge(self.middle, progress.cache, context.unread),
+                                    verifier=Verifier(self.middle, progress.cache, context.unread),
                                     unread=context.unread + 1)  # fmt: skip
         guess, small = self.small.propose(progress.small, inner, k)
         tokens = put(progress.tokens, guess.tokens, lengths)

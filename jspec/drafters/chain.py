@@ -14,7 +14,7 @@ from jspec.types import Draft, pytree
 
 @pytree
 class _Drawn:
-    """A token ``[B]`` and its law ``[B, V]``, what has been seen with it, and whether a row goes on behind it."""
+    """A token ``[B]`` and its law ``[B, V]``, what has been seen with it, and whether a row goes on after it."""
 
     token: Array
     probs: Array
@@ -54,9 +54,9 @@ class Chain(Stateless):
         everywhere = jnp.ones(context.lengths.size, bool)
         first = _draw(logits, context.seen, everywhere, 0, context)
         loop = lax.scan if context.wanted is None else _scan_while_wanted
-        (carry, _), rest = loop(advance, (carry, first), jnp.arange(1, num_draft_tokens))
+        (carry, _), later = loop(advance, (carry, first), jnp.arange(1, num_draft_tokens))
         tokens, laws = jax.tree.map(
-            lambda first, more: jnp.concatenate([first[None], more]), (first.token, first.probs), rest
+            lambda head, tail: jnp.concatenate([head[None], tail]), (first.token, first.probs), later
         )
         return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), self.end(carry)
 

@@ -52,25 +52,25 @@ class EarlyExitDrafter(Chain):
 
     def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple[KVCache, Array]]:
         """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
-        judge = context.judge
-        if not hasattr(judge.model, "layers"):
-            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and a {type(judge.model).__name__} has no "
-                            "`layers`; use another drafter.")  # fmt: skip
-        depth = len(judge.model.layers)
+        verifier = context.verifier
+        if not hasattr(verifier.model, "layers"):
+            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and a {type(verifier.model).__name__} "
+                            "has no `layers`; use another drafter.")  # fmt: skip
+        depth = len(verifier.model.layers)
         if self.num_layers > depth:
             raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
-                             f"{type(judge.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
-        fed, start, last = window(context.tokens, context.lengths, judge.unread)
-        own = judge.model.new_cache(context.lengths.size, judge.unread + num_draft_tokens - 1)
+                             f"{type(verifier.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
+        fed, start, last = window(context.tokens, context.lengths, verifier.unread)
+        own = verifier.model.new_cache(context.lengths.size, verifier.unread + num_draft_tokens - 1)
         hidden, own = self._forward(fed, own, start, start, context)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-        return judge.model.logits(hidden)[:, 0], (own, start)
+        return verifier.model.logits(hidden)[:, 0], (own, start)
 
     def step(self, carry: tuple[KVCache, Array], token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
         own, start = carry
         hidden, own = self._forward(token[:, None], own, context.lengths + k - 1, start, context)
-        return context.judge.model.logits(hidden)[:, 0], (own, start)
+        return context.verifier.model.logits(hidden)[:, 0], (own, start)
 
     def _forward(self, tokens: Array, own: KVCache, at: Array, start: Array, context: Context) -> tuple[Array, KVCache]:
-        judge = context.judge
-        return judge.model.forward(tokens, own, at, layers=self.layers, past=(judge.cache, start))
+        verifier = context.verifier
+        return verifier.model.forward(tokens, own, at, layers=self.layers, past=(verifier.cache, start))

@@ -31,7 +31,7 @@ class UnigramDrafter(Chain):
         Raises:
             ValueError: no tokens, tokens outside the vocabulary, or smoothing that is not positive.
         """
-        return cls(jnp.log(_unigram(checked_tokens(tokens, vocab_size, 1, smoothing), vocab_size, smoothing)))
+        return cls(jnp.log(_unigram(checked_tokens(tokens, vocab_size, 1), vocab_size, smoothing)))
 
     @property
     def vocab_size(self) -> int:
@@ -69,7 +69,7 @@ class BigramDrafter(Chain):
         if 4 * vocab_size**2 > _MOST_BYTES:
             raise ValueError(f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
                              "GiB; use UnigramDrafter or NGramDrafter with so large a vocabulary.")  # fmt: skip
-        tokens = checked_tokens(tokens, vocab_size, 2, smoothing)
+        tokens = checked_tokens(tokens, vocab_size, 2)
         counts = np.zeros((vocab_size, vocab_size))
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
         counts += smoothing * _unigram(tokens, vocab_size, smoothing)
@@ -91,12 +91,18 @@ class BigramDrafter(Chain):
 
 def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarray:
     """``float64[V]``, summing to 1."""
+    if not (np.isfinite(smoothing) and smoothing > 0):
+        raise ValueError(f"smoothing must be a positive number; got {smoothing!r}.")
     counts = np.bincount(tokens, minlength=vocab_size) + smoothing / vocab_size
     return counts / counts.sum()
 
 
-def checked_tokens(tokens: Any, vocab_size: int, least: int, smoothing: float = 1.0) -> np.ndarray:
-    """`tokens` as a NumPy array, if all is as it should be."""
+def checked_tokens(tokens: Any, vocab_size: int, least: int) -> np.ndarray:
+    """`tokens` as a NumPy array ``int[N]``.
+
+    Raises:
+        ValueError: fewer than `least` tokens, or ids outside the vocabulary.
+    """
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < least:
         raise ValueError(f"tokens must be at least {least} token ids in one dimension; "
@@ -104,6 +110,4 @@ def checked_tokens(tokens: Any, vocab_size: int, least: int, smoothing: float = 
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(f"tokens reach from {tokens.min()} to {tokens.max()}, outside the vocabulary of {vocab_size}; "
                          "encode them with the target's tokenizer.")  # fmt: skip
-    if not (np.isfinite(smoothing) and smoothing > 0):
-        raise ValueError(f"smoothing must be a positive number; got {smoothing!r}.")
     return tokens

@@ -1,0 +1,166 @@
+"""`jspec generate`: text from prompts."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jspec.cli.shared import UsageError, load_models, option, prepare_environment, sources
+
+if TYPE_CHECKING:
+    from jspec.report import Completion
+    from jspec.text import Batch
+    from jspec.types import Output
+
+EPILOG = """\b
+With --json, each prompt gives one line, an object of
+  prompt, text      strings
+  tokens, logprobs  one entry for each new token; natural log of its probability
+                    under the law it was drawn from
+  origins           for each token "accepted", "corrected" or "bonus" (always
+                    "bonus" with --plain)
+  finish_reason     "eos" or "length"
+  stats             tokens, rounds, drafted, accepted, accepted_at (by position in
+                    the draft), acceptance_rate (of the drafts that were judged),
+                    tokens_per_round, predicted_tokens_per_round (from that rate)
+  times             load, compile (and measure, with --num-draft-tokens auto), run:
+                    seconds for all prompts together;
+                    tokens_per_second: of this prompt
+
+\b
+Compiled programs are kept in ~/.cache/jspec/xla, or in JAX_COMPILATION_CACHE_DIR.
+"""
+
+
+def _length(text: str) -> int | str:
+    """A number of draft tokens, or "auto"."""
+    if text == "auto" or (text.isdecimal() and int(text) >= 1):
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f"{text!r} is neither a whole number of at least 1 nor auto.")
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)
+    ] = None,
+    target: Annotated[str | None, option("--target", "SRC", "Directory or hub id [default: the bundled one].")] = None,
+    draft: Annotated[str | None, option("--draft", "SRC", "Smaller model, same tokenizer; or datastore.")] = None,
+    plain: Annotated[bool, option("--plain", None, "Decode without a draft.")] = False,
+    temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
+    top_k: Annotated[int, option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0)] = 0,
+    top_p: Annotated[
+        float, option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1)
+    ] = 1.0,
+    min_p: Annotated[
+        float, option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1)
+    ] = 0.0,
+    seed: Annotated[int, option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)] = 0,
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "N", "Limit for each prompt.", min=1)] = 128,
+    num_draft_tokens: Annotated[
+        Any, option("--num-draft-tokens", "N", "Tokens guessed a round; auto: as jspec tune finds.", parser=_length)
+    ] = "4",
+    as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False,
+) -> None:
+    """Continue each PROMPT, all as one batch; without any, standard input, taken whole, is the prompt.
+
+    The text goes to standard output, on a terminal in colours that show where every token came from; figures
+    go to standard error.
+    """
+    if top_p == 0:
+        raise UsageError("--top-p must be above 0; 1 is off.")
+    target, draft = sources(target, draft, plain)
+    prompts = prompts or [_standard_input()]
+    began = time.perf_counter()
+    prepare_environment()
+    from rich.console import Console
+
+    from jspec import report, text
+    from jspec.sampling import SamplingParams
+
+    with Console(stderr=True).status("Loading; compiling, which is kept for the next time"):
+        tokenizer, models = load_models(target, draft)
+        batch, eos_ids = text.encode(tokenizer, prompts), text.eos_ids(models[0], tokenizer)
+        times = {"load": time.perf_counter() - began}
+        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        fixed = {"max_new_tokens": max_new_tokens} | ({} if plain else {"num_draft_tokens": num_draft_tokens})
+        out = _decode(models, batch, seed, sampling, times, eos_ids=eos_ids, **fixed)
+    completions = report.completions(prompts, batch, out, tokenizer, eos_ids)
+    if as_json:
+        _print_json(completions, times)
+        return
+    _print_text(completions, times, plain)
+    if num_draft_tokens == "auto" and not plain:
+        typer.echo(_choice(out.stats.accepted_at.shape[1]), err=True)
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise UsageError("Give a prompt, as an argument or on standard input.")
+    return sys.stdin.read()
+
+
+def _decode(
+    models: list[Any], batch: "Batch", seed: int, sampling: Any, times: dict[str, float], **options: Any
+) -> "Output":
+    """Decode `batch` twice, first one token only: that compiles, so the second time is decoding alone."""
+    import jax
+    import numpy as np
+
+    import jspec
+    from jspec import text
+
+    function: Callable[..., Output] = jspec.generate if len(models) == 1 else jspec.speculative_generate
+    keys = text.request_keys(seed, len(batch.lengths))
+
+    def run(name: str, limits: Any) -> "Output":
+        began = time.perf_counter()
+        limited = dataclasses.replace(sampling, max_tokens=limits)
+        out = function(*models, batch.tokens, batch.lengths, keys, sampling=limited, **options)
+        out = jax.device_get(out)
+        times[name] = time.perf_counter() - began
+        return out
+
+    run("compile", np.ones_like(batch.limits))
+    return run("run", batch.limits)
+
+
+def _choice(num_draft_tokens: int) -> str:
+    """What "auto" has found, in one line."""
+    found = (
+        f"num_draft_tokens={num_draft_tokens} is the fastest" if num_draft_tokens else "plain decoding is the fastest"
+    )
+    return f"auto: {found}; measuring it is part of the compile time"
+
+
+def _print_json(completions: Sequence["Completion"], times: dict[str, float]) -> None:
+    from jspec import report
+
+    for done in completions:
+        line = report.as_json(done)
+        line["times"] = times | {"tokens_per_second": len(done.tokens) / times["run"]}
+        typer.echo(json.dumps(line, allow_nan=False))
+
+
+def _print_text(completions: Sequence["Completion"], times: dict[str, float], plain: bool) -> None:
+    """Text to standard output, in colour where that is a terminal; figures to standard error."""
+    from rich.console import Console
+
+    from jspec import report
+
+    screen, figures = Console(highlight=False), Console(stderr=True, highlight=False)
+    in_colour = screen.is_terminal and not plain
+    if in_colour:
+        screen.print(report.legend(), end="\n\n")
+    for done in completions:
+        if in_colour:
+            screen.print(report.coloured(done), soft_wrap=True)
+        else:
+            typer.echo(done.prompt + done.text)
+        figures.print(report.sentence(done, times["run"]), end="\n\n", style="dim", soft_wrap=True)
+    spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+    total = sum(len(done.tokens) for done in completions) / times["run"]
+    figures.print(f"{spent}; {total:.0f} tokens/s in all", style="dim", soft_wrap=True)

@@ -1,0 +1,35 @@
+"""`jspec index`: a datastore of texts, to draft from."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jspec.cli.shared import STORE, UsageError, option, prepare_environment, sources
+
+
+def index(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Text, UTF-8.", exists=True, dir_okay=False)],
+    output: Annotated[Path, option("--output", "STORE", "Where to write it; a name that ends in .safetensors.")],
+    tokenizer: Annotated[
+        str | None, option("--tokenizer", "SRC", "Directory or hub id of the target's [default: the bundled one].")
+    ] = None,
+    max_ngram: Annotated[int, option("--max-ngram", "N", "Tokens that are compared at most.", min=2)] = 8,
+) -> None:
+    """Build one datastore from all FILEs, for --draft: it guesses what followed wherever a FILE reads as the text does.
+
+    The more the FILEs resemble the texts to come, the better the guesses.
+    """
+    if output.suffix != STORE:
+        raise UsageError(f"--output must end in {STORE}, as --draft knows datastores by that.")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent} is no folder; make it first, or give another --output.")
+    prepare_environment()
+    from jspec import RetrievalDrafter, text
+
+    began = time.perf_counter()
+    tokens, vocab_size = text.corpus(sources(tokenizer, None, plain=True)[0], files)
+    RetrievalDrafter.from_tokens(tokens, vocab_size, max_ngram).save(output)
+    spent = time.perf_counter() - began
+    typer.echo(f"{output}: {len(tokens)} tokens, {output.stat().st_size / 1e6:.1f} MB, {spent:.1f} s")

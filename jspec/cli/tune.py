@@ -1,0 +1,70 @@
+"""`jspec tune`: how far to draft."""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jspec.cli.shared import UsageError, load_models, option, prepare_environment, sources
+
+if TYPE_CHECKING:
+    from jspec.text import Batch
+    from jspec.tuning import Tuning
+
+
+def tune(
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="Directory or hub id [default: the bundled one].")
+    ] = None,
+    draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        option("--prompt", "TEXT", "Text to continue; may be given again [default: some Python].", show_default=False),
+    ] = None,
+    batch: Annotated[
+        int | None, option("--batch", "N", "Texts at once; prompts repeat [default: one for each prompt].", min=1)
+    ] = None,
+    temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "N", "Limit of the texts to come.", min=1)] = 128,
+    max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "The most to consider.", min=1)] = 8,
+    as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
+) -> None:
+    """Measure on this device how many tokens TARGET should have DRAFT guess a round, if any.
+
+    The answer holds for this device, batch size and kind of text.
+    """
+    if target and not draft:
+        raise UsageError("TARGET needs DRAFT, a smaller model with the same tokenizer.")
+    target, draft = sources(target, draft, plain=False)
+    prepare_environment()
+    import jax
+    from rich.console import Console
+
+    from jspec import report, text
+
+    with Console(stderr=True).status("Loading, compiling, measuring"):
+        tokenizer, models = load_models(target, draft)
+        rows = text.repeated(prompts or text.EXAMPLE_PROMPTS, batch)
+        found = _tune(models, text.encode(tokenizer, rows), temperature, max_new_tokens, max_draft_tokens)
+    conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found) | conditions, allow_nan=False))
+    else:
+        screen = Console(highlight=False)
+        screen.print(report.tuning_table(found, conditions), report.advice(found), sep="\n", soft_wrap=True)
+
+
+def _tune(
+    models: list[Any], batch: "Batch", temperature: float, max_new_tokens: int, max_draft_tokens: int
+) -> "Tuning":
+    """`jspec.tune` on the prompts alone, without the rows that fill up a batch."""
+    import jspec
+    from jspec import text
+
+    target, draft = models
+    prompts: Any = batch.tokens[: batch.count], batch.lengths[: batch.count], text.request_keys(0, batch.count)
+    sampling = jspec.SamplingParams(temperature=temperature)
+    return jspec.tune(
+        target, draft, *prompts, max_new_tokens=max_new_tokens, sampling=sampling, max_draft_tokens=max_draft_tokens
+    )
