@@ -21,6 +21,7 @@ from jspec.drafters import fallback
 from jspec.drafters.base import Stateless
 from jspec.types import Draft, pytree
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 DRAWS = 200_000
 
 

@@ -17,6 +17,7 @@ from jspec.decode import _decode
 from jspec.drafters.base import Context, Verifier
 from jspec.keys import draft_noise
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 K = 3
 TOKENS, LENGTHS = np.random.default_rng(0).integers(8, size=(5, 6)), np.array([1, 2, 3, 5, 6])
 
