@@ -25,8 +25,8 @@ RANGES = {
     "min_p": ("between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
     # Beyond these bounds a penalised logit could overflow, and the model would get the blame.
     "repetition_penalty": ("between 0.001 and 1000 (1 is off)", lambda x: (x >= 1e-3) & (x <= 1e3)),
-    "presence_penalty": ("a finite number (0 is off)", np.isfinite),
-    "frequency_penalty": ("a finite number (0 is off)", np.isfinite),
+    "presence_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
+    "frequency_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
     "max_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
 }
 
@@ -158,10 +158,6 @@ def _check_target(target: Any) -> None:
 
 def _check_drafter(drafter: Any, vocab_size: int) -> None:
     missing = [name for name in ("init", "propose", "commit", "vocab_size") if not hasattr(drafter, name)]
-    if isinstance(drafter, type):
-        raise TypeError(
-            f"draft is the class {drafter.__name__}; pass an object of it, such as {drafter.__name__}(...)."
-        )
     if missing:
         raise TypeError(f"draft is a {type(drafter).__name__} without {', '.join(missing)}; "
                         "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip
@@ -236,7 +232,7 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
             raise ValueError(f"{name} must be a number, or a NumPy or JAX array of shape [{batch}] with one for each "
                              f"row; got {_describe(value)}.")  # fmt: skip
         values = _values(value)
-        if values is not None and not (good := np.atleast_1d(test(values))).all():
+        if values is not None and not (good := np.atleast_1d(test(_rounded(name, values)))).all():
             raise ValueError(f"{name} must be {allowed}; got {np.atleast_1d(values)[~good][0]}.")
     bias = sampling.logit_bias
     if bias is None:
@@ -245,10 +241,18 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
         raise ValueError(f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V); "
                          f"got {_describe(bias)}.")  # fmt: skip
     values = _values(bias)
+    if values is not None:
+        values = _rounded("logit_bias", values)
     if values is not None and (np.isnan(values).any() or np.isposinf(values).any()):
         raise ValueError("logit_bias must be finite, or -inf to forbid a token; got NaN or +inf.")
     if values is not None and np.isneginf(values).all(axis=-1).any():
         raise ValueError("logit_bias forbids every token (-inf everywhere); leave at least one possible.")
+
+
+def _rounded(name: str, values: np.ndarray) -> np.ndarray:
+    """`values` as the program sees them, where 1e39 is infinite."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.int64 if name == "max_tokens" and values.dtype.kind in "iu" else np.float32)
 
 
 def _is_number(value: Any) -> bool:

@@ -71,7 +71,7 @@ def gumbel(keys: Array, vocab_size: int) -> Array:
     In mode "high": JAX's default cannot draw tokens below about 1e-7.
     """
     shape = 2, math.isqrt(vocab_size - 1) + 1
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, mode="high"))(keys.ravel())
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32, mode="high"))(keys.ravel())
     return noise.reshape(*keys.shape, *shape)
 
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Verifier, check_shapes, only_wanted, put
+from jspec.drafters.base import Context, Verifier, as_draft, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -114,13 +114,11 @@ def _propose(
         context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen,
                           Verifier(target, state.cache, unread=1), vocab_size)  # fmt: skip
         if not isinstance(draft_length, int):
-            wanted = jnp.where(state.done, 0, draft_length.wanted(state.draft_length, batch))
+            wanted = jnp.clip(draft_length.wanted(state.draft_length, batch), 0, k)
+            wanted = jnp.where(state.done, 0, wanted)
             context = dataclasses.replace(context, wanted=wanted, draft_length=draft_length)
         draft, drafter_state = drafter.propose(state.drafter, context, k)
-        check_shapes(draft, context, k)
-        # With 64-bit types enabled, a user's arrays are easily wider than the program's.
-        draft = Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32))
-        return only_wanted(draft, context), drafter_state
+        return as_draft(draft, context, k), drafter_state
 
 
 def _verify(
@@ -157,7 +155,7 @@ def _commit(
     num_accepted, width = verdict.num_accepted, draft.tokens.shape[1] + 1
     index, emitted = jnp.arange(width), _emitted(draft, verdict)
     # Where the target's law has no mass (its logits were not finite) there is no next token.
-    lawless = jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) == 0
+    lawless = ~(jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
 
     written = state.lengths - request.prompt_lengths
     remaining = request.limits - written

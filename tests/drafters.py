@@ -1,5 +1,7 @@
 """One of every drafter, for the tests that hold all of them to the same contract: a new drafter is one more line."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -15,6 +17,7 @@ from jspec.drafters import (
     RetrievalDrafter,
     UnigramDrafter,
 )
+from jspec.sampling import SamplingParams
 
 # Name -> the drafter, made of target, draft, a corpus of tokens, and V.
 _MAKERS = {
@@ -39,6 +42,31 @@ def make(name, target, draft, seed=0):
     """The drafter called `name`; `draft` is a model with the target's vocabulary."""
     vocab_size = target.config.vocab_size
     return _MAKERS[name](target, draft, np.random.default_rng(seed).integers(vocab_size, size=400), vocab_size)
+
+
+def every_parameter(batch, vocab_size):
+    """Options with other sampling parameters, limits and ends of text in every row; one row in four has an end."""
+
+    def turns(*values):
+        return np.resize(np.array(values), batch)
+
+    sampling = SamplingParams(
+        temperature=turns(1.0, 0.7, 0.0, 1.3, 1.0), top_k=turns(0, 0, 9), top_p=turns(1.0, 0.9, 1.0, 0.8),
+        min_p=turns(0.0, 0.0, 0.0, 0.05), repetition_penalty=turns(1.3, 1.0, 1.2, 1.0, 1.0, 0.8),
+        presence_penalty=turns(0.0, 0.5, 0.0, 0.0, -0.3), frequency_penalty=turns(0.0, 0.0, 0.2, 0.0, 0.4, 0.0, 0.0),
+        draft_temperature=turns(1.0, 0.0, 1.0, 0.5, 2.0), draft_top_p=turns(0.5, 1.0, 1.0),
+        max_tokens=turns(0, 0, 0, 7, 0, 0, 11),
+    )  # fmt: skip
+    eos_ids = np.where(np.arange(batch) % 4 == 1, np.arange(batch) % vocab_size, -1)[:, None]
+    return {"sampling": sampling, "eos_ids": eos_ids}
+
+
+def of_rows(options, rows):
+    """`every_parameter` of the given slice of rows."""
+    sampling = options["sampling"]
+    kept = {field.name: getattr(sampling, field.name)[rows] for field in dataclasses.fields(sampling)
+            if np.ndim(getattr(sampling, field.name))}  # fmt: skip
+    return {"sampling": dataclasses.replace(sampling, **kept), "eos_ids": options["eos_ids"][rows]}
 
 
 def generate(target, drafter, batch, **options):

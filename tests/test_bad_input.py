@@ -58,15 +58,15 @@ CASES = [
     ("draft", [None, "model", lambda *_: None], "pass a jspec.Llama or a drafter"),
     # sampling
     ("sampling", [None, {"temperature": 1.0}, 0.7], "must be a jspec.SamplingParams, not a"),
-    ("temperature", [-1.0, -1e-9, np.nan, np.inf, _with(np.ones(3), 1, -0.5)], "temperature must be at least 0"),
+    ("temperature", [-1.0, -1e-9, np.nan, np.inf, 1e39, _with(np.ones(3), 1, -0.5)], "temperature must be at least 0"),
     ("draft_temperature", [-1.0, np.nan, np.inf], "draft_temperature must be at least 0 and finite, or None"),
     ("top_k", [-1, 2.5, np.nan, np.array([1, 2, -3])], "top_k must be a whole number, 0"),
     ("top_p", [0, 0.0, -0.1, 1.01, np.nan, 50, np.array([0.5, 1, 0])], "top_p must be above 0 and at most 1"),
     ("draft_top_p", [0, 1.01, np.nan], "draft_top_p must be above 0 and at most 1, or None"),
     ("min_p", [-0.1, 1.5, np.nan], "min_p must be between 0"),
     ("repetition_penalty", [0, -1.0, 1e-30, np.nan, np.inf], "repetition_penalty must be between 0.001 and 1000"),
-    ("presence_penalty", [np.nan, np.inf], "presence_penalty must be a finite number"),
-    ("frequency_penalty", [np.nan, -np.inf], "frequency_penalty must be a finite number"),
+    ("presence_penalty", [np.nan, np.inf, 1e39], "presence_penalty must be between -1e6 and 1e6"),
+    ("frequency_penalty", [np.nan, -np.inf, -3e38], "frequency_penalty must be between -1e6 and 1e6"),
     ("max_tokens", [-1, 1.5, 2**31, np.array([1, 2, -1])], "max_tokens must be a whole number, 0"),
     *[
         (name, [np.ones(2), np.ones((3, 1)), [1, 1, 1], "1", True, object()], rf"{name} must be a number, or .*\[3\]")
@@ -84,7 +84,11 @@ CASES = [
     ],
     ("temperature", [None], "temperature must be a number"),
     ("logit_bias", [np.zeros(V - 1), np.zeros((2, V)), 0.5, {3: -1.0}], r"must have shape \[61\] or \[3, 61\]"),
-    ("logit_bias", [np.full(V, np.nan), _with(np.zeros((3, V)), (1, 2), np.inf)], "finite, or -inf to forbid"),
+    (
+        "logit_bias",
+        [np.full(V, np.nan), _with(np.zeros((3, V)), (1, 2), np.inf), np.full(V, 1e39)],
+        "finite, or -inf to forbid",
+    ),
     ("logit_bias", [np.full(V, -np.inf), _with(np.zeros((3, V)), 1, -np.inf)], "leave at least one possible"),
     # the rest
     ("accept", ["typical", "", None, ["rejection"]], r"is not an acceptance rule; choose one of \["),

@@ -206,8 +206,9 @@ def test_the_kind_of_number_does_not_compile_again(models, prompts, quick_compil
 
 def test_it_runs_with_64_bit_types_enabled(models, prompts, quick_compile):
     tokens, lengths, keys = prompts([4, 1, 6], seed=1)
-    greedy = {"max_new_tokens": NEW, "sampling": jspec.SamplingParams(temperature=0.0, max_tokens=np.array([0, 2, 5]))}
-    expected = jspec.speculative_generate(*models, tokens, lengths, keys, **greedy)
+    sampling = jspec.SamplingParams(temperature=np.array([0.0, 1.0, 0.7]), max_tokens=np.array([0, 9, 5]))
+    options = {"max_new_tokens": NEW, "sampling": sampling}
+    expected = jspec.speculative_generate(*models, tokens, lengths, keys, **options)
     with jax.enable_x64(True):
-        out = jspec.speculative_generate(*models, tokens.astype(np.int64), lengths, keys, **greedy)
+        out = jspec.speculative_generate(*models, tokens.astype(np.int64), lengths, keys, **options)
     jax.tree.map(np.testing.assert_array_equal, (out.tokens, out.stats), (expected.tokens, expected.stats))

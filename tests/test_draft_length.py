@@ -147,16 +147,69 @@ def test_acceptance_leads_to_the_best_length_of_theory():
 
 @pytest.mark.parametrize("length", LENGTH_RULES, ids=lambda length: type(length).__name__)
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
-    target, draft = toy(0), toy(0, distance=0.1)
-    batch, options = prompts([9, 1, 5, 3, 7]), {"max_new_tokens": 24, "num_draft_tokens": length}
-    plain = jspec.generate(target, *batch, max_new_tokens=24)
-    drafter = jspec.ModelDrafter(draft)
-    out = drafters.generate(target, drafter, batch, accept="coupled", **options)
+    """Whatever the sampling parameters, limits and ends of text."""
+    target, drafter = toy(0), jspec.ModelDrafter(toy(0, distance=0.1))
+    batch, options = prompts([9, 1, 5, 3, 7, 2, 4]), drafters.every_parameter(7, 61)
+    common = {"max_new_tokens": 24, "num_draft_tokens": length, "accept": "coupled"}
+    plain = jspec.generate(target, *batch, max_new_tokens=24, **options)
+    out = drafters.generate(target, drafter, batch, **common, **options)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
-    alone = drafters.generate(target, drafter, [part[2:3] for part in batch], accept="coupled", **options)
-    assert out.stats.accepted_at.shape == (5, 3)
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+    row = slice(2, 3)
+    alone = drafters.generate(target, drafter, [part[row] for part in batch], **common,
+                              **drafters.of_rows(options, row))  # fmt: skip
+    assert out.stats.accepted_at.shape == (7, 3)
     np.testing.assert_array_equal(alone.stats.accepted_at[0], out.stats.accepted_at[2])
     report(drafted=int(out.stats.drafted.sum()), accepted=int(out.stats.accepted.sum()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(jspec.Heuristic):
+    """Tells `RECORDS` what each round drafted and accepted."""
+
+    def update(self, state, drafted, accepted):
+        jax.debug.callback(lambda *counts: RECORDS.append(counts), drafted, accepted)
+        return super().update(state, drafted, accepted)
+
+
+@pytree
+class Asked(jspec.ModelDrafter):
+    """Tells `ASKED` how many tokens each row wanted."""
+
+    def propose(self, state, context, num_draft_tokens):
+        jax.debug.callback(ASKED.append, context.wanted)
+        return super().propose(state, context, num_draft_tokens)
+
+
+RECORDS, ASKED = [], []
+
+
+def test_it_learns_what_each_round_has_brought(toy, prompts):
+    """Row by row the counts of all rounds add up to the statistics, and a row that is done asks for nothing more."""
+    RECORDS.clear(), ASKED.clear()
+    sampling = jspec.SamplingParams(max_tokens=np.array([0, 3, 9]))
+    out = drafters.generate(toy(0), Asked(toy(0, distance=0.1)), prompts([9, 1, 5]), max_new_tokens=24,
+                            num_draft_tokens=Recorded(4), sampling=sampling)  # fmt: skip
+    jax.effects_barrier()
+    drafted, accepted = np.sum(RECORDS, axis=0)
+    np.testing.assert_array_equal(drafted, out.stats.drafted)
+    np.testing.assert_array_equal(accepted, out.stats.accepted)
+    assert len(RECORDS) == len(ASKED) == out.stats.rounds.max() > out.stats.rounds.min()
+    np.testing.assert_array_equal((np.array(ASKED) > 0).sum(0), out.stats.rounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class TooMany(jspec.UpTo):
+    def wanted(self, state, batch):
+        return jnp.full(batch, self.most + 5)
+
+
+def test_more_than_the_most_is_the_most(toy, prompts):
+    target, batch = toy(0), prompts([4, 1])
+    drafter = jspec.CascadeDrafter(toy(1), jspec.NGramDrafter())
+    texts = [drafters.generate(target, drafter, batch, max_new_tokens=8, num_draft_tokens=length).tokens
+             for length in (TooMany(2), jspec.UpTo(2))]  # fmt: skip
+    np.testing.assert_array_equal(*texts)
 
 
 @pytest.mark.parametrize("name", ["retrieval", "cascade"])
@@ -204,7 +257,7 @@ def test_mistakes_are_named(toy, prompts):
         (lambda: jspec.Heuristic(True), "most must be an int"),
         (lambda: jspec.WhileConfident(4, 1.5), "threshold must be a number above 0 and at most 1; got 1.5"),
         (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number above 0 and at most 1; got 'a'"),
-        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most inf; got nan"),
+        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most 1000; got nan"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -149,11 +149,56 @@ def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
                            jspec.CascadeDrafter(target, draft))):  # fmt: skip
         expected, out = (drafters.generate(target, part, batch, max_new_tokens=8) for part in (wrapped, bare))
         np.testing.assert_array_equal(out.tokens, expected.tokens)
+    with pytest.raises(TypeError, match="draft is the class NGramDrafter; pass an object of it"):
+        jspec.FallbackDrafter(jspec.NGramDrafter, draft)
     for drafter, message in ((jspec.NGramDrafter, r"draft is the class NGramDrafter; pass an object of it"),
+                             (jspec.ModelDrafter(jspec.NGramDrafter()), "model is a NGramDrafter; pass a model"),
                              (jspec.CascadeDrafter(jspec.ModelDrafter(draft), draft), "middle is a ModelDrafter; pass"),
                              ):  # fmt: skip
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
+
+
+@pytree
+class Counting(Stateless):
+    """Guesses token 0, in 8-bit integers, and counts what it is told of drafts."""
+
+    vocab_size = None
+    max_positions = 100
+
+    def init(self, tokens, num_slots):
+        return jnp.int32(0)
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.zeros((context.lengths.size, num_draft_tokens), jnp.uint8)
+        return Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float16)), state
+
+    def commit(self, state, draft, verdict, hidden):
+        return state + 1
+
+
+def test_parts_are_told_and_their_limits_hold(toy, prompts):
+    """Within pairs and cascades too, where a part's arrays may have any dtype, as on their own."""
+    target, batch = toy(0), prompts([3, 2])
+    pair = jspec.FallbackDrafter(Counting(), jspec.FallbackDrafter(Counting(), toy(1)))
+    assert pair.commit((1, (2, ())), None, None, None) == (2, (3, ()))
+    cascade = jspec.CascadeDrafter(toy(1), Counting(), 1)
+    state, _ = toys.first_round(target, cascade, *map(jnp.asarray, batch[:2]), batch[2],
+                                toys.warps(jspec.SamplingParams(), 2), 3)  # fmt: skip
+    assert state.drafter[1] > 0
+    for drafter in (Counting(), pair, cascade):
+        assert drafter.max_positions == 100
+        drafters.generate(target, drafter, batch, max_new_tokens=8)
+        with pytest.raises(ValueError, match="but the draft model has 100"):
+            drafters.generate(target, drafter, batch, max_new_tokens=98)
+
+
+def test_nested_fallbacks_take_the_shortest_request(toy, prompts):
+    target, lookup = toy(0), jspec.NGramDrafter()
+    drafter = jspec.FallbackDrafter(lookup, jspec.FallbackDrafter(lookup, toy(0, distance=0.1)))
+    batch, options = prompts([1]), {"max_new_tokens": 4, "num_draft_tokens": 8}
+    out = drafters.generate(target, drafter, batch, accept="coupled", **options)
+    np.testing.assert_array_equal(out.tokens, jspec.generate(target, *batch, max_new_tokens=4).tokens)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["change"])
@@ -172,6 +217,7 @@ class Wrong(jspec.ModelDrafter):
     (lambda draft: Draft(draft.tokens, draft.probs * 1.01), "Wrong drafted token 0 of row 0 with a .* sums to 1.01"),
     (lambda draft: Draft(draft.tokens, draft.probs.at[:, 1].set(jnp.nan)), "token 1 of row 0 with a .* sums to nan"),
     (lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)), "gives the token 0; expected 1"),
+    (lambda draft: Draft(draft.tokens * 0 - 1, jax.nn.one_hot(draft.tokens * 0 + 60, 61)), "gives the token 0; exp"),
     (lambda draft: Draft(draft.tokens[:, 1:], draft.probs), r"tokens int32\[2, 3\] with laws \[2, 4, 61\]; expected"),
     (lambda draft: Draft(draft.tokens * 1.0, draft.probs), r"tokens float32\[2, 4\]"),
     (lambda draft: Draft(draft.tokens, draft.probs[..., 1:]), r"expected integers \[2, 4\] with laws \[2, 4, 61\]"),

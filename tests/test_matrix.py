@@ -97,16 +97,20 @@ def test_three_tokens_have_the_target_joint_law_at_length(report, name):
 
 def check_coupled(report, toy, prompts, name, requests, lengths):
     batch = prompts([1 + i % 9 for i in range(requests)])
-    sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], requests))
+    options = {"max_new_tokens": 64} | drafters.every_parameter(requests, 61)
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
-    plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=sampling)
+    plain = jspec.generate(target, *batch, **options)
     drafter, different, accepted = drafters.make(name, target, draft), 0, []
     for k in lengths:
-        out = drafters.generate(target, drafter, batch, max_new_tokens=64, num_draft_tokens=k, sampling=sampling,
-                                accept="coupled")  # fmt: skip
+        out = drafters.generate(target, drafter, batch, num_draft_tokens=k, accept="coupled", **options)
         different += (out.tokens != plain.tokens).any(1).sum()
         accepted.append(out.stats.accepted.sum() / out.stats.drafted.sum())
-    report(texts=requests * len(lengths), different=different, accepted=[f"{rate:.2f}" for rate in accepted])
+    report(
+        texts=requests * len(lengths),
+        tokens=int(plain.lengths.sum()) * len(lengths),
+        different=different,
+        accepted=[f"{rate:.2f}" for rate in accepted],
+    )
     assert different == 0
     assert min(accepted) > 0
 

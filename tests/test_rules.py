@@ -17,7 +17,7 @@ from jspec.drafters import ModelDrafter
 from jspec.keys import Purpose, gumbel, stream
 from jspec.probs import choose
 from jspec.sampling import SamplingParams
-from jspec.types import Draft
+from jspec.types import BONUS, Draft
 
 LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15))
 
@@ -216,13 +216,27 @@ def test_receipts_are_the_distance_of_the_enumerated_law(report, rule):
         draft = Draft(jnp.asarray(tokens), jnp.repeat(jnp.asarray(q), vocab_size, 0)[:, None])
         laws = jnp.repeat(jnp.asarray(p), vocab_size, 0)[:, None].repeat(2, 1)
         thresholds, after, receipts = judged(rule, keys, start, draft, laws)
-    accepted = q * thresholds.reshape(p.shape)
+    kept, possible = thresholds.reshape(p.shape), q > 0
+    np.testing.assert_allclose(kept[possible], chances(rule, p, np.where(possible, q, 1))[possible], atol=1e-6)
+    accepted = q * kept
     law = accepted + (1 - accepted.sum(1, keepdims=True)) * after.reshape(pairs, vocab_size, vocab_size)[:, 0]
     error = np.abs(np.abs(law - p).sum(1) / 2 - receipts.reshape(p.shape)[:, 0]).max()
     report(pairs=pairs, mean_distance=f"{receipts.mean():.3f}", max_error=f"{error:.1e}")
     assert error <= 1e-6 and receipts.mean() > 0.01
     if isinstance(rule, jspec.Lenient):
         assert (law <= p / rule.leniency + 1e-9).all()
+
+
+def chances(rule, p, q):
+    """How often `rule` keeps each token, by its definition: rows of laws ``[N, V]``."""
+    entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1, keepdims=True)
+    rank = (p[:, None, :] > p[:, :, None]).sum(2)  # how many are likelier
+    return {
+        jspec.Lenient: lambda: p / (rule.leniency * q),
+        jspec.Typical: lambda: np.where(p > np.minimum(rule.epsilon, rule.delta * np.exp(-entropy)), 1, 0),
+        jspec.TopK: lambda: np.where((rank < rule.k) & (p > 0), 1, 0),
+        jspec.Threshold: lambda: np.where(p >= rule.probability, 1, 0),
+    }[type(rule)]().clip(max=1)
 
 
 def judged(rule, keys, start, draft, laws):
@@ -247,11 +261,32 @@ def test_receipts_add_up_over_the_text(report):
     """One row a text: its receipt is the sum over its tokens, each judged at the state the text had reached."""
     rule = jspec.TopK(1)
     counts, joint, out = texts(rule, seed=2)
+    target, draft = toys.markov_pair(3, vocab_size=4, scale=1.5)
+    p, q = (oracle.softmax(np.asarray(model.table, float)) for model in (target, draft))
+    each = np.where(p == p.max(1, keepdims=True), np.maximum(q - p, 0), 0).sum(1)  # of a token drafted in a state
+    states = np.concatenate([np.full((len(out.tokens), 1), 2), out.tokens[:, :-1]], axis=1)
+    expected = np.where(out.origins == BONUS, 0, each[states]).sum(1)
+    np.testing.assert_allclose(out.stats.distortion, expected, atol=1e-5)
     distance = np.abs(counts / counts.sum() - joint).sum() / 2
     noise = np.sqrt(2 / np.pi * joint / counts.sum()).sum() / 2
     paid = float(out.stats.distortion.mean())
     report(distance_of_texts=f"{distance:.3f}", mean_receipt=f"{paid:.3f}", sampling_noise=f"{noise:.4f}")
     assert 0.05 < distance <= paid + 4 * noise
+
+
+def test_a_receipt_does_not_depend_on_neighbours(toy, prompts):
+    target, draft = toy(0), toy(1)
+    tokens, lengths, keys = prompts([4, 6])
+    limits = np.array([4, 24])
+
+    def receipts(rows):
+        sampling = SamplingParams(max_tokens=limits[rows])
+        return jspec.speculative_generate(target, draft, tokens[rows], lengths[rows], keys[rows], max_new_tokens=24,
+                                          sampling=sampling, accept=jspec.Lenient(0.1)).stats.distortion  # fmt: skip
+
+    together = receipts(slice(0, 2))
+    assert together[0] > 0
+    np.testing.assert_allclose(receipts(slice(0, 1)), together[:1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -103,8 +103,13 @@ class Drafter(Protocol):
         ...
 
 
-def check_shapes(draft: Draft, context: Context, num_draft_tokens: int) -> None:
-    """Raise where what a drafter returned is no draft, or has other shapes; while the program is traced."""
+def as_draft(draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
+    """What a drafter has proposed, in the program's dtypes, without the laws of tokens that a row does not want.
+
+    Raises, while the program is traced:
+        TypeError: it is no draft.
+        ValueError: its shapes are not those that were asked for.
+    """
     if not isinstance(draft, Draft):
         raise TypeError(f"propose must return (jspec.drafters.Draft, state); got a {type(draft).__name__} first.")
     shape = [context.lengths.size, num_draft_tokens]
@@ -112,13 +117,11 @@ def check_shapes(draft: Draft, context: Context, num_draft_tokens: int) -> None:
     if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
         raise ValueError(f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
                          f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
-
-
-def only_wanted(draft: Draft, context: Context) -> Draft:
-    """`draft` without the laws of the tokens that a row does not want."""
+    # With 64-bit types enabled, a user's arrays are easily wider than the program's.
+    draft = Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32))
     if context.wanted is None:
         return draft
-    kept = jnp.arange(draft.tokens.shape[1]) < context.wanted[:, None]
+    kept = jnp.arange(num_draft_tokens) < context.wanted[:, None]
     return Draft(draft.tokens, jnp.where(kept[..., None], draft.probs, 0))
 
 
@@ -141,6 +144,7 @@ def window(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[
         ``int32[B, before + after]``; the position ``int32[B]`` of the first of them, 0 in a row that is shorter than
         `before`; and the index ``int32[B]`` of the row's last token among them.
     """
+    before = min(before, tokens.shape[1] - after)  # nested fallbacks ask for more than a short text has
     start = jnp.maximum(lengths - before, 0)
     return cut(tokens, start, before + after), start, lengths - 1 - start
 

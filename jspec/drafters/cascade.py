@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jspec.accept import judge_coupled
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context, Verifier, cut, put, window
+from jspec.drafters.base import Context, Verifier, as_draft, cut, put, window
 from jspec.drafters.model import as_drafter
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.types import Draft, Verdict, check_count, pytree
@@ -112,6 +112,7 @@ class CascadeDrafter:
                                     verifier=Verifier(self.middle, progress.cache, context.unread),
                                     unread=context.unread + 1)  # fmt: skip
         guess, small = self.small.propose(progress.small, inner, k)
+        guess = as_draft(guess, inner, k)
         tokens = put(progress.tokens, guess.tokens, lengths)
         fed, start, last = window(tokens, lengths, context.unread, k)
         hidden, cache = self.middle.forward(fed, progress.cache, start)

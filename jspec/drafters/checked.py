@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context, check_shapes, only_wanted
+from jspec.drafters.base import Context, as_draft
 from jspec.probs import at_tokens
 from jspec.types import Draft, Verdict, pytree
 
@@ -39,9 +39,10 @@ class CheckedDrafter:
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
-        check_shapes(draft, context, num_draft_tokens)
-        probs = only_wanted(draft, context).probs
-        sums, least, drawn = probs.sum(-1), probs.min(-1), at_tokens(probs, draft.tokens.astype(jnp.int32))
+        seen = as_draft(draft, context, num_draft_tokens)
+        inside = (seen.tokens >= 0) & (seen.tokens < context.vocab_size)
+        drawn = jnp.where(inside, at_tokens(seen.probs, seen.tokens), 0)
+        sums, least = seen.probs.sum(-1), seen.probs.min(-1)
         jax.debug.callback(functools.partial(_check, type(self.inner).__name__), sums, least, drawn)
         return draft, state
 

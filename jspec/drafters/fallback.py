@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.drafters.base import Context
+from jspec.drafters.base import Context, as_draft
 from jspec.drafters.duo import Duo
 from jspec.types import Draft, pytree
 
@@ -24,6 +24,7 @@ class FallbackDrafter(Duo):
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         first, first_state = self.first.propose(state[0], context, num_draft_tokens)
         second, second_state = self.second.propose(state[1], context, num_draft_tokens)
+        first, second = (as_draft(draft, context, num_draft_tokens) for draft in (first, second))
         guessed = first.probs[:, 0].sum(-1) > 0
 
         def pick(a: Array, b: Array) -> Array:

@@ -4,6 +4,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -35,12 +36,15 @@ class MixtureDrafter(Duo, Chain):
             if hasattr(part, "propose") and not hasattr(part, "step"):
                 raise TypeError(f"{name} is a {type(part).__name__}, which does not give its law token by token, as a "
                                 "mixture needs it; use a jspec.drafters.Chain, or FallbackDrafter.")  # fmt: skip
-        if isinstance(self.weight, str | bool) or np.shape(self.weight) != ():
-            raise ValueError(f"weight must be one number between 0 and 1; got {self.weight!r}.")
-        if isinstance(self.weight, numbers.Real | np.ndarray):
-            if not 0 <= float(self.weight) <= 1:
-                raise ValueError(f"weight must be between 0 and 1; got {self.weight!r}.")
+        if isinstance(self.weight, numbers.Real | str):
+            _check_weight(self.weight)
             object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program
+
+    @property
+    def vocab_size(self) -> int | None:
+        """As `Duo`; the weight is checked here too, for a pytree may hold anything while it is taken apart."""
+        _check_weight(self.weight)
+        return super().vocab_size
 
     def begin(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Array, tuple[Any, Any]]:
         """Both begin."""
@@ -65,3 +69,12 @@ class MixtureDrafter(Duo, Chain):
         mixed = jnp.logaddexp(jnp.log(weight) + laws[0], jnp.log1p(-weight) + laws[1])
         silent = (~jnp.isfinite(part.max(-1, keepdims=True)) for part in (first, second))
         return jnp.where(next(silent), second, jnp.where(next(silent), first, mixed))
+
+
+def _check_weight(weight: Any) -> None:
+    """Raise ValueError unless `weight` is a number between 0 and 1; of one that is being traced, only a scalar."""
+    if isinstance(weight, jax.core.Tracer) and weight.shape == ():
+        return
+    number = isinstance(weight, numbers.Real | np.ndarray | jax.Array) and not isinstance(weight, bool)
+    if not (number and getattr(weight, "shape", ()) == () and 0 <= float(weight) <= 1):
+        raise ValueError(f"weight must be one number between 0 and 1; got {weight!r}.")

@@ -20,6 +20,8 @@ class ModelDrafter(Chain):
 
     @property
     def vocab_size(self) -> int:
+        if not hasattr(self.model, "config"):
+            raise TypeError(f"model is a {type(self.model).__name__}; pass a model, as jspec.load(...) returns it.")
         return self.model.config.vocab_size
 
     @property
@@ -54,5 +56,7 @@ class ModelDrafter(Chain):
 
 
 def as_drafter(draft: Any) -> Any:
-    """The drafter that `draft` is, or that drafts with the model it is."""
+    """The drafter that `draft` is, or that drafts with the model it is; TypeError for a class."""
+    if isinstance(draft, type):
+        raise TypeError(f"draft is the class {draft.__name__}; pass an object of it, such as {draft.__name__}(...).")
     return ModelDrafter(draft) if isinstance(draft, Llama) else draft
