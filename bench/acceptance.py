@@ -50,7 +50,7 @@ def run(batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:
             )
             rows.append({"prompt": kind, "temperature": temperature} | _figures(measured_rates(out)))
     publish(
-        f"acceptance-{jax.default_backend()}",
+        f"acceptance-k{k}-b{batch}-{jax.default_backend()}",
         f"bundled pair: {size} prompts of {WIDTH} tokens, {new_tokens} new tokens each, K = {k}, {target.dtype}",
         rows,
         plots.acceptance,

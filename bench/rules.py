@@ -30,7 +30,7 @@ def run(batch: int, ks: list[int], new_tokens: int, temperatures: list[float]) -
                                                                    **options)) for rule in RULES}  # fmt: skip
                 rows.append({"drafter": name, "K": k, "temperature": temperature} | _compared(yields))
     publish(
-        f"rules-{jax.default_backend()}",
+        f"rules-b{batch}-{jax.default_backend()}",
         f"bundled pair: {len(tokens)} prompts of {WIDTH} tokens, {new_tokens} new tokens each, {target.dtype}",
         rows,
         plots.rules,
