@@ -1,5 +1,6 @@
 """Retrieval: the longest matches of a corpus by brute force, the datastore on disk, and the command that makes it."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def run(monkeypatch, capsys, tmp_path):
     return command
 
 
-def test_the_command_and_a_draft_from_its_datastore(run, tmp_path):
+def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
     """The corpus is what the target writes, so most of the draft is accepted; the vocabulary is the model's."""
     target, store = text_pair.write(tmp_path / "target"), tmp_path / "store.safetensors"
     common = "the thing", "--target", target, "--temperature", 0, "--max-new-tokens", 40, "--json"
@@ -202,6 +203,10 @@ def test_the_command_and_a_draft_from_its_datastore(run, tmp_path):
     drafted = json.loads(run("generate", *common, "--draft", store)[1])
     assert drafted["tokens"] == plain["tokens"] and drafted["stats"]["rounds"] < 30
     assert run("generate", "x", "--draft", store, "--max-new-tokens", 2)[2].count("vocabulary has 261 tokens") == 1
+    monkeypatch.setattr(importlib.import_module("jspec.cli.generate"), "_decode",
+                        lambda *_, **options: pytest.fail(str(options["num_draft_tokens"])))  # fmt: skip
+    with pytest.raises(pytest.fail.Exception, match=r"UpTo\(most=3\)"):  # a round without a guess costs a plain step
+        run("generate", *common, "--draft", store, "--num-draft-tokens", 3)
 
 
 @pytest.mark.parametrize(("content", "options", "code", "message"), [

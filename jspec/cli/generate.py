@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jspec.cli.shared import UsageError, load_models, option, prepare_environment, sources
+from jspec.cli.shared import STORE, UsageError, load_models, option, prepare_environment, sources
 
 if TYPE_CHECKING:
     from jspec.report import Completion
@@ -61,7 +61,13 @@ def generate(
     seed: Annotated[int, option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)] = 0,
     max_new_tokens: Annotated[int, option("--max-new-tokens", "N", "Limit for each prompt.", min=1)] = 128,
     num_draft_tokens: Annotated[
-        Any, option("--num-draft-tokens", "N", "Tokens guessed a round; auto: as jspec tune finds.", parser=_length)
+        Any,
+        option(
+            "--num-draft-tokens",
+            "N",
+            "Tokens guessed a round (at most, by a datastore); auto: as measured.",
+            parser=_length,
+        ),
     ] = "4",
     as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False,
 ) -> None:
@@ -78,7 +84,7 @@ def generate(
     prepare_environment()
     from rich.console import Console
 
-    from jspec import report, text
+    from jspec import UpTo, report, text
     from jspec.sampling import SamplingParams
 
     with Console(stderr=True).status("Loading; compiling, which is kept for the next time"):
@@ -86,7 +92,10 @@ def generate(
         batch, eos_ids = text.encode(tokenizer, prompts), text.eos_ids(models[0], tokenizer)
         times = {"load": time.perf_counter() - began}
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        fixed = {"max_new_tokens": max_new_tokens} | ({} if plain else {"num_draft_tokens": num_draft_tokens})
+        fixed: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        if draft:
+            looked_up = draft.endswith(STORE) and isinstance(num_draft_tokens, int)
+            fixed["num_draft_tokens"] = UpTo(num_draft_tokens) if looked_up else num_draft_tokens
         out = _decode(models, batch, seed, sampling, times, eos_ids=eos_ids, **fixed)
     completions = report.completions(prompts, batch, out, tokenizer, eos_ids)
     if as_json:
