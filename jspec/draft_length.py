@@ -3,8 +3,8 @@
 Rows differ by a mask: a token that a row does not want has a law of zeros, which no rule accepts. Time is saved by
 drafting no longer than some row goes on, and by verifying in the shortest of a few compiled lengths that holds all
 drafts. (Of a batch that is sharded over devices these two are asked of all of them, once a token and once a round.)
-So neighbours decide which compiled length verifies a row: its text stays its own but for rounding, which in half
-precision moves a probability by percents now and then. Where that matters, use a plain number.
+So neighbours decide which compiled length verifies a row: its text stays its own but for rounding. Where that matters,
+as it does in half precision, use a plain number.
 
 Whether to go on may depend on all that has been drafted, the last token included, but that token stays: to look at a
 token and then discard it would change the law of the text, for the target would be asked for another one just where

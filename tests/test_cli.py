@@ -145,8 +145,9 @@ def test_standard_input_is_one_prompt(generate):
 def test_every_option_arrives(monkeypatch, sources):
     """Caught before decoding, which is checked elsewhere."""
     caught = []
-    module = importlib.import_module("jspec.cli.generate")
-    monkeypatch.setattr(module, "_decode", lambda *arguments, **options: caught.append((arguments, options)) or 1 / 0)
+    monkeypatch.setattr(
+        cli.generate, "_decode", lambda *arguments, **options: caught.append((arguments, options)) or 1 / 0
+    )
     pair = ["--target", str(sources[0]), "--draft", str(sources[1])]
     options = "--temperature 0.5 --top-k 7 --top-p 0.25 --min-p 0.125 --seed 9 --max-new-tokens 3 --num-draft-tokens 2"
     with pytest.raises(ZeroDivisionError):
@@ -280,6 +281,6 @@ def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
 
 
 def test_bugs_keep_their_traceback(run, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("jspec.cli.generate"), "sources", lambda *arguments: {}["gone"])
+    monkeypatch.setattr(cli.generate, "sources", lambda *arguments: {}["gone"])
     with pytest.raises(KeyError, match="gone"):
         cli.main(["generate", "x"])

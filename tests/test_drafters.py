@@ -1,8 +1,5 @@
 """Drafters other than a model: whatever they remember, the law of the text stays the target's."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,34 +198,6 @@ def test_nested_fallbacks_take_the_shortest_request(toy, prompts):
     np.testing.assert_array_equal(out.tokens, jspec.generate(target, *batch, max_new_tokens=4).tokens)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["change"])
-@dataclasses.dataclass(frozen=True)
-class Wrong(jspec.ModelDrafter):
-    """Returns `change` of a good draft."""
-
-    change: Callable
-
-    def propose(self, state, context, num_draft_tokens):
-        draft, state = super().propose(state, context, num_draft_tokens)
-        return self.change(draft), state
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda draft: Draft(draft.tokens, draft.probs * 1.01), "Wrong drafted token 0 of row 0 with a .* sums to 1.01"),
-    (lambda draft: Draft(draft.tokens, draft.probs.at[:, 1].set(jnp.nan)), "token 1 of row 0 with a .* sums to nan"),
-    (lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)), "gives the token 0; expected 1"),
-    (lambda draft: Draft(draft.tokens * 0 - 1, jax.nn.one_hot(draft.tokens * 0 + 60, 61)), "gives the token 0; exp"),
-    (lambda draft: Draft(draft.tokens[:, 1:], draft.probs), r"tokens int32\[2, 3\] with laws \[2, 4, 61\]; expected"),
-    (lambda draft: Draft(draft.tokens * 1.0, draft.probs), r"tokens float32\[2, 4\]"),
-    (lambda draft: Draft(draft.tokens, draft.probs[..., 1:]), r"expected integers \[2, 4\] with laws \[2, 4, 61\]"),
-])  # fmt: skip
-def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, message, capfd):
-    with jax.enable_checks(True), pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
-        jax.block_until_ready(
-            jspec.speculative_generate(toy(0), Wrong(toy(1), change), *prompts([3, 2]), max_new_tokens=8)
-        )
-
-
 def test_what_was_not_guessed_was_not_drafted(toy, prompts):
     batch = prompts([3, 2])
     out = drafters.generate(toy(0), jspec.NGramDrafter(60, 60), batch, max_new_tokens=16, num_draft_tokens=4)
@@ -285,72 +254,3 @@ def test_tables_count():
     counts = np.array([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
     expected = (counts + 2 * prior) / (counts.sum(1, keepdims=True) + 2)
     np.testing.assert_allclose(np.exp(bigram.logits), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: jspec.NGramDrafter(0), "max_ngram must be an int of at least 1; got 0"),
-    (lambda: jspec.NGramDrafter(3, 1.0), "min_ngram must be an int"),
-    (lambda: jspec.NGramDrafter(2, 3), "min_ngram=3 is more than max_ngram=2"),
-    (lambda: jspec.UnigramDrafter.from_tokens([], 4), "at least 1 token ids"),
-    (lambda: jspec.UnigramDrafter.from_tokens([0.5], 4), "at least 1 token ids"),
-    (lambda: jspec.UnigramDrafter.from_tokens([4], 4), "outside the vocabulary of 4"),
-    (lambda: jspec.UnigramDrafter.from_tokens([-1], 4), "outside the vocabulary of 4"),
-    (lambda: jspec.UnigramDrafter.from_tokens([1], 4, smoothing=0), "smoothing must be a positive number"),
-    (lambda: jspec.BigramDrafter.from_tokens([1], 4), "at least 2 token ids"),
-    (lambda: jspec.BigramDrafter.from_tokens([1, 2], 4, smoothing=float("nan")), "smoothing must be"),
-    (lambda: jspec.BigramDrafter.from_tokens([1, 2], 128_256), "takes 61 GiB; use UnigramDrafter"),
-    (lambda: jspec.CascadeDrafter(None, None, 0), "num_small_draft_tokens must be an int of at least 1"),
-])  # fmt: skip
-def test_impossible_sizes_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_vocabularies_that_differ_are_refused(toy, prompts):
-    target, batch = toy(0), prompts([3])
-    tables = [jspec.UnigramDrafter.from_tokens([0, 1], size) for size in (8, 9)]
-    for drafter, message in ((tables[0], "draft's vocabulary has 8 tokens and the target's 61"),
-                             (jspec.FallbackDrafter(*tables), "combines vocabularies of 8 and 9"),
-                             (jspec.CascadeDrafter(target, tables[0]), "vocabular")):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
-
-
-class Unregistered:
-    """A drafter, but no pytree."""
-
-    vocab_size = max_positions = None
-    init = propose = commit = None
-
-
-@pytree
-class Flat(jspec.drafters.Chain):
-    """All that a drafter without memory has to say."""
-
-    logits: jax.Array
-    vocab_size = max_positions = None
-
-    def begin(self, state, context, num_draft_tokens):
-        return jnp.broadcast_to(self.logits, (context.lengths.size, self.logits.size)), ()
-
-    def step(self, carry, token, k, context):
-        return jnp.broadcast_to(self.logits, (token.size, self.logits.size)), ()
-
-
-@pytree
-class Bare(Flat):
-    """Returns a pair in place of a draft."""
-
-    def propose(self, state, context, num_draft_tokens):
-        draft, state = super().propose(state, context, num_draft_tokens)
-        return (draft.tokens, draft.probs), state
-
-
-def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
-    target, batch = toy(0), prompts([3, 2])
-    assert drafters.generate(target, Flat(jnp.zeros(61)), batch, max_new_tokens=8).stats.drafted.all()
-    for drafter, message in ((Unregistered(), "a Unregistered, which is no pytree; decorate the class"),
-                             (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got a tuple"),
-                             ):  # fmt: skip
-        with pytest.raises(TypeError, match=message):
-            jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)

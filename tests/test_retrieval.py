@@ -1,6 +1,5 @@
 """Retrieval: the longest matches of a corpus by brute force, the datastore on disk, and the command that makes it."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -203,7 +202,7 @@ def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
     drafted = json.loads(run("generate", *common, "--draft", store)[1])
     assert drafted["tokens"] == plain["tokens"] and drafted["stats"]["rounds"] < 30
     assert run("generate", "x", "--draft", store, "--max-new-tokens", 2)[2].count("vocabulary has 261 tokens") == 1
-    monkeypatch.setattr(importlib.import_module("jspec.cli.generate"), "_decode",
+    monkeypatch.setattr(cli.generate, "_decode",
                         lambda *_, **options: pytest.fail(str(options["num_draft_tokens"])))  # fmt: skip
     with pytest.raises(pytest.fail.Exception, match=r"UpTo\(most=3\)"):  # a round without a guess costs a plain step
         run("generate", *common, "--draft", store, "--num-draft-tokens", 3)

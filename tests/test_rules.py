@@ -82,8 +82,10 @@ def test_block_verification_enumerated_where_drafts_stop_midway(report):
             wrong = enumerated_block(p, q, Draft(draft.tokens, draft.probs * going[..., None]), target_probs)[0]
             biases.append(np.abs(wrong - autoregressive(p)).max())
     report(tables=len(errors), max_error=f"{max(errors):.1e}", kept_less=f"{min(fewer):.2f} to {max(fewer):.2f}",
-           wrong_variant=f"{max(biases):.2f}")  # fmt: skip
-    assert max(errors) <= 1e-12 and max(fewer) > 0.01 and max(biases) > 0.1
+           wrong_variant=[f"{bias:.1e}" for bias in biases])  # fmt: skip
+    assert max(errors) <= 1e-12 and min(fewer) > 0.01
+    # On one of the tables the wrong variant is right by chance.
+    assert np.sum(np.array(biases) > 1e-3) == 3 and max(biases) > 0.1
 
 
 def test_block_verification_enumerated(report):
@@ -125,9 +127,14 @@ def test_a_broken_context_is_neither_avoided_nor_hidden(report, name):
     np.testing.assert_array_equal(out.tokens[:, 0] == 0, broken)
 
 
+def markov():
+    """Target and draft of `texts`, whose texts begin in state 2."""
+    return toys.markov_pair(3, vocab_size=4, scale=1.5)
+
+
 def texts(rule, seed, draws=200_000, k=3):
-    """Counts of the three tokens that rounds of `rule` lead to on Markov tables, and the target's joint law."""
-    target, draft = toys.markov_pair(3, vocab_size=4, scale=1.5)
+    """Counts of the four tokens that rounds of `rule` lead to on Markov tables, and the target's joint law."""
+    target, draft = markov()
     tokens, lengths = jnp.full((draws, 1), 2, jnp.int32), jnp.ones(draws, jnp.int32)
     keys = jax.random.split(jax.random.key(seed), draws)
     out = toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, toys.warps(SamplingParams(), draws),
@@ -261,8 +268,7 @@ def test_receipts_add_up_over_the_text(report):
     """One row a text: its receipt is the sum over its tokens, each judged at the state the text had reached."""
     rule = jspec.TopK(1)
     counts, joint, out = texts(rule, seed=2)
-    target, draft = toys.markov_pair(3, vocab_size=4, scale=1.5)
-    p, q = (oracle.softmax(np.asarray(model.table, float)) for model in (target, draft))
+    p, q = (oracle.softmax(np.asarray(model.table, float)) for model in markov())
     each = np.where(p == p.max(1, keepdims=True), np.maximum(q - p, 0), 0).sum(1)  # of a token drafted in a state
     states = np.concatenate([np.full((len(out.tokens), 1), 2), out.tokens[:, :-1]], axis=1)
     expected = np.where(out.origins == BONUS, 0, each[states]).sum(1)
