@@ -14,6 +14,7 @@ import numpy as np
 
 from jspec.accept import RULES, Rule
 from jspec.sampling import SamplingParams
+from jspec.types import longer_by_padding
 
 # Name: what is allowed, the test of a NumPy array of values.
 RANGES = {
@@ -81,11 +82,13 @@ def check_measurable(*arguments: Any) -> None:
 
 
 def as_array(name: str, value: Any) -> Any:
-    """`value` itself where it is an array or is being traced; the NumPy array of a list."""
+    """`value` itself where it is an array; the NumPy array of a list, or where it holds traced values the JAX array."""
     if isinstance(value, np.ndarray | jax.Array):
         return value
     try:
         return np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        return jnp.asarray(value)
     except ValueError:
         raise ValueError(f"{name} has rows of different lengths; pad them on the right to one length.") from None
 
@@ -102,13 +105,17 @@ def check_rule(accept: Any) -> Rule:
 
     Raises:
         ValueError: it is neither.
-        TypeError: it cannot be hashed, which it must be as part of the compiled program.
+        TypeError: it lacks a declaration, or cannot be hashed, which it must be as part of the compiled program.
     """
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
-    if isinstance(accept, str | type) or not all(hasattr(accept, name) for name in ("judge", "exact", "shares_noise")):
+    if isinstance(accept, str | type) or not hasattr(accept, "judge"):
         raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
                          "or pass an object such as jspec.Lenient(0.5), see jspec.lossy.")  # fmt: skip
+    missing = [name for name in ("exact", "shares_noise") if not isinstance(getattr(accept, name, None), bool)]
+    if missing:
+        raise TypeError(f"accept is a {type(accept).__name__} without {' and '.join(missing)}; set each to True or "
+                        "False, as described in jspec.accept.Rule.")  # fmt: skip
     _check_hashable("accept", accept)
     return accept
 
@@ -164,8 +171,9 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
     if jax.tree_util.all_leaves([drafter]):
         raise TypeError(f"draft is a {type(drafter).__name__}, which is no pytree; decorate the class with "
                         "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True).")  # fmt: skip
-    if drafter.vocab_size not in (None, vocab_size):
-        raise ValueError(f"The draft's vocabulary has {drafter.vocab_size} tokens and the target's {vocab_size}; "
+    size = drafter.vocab_size
+    if size not in (None, vocab_size) and not longer_by_padding(size, vocab_size):
+        raise ValueError(f"The draft's vocabulary has {size} tokens and the target's {vocab_size}; "
                          "use a draft that shares the target's tokenizer.")  # fmt: skip
 
 
@@ -229,8 +237,8 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
         if name.startswith("draft_") and value is None:
             continue
         if not _is_number(value) or np.shape(value) not in ((), (batch,)):
-            raise ValueError(f"{name} must be a number, or a NumPy or JAX array of shape [{batch}] with one for each "
-                             f"row; got {_describe(value)}.")  # fmt: skip
+            raise ValueError(f"{name} must be a number, or a list or array of shape [{batch}] with one for each row; "
+                             f"got {_describe(value)}.")  # fmt: skip
         values = _values(value)
         if values is not None and not (good := np.atleast_1d(test(_rounded(name, values)))).all():
             raise ValueError(f"{name} must be {allowed}; got {np.atleast_1d(values)[~good][0]}.")

@@ -41,7 +41,7 @@ def generate(
 
     Arguments, result and errors are those of `speculative_generate`; ``stats.accepted_at`` has no columns.
     """
-    tokens, lengths, eos_ids = _arrays(tokens, lengths, eos_ids)
+    tokens, lengths, eos_ids, sampling = _arrays(tokens, lengths, eos_ids, sampling)
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, pad_id)
     return _decode(target, None, tokens, lengths, keys, *_traced(sampling, eos_ids, pad_id),
                    max_new_tokens=max_new_tokens, draft_length=0, rule=RULES["rejection"])  # fmt: skip
@@ -80,12 +80,12 @@ def speculative_generate(
             takes a while; the process remembers it by weights, batch size, sampling and bucketed length
             (`jspec.tuning`). K then depends on timing, so with one key the text may differ between processes; its law
             does not. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
-        sampling: temperature, filters, penalties; values for all or per request.
+        sampling: temperature, filters, penalties; values for all or per request, as numbers, lists or arrays.
         accept: the acceptance rule. Exact are "rejection"; "block", which keeps as much or more in expectation; and
             "coupled", whose text is that of `generate` with the same keys, but for rounding. An object such as
             ``jspec.Lenient(0.5)`` is not exact, see `jspec.lossy`.
-        eos_ids: tokens that end a row: a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default rows
-            run to their limits; a model's own ids are in ``target.config.eos_token_ids``.
+        eos_ids: tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default
+            rows run to their limits; a model's own ids are in ``target.config.eos_token_ids``.
         pad_id: fills ``out.tokens`` after a row's end.
 
     Returns:
@@ -97,7 +97,7 @@ def speculative_generate(
     """
     rule = check_rule(accept)
     drafter: Any = as_drafter(draft)
-    tokens, lengths, eos_ids = _arrays(tokens, lengths, eos_ids)
+    tokens, lengths, eos_ids, sampling = _arrays(tokens, lengths, eos_ids, sampling)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
         num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
@@ -147,7 +147,7 @@ def tune(
         ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
     """
     drafter: Any = as_drafter(draft)
-    tokens, lengths, eos_ids = _arrays(tokens, lengths, ())
+    tokens, lengths, eos_ids, sampling = _arrays(tokens, lengths, (), sampling)
     check_tuning(max_new_tokens, max_draft_tokens)
     rule = check_rule(accept)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
@@ -192,9 +192,15 @@ def _auto(
     return found.num_draft_tokens
 
 
-def _arrays(tokens: Any, lengths: Any, eos_ids: Any) -> tuple[Any, Any, Any]:
-    """What users may pass as lists, as arrays."""
-    return as_array("tokens", tokens), as_array("lengths", lengths), as_array("eos_ids", eos_ids)
+def _arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any, Any, Any, Any]:
+    """What users may pass as lists, as arrays; one end of text is a sequence of one."""
+    eos_ids = as_array("eos_ids", eos_ids)
+    if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
+        eos_ids = eos_ids[None]
+    if isinstance(sampling, SamplingParams):
+        lists = {name: value for name, value in vars(sampling).items() if isinstance(value, list | tuple)}
+        sampling = dataclasses.replace(sampling, **{name: as_array(name, value) for name, value in lists.items()})
+    return as_array("tokens", tokens), as_array("lengths", lengths), eos_ids, sampling
 
 
 def _traced(sampling: SamplingParams, eos_ids: Any, pad_id: Any) -> tuple[Warp, Warp, Any, Any, Any]:
@@ -269,8 +275,8 @@ def _start(
     state = State(buffer, request.prompt_lengths, jnp.zeros(batch, bool), cache, drafter_state, seen,
                   () if isinstance(draft_length, int) else draft_length.init(batch))  # fmt: skip
     zeros = jnp.zeros(batch, jnp.int32)
-    stats = Stats(zeros, zeros, zeros, jnp.zeros((batch, k), jnp.int32), jnp.zeros(batch, bool),
-                  jnp.zeros(batch, jnp.float32))  # fmt: skip
+    by_depth = jnp.zeros((batch, k), jnp.int32)
+    stats = Stats(zeros, zeros, zeros, by_depth, by_depth, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.float32))
     columns = (batch, max_new_tokens + spare)
     return state, Record(jnp.zeros(columns, jnp.float32), jnp.zeros(columns, jnp.int8), stats)
 

@@ -18,9 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+# Numbers a position has for its purposes: more than there are, so that a new one changes no text of old seeds.
+STRIDE = 16
 
+
+@enum.unique
 class Purpose(enum.IntEnum):
-    """What a draw is for."""
+    """What a draw is for: 0 to `STRIDE` - 1."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -32,14 +36,15 @@ def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
 
     Args:
         keys: typed PRNG keys ``[B]``, one a request.
-        positions: ``int32[B]`` or ``int32[B, K]``, absolute index (prompt included) of the token to be drawn.
+        positions: ``int32[B]`` or ``int32[B, K]``, absolute index (prompt included) of the token to be drawn; below
+            2^27, so that no number is met twice, nor by `rehearsal`.
         purpose: what they are for.
 
     Returns:
         Typed keys in the shape of `positions`.
     """
 
-    numbers = len(Purpose) * positions + purpose
+    numbers = STRIDE * positions + purpose
     # Positions are mapped inside rows: the other way round JAX's key-reuse checker takes the keys for copies.
     by_row = jax.random.fold_in if positions.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))
     return jax.vmap(by_row)(keys, numbers)

@@ -13,10 +13,10 @@ from jspec import theory
 from jspec.draft_length import doubling
 from jspec.text import Batch, pieces
 from jspec.tuning import Tuning
-from jspec.types import ACCEPTED, BONUS, CORRECTED, Output
+from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output
 
-NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus"}
-COLOURS = {ACCEPTED: "green", CORRECTED: "bold red", BONUS: "cyan"}
+NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus", NO_DRAFT: "no draft"}
+COLOURS = {ACCEPTED: "green", CORRECTED: "bold red", BONUS: "cyan", NO_DRAFT: "yellow"}
 # A control character in a text could recolour or rewrite the terminal.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
 
@@ -82,15 +82,15 @@ def statistics(out: Output, row: int) -> dict[str, Any]:
     ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. The measured number is
     lower where the end of the text cuts the last round off, and differs where acceptance comes in streaks.
     """
-    tokens, rounds, accepted = (int(x[row]) for x in (out.lengths, out.stats.rounds, out.stats.accepted))
+    tokens, rounds, judged = (int(x[row]) for x in (out.lengths, out.stats.rounds, out.stats.judged))
     accepted_at = out.stats.accepted_at[row].tolist()
-    judged = accepted + int((out.origins[row] == CORRECTED).sum())
-    rate = accepted / judged if judged else None
+    rate = float(out.stats.acceptance_rate[row]) if judged else None
     return {
         "tokens": tokens,
         "rounds": rounds,
         "drafted": int(out.stats.drafted[row]),
-        "accepted": accepted,
+        "judged": judged,
+        "accepted": int(out.stats.accepted[row]),
         "accepted_at": accepted_at,
         "acceptance_rate": rate,
         "tokens_per_round": tokens / rounds,

@@ -15,7 +15,7 @@ from jspec.drafters.base import Context, Verifier, as_draft, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
-from jspec.types import ACCEPTED, BONUS, CORRECTED, Draft, Stats, Verdict, pytree
+from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Stats, Verdict, pytree
 
 
 @pytree
@@ -152,7 +152,7 @@ def _commit(
     request: Request, state: State, record: Record, draft: Draft, verdict: Verdict, target_probs: Array
 ) -> tuple[State, Record]:
     """Write the accepted tokens and the one after them, up to the end of text and the row's limit."""
-    num_accepted, width = verdict.num_accepted, draft.tokens.shape[1] + 1
+    num_accepted, guessed, width = verdict.num_accepted, _num_guessed(draft), draft.tokens.shape[1] + 1
     index, emitted = jnp.arange(width), _emitted(draft, verdict)
     # Where the target's law has no mass (its logits were not finite) there is no next token.
     lawless = ~(jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
@@ -168,18 +168,17 @@ def _commit(
 
     kept = index < count[:, None]
     log_law = jnp.log(at_tokens(target_probs, emitted))
-    from_draft = index < num_accepted[:, None]
-    after = jnp.where(num_accepted == width - 1, BONUS, CORRECTED)[:, None]
     paid = 0.0
     if verdict.distortion is not None:
         paid = jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
-    offered = jnp.minimum(_num_guessed(draft), remaining)
     accepted = jnp.minimum(num_accepted, count)
+    refused = (num_accepted < guessed) & (num_accepted < count)  # and its correction is written
+    offered = jnp.minimum(guessed, remaining)
     offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
     record = Record(
         put(record.logprobs, log_law, written),
-        put(record.origins, jnp.where(from_draft, ACCEPTED, after).astype(jnp.int8), written),
-        _count(record.stats, state.done, offered, accepted, invalid, paid),
+        put(record.origins, _origins(num_accepted, guessed, width), written),
+        _count(record.stats, state.done, offered, accepted, accepted + refused, invalid, paid),
     )
     seen = None if state.seen is None else add_seen(state.seen, emitted, kept)
     tokens = put(state.tokens, emitted, state.lengths)
@@ -194,19 +193,29 @@ def _emitted(draft: Draft, verdict: Verdict) -> Array:
     return jnp.where(follows, verdict.next_token[:, None], padded)
 
 
+def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
+    """Where the tokens of `_emitted` come from, ``int8[B, K + 1]``."""
+    none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, where nothing was to be drafted
+    after = jnp.where(num_accepted < guessed, CORRECTED, jnp.where(guessed > 0, BONUS, none))
+    return jnp.where(jnp.arange(width) < num_accepted[:, None], ACCEPTED, after[:, None]).astype(jnp.int8)
+
+
 def _num_guessed(draft: Draft) -> Array:
     """How many tokens of each draft come before one that is no guess, ``int32[B]``."""
     return length_of_prefix(at_tokens(draft.probs, draft.tokens) > 0)
 
 
-def _count(stats: Stats, done: Array, offered: Array, accepted: Array, invalid: Array, paid: Array | float) -> Stats:
-    """`stats` after a round in which `accepted` of `offered` drafted tokens were committed."""
-    num_draft_tokens = stats.accepted_at.shape[1]
+def _count(
+    stats: Stats, done: Array, offered: Array, accepted: Array, judged: Array, invalid: Array, paid: Array | float
+) -> Stats:
+    """`stats` after a round in which `accepted` of `offered` drafted tokens were committed, of `judged` ones."""
+    index = jnp.arange(stats.accepted_at.shape[1])
     return Stats(
         rounds=stats.rounds + ~done,
         drafted=stats.drafted + jnp.where(done, 0, offered),
         accepted=stats.accepted + accepted,
-        accepted_at=stats.accepted_at + (jnp.arange(num_draft_tokens) < accepted[:, None]),
+        accepted_at=stats.accepted_at + (index < accepted[:, None]),
+        judged_at=stats.judged_at + (index < judged[:, None]),
         invalid=stats.invalid | invalid,
         distortion=stats.distortion + paid,
     )

@@ -18,7 +18,7 @@ from jspec.types import pytree
 
 @pytree
 class SamplingParams:
-    """How each request is sampled. Every field is one number for all requests, or an array with one entry a request.
+    """How each request is sampled. Every field is one number for all requests, or an array or list of one a request.
 
     A field left at its default is left out of the program, so using it for the first time compiles once more. Beyond
     that values are traced: changing them never recompiles.

@@ -25,6 +25,14 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
 
 
+def longer_by_padding(size: int, vocab_size: int) -> bool:
+    """Whether a model's vocabulary of `size` looks like one of `vocab_size` tokens with rows added for fast products.
+
+    Such models share a tokenizer, and the rows behind its tokens are never meant.
+    """
+    return vocab_size < size <= vocab_size + 512 and size % 64 == 0
+
+
 def check_between(name: str, value: Any, low: float, high: float) -> None:
     """Raise ValueError unless ``low < value <= high``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < float(value) <= high:
@@ -73,13 +81,15 @@ class Verdict:
 class Stats:
     """What happened, per request; counted over tokens that were committed.
 
+    Of the drafts of a round those up to and including the first that is refused are judged; what comes after that is
+    not, nor what comes after a committed end of text or past the request's limit.
+
     Attributes:
         rounds: ``int32[B]``, passes of the target after the prompt.
-        drafted: ``int32[B]``, draft tokens that could still be committed when they were offered (those after a
-            committed end of text or past the request's limit are not counted). Drafts after a rejection are, though
-            they are never judged, so ``accepted / drafted`` is below the acceptance rate of `jspec.theory`.
+        drafted: ``int32[B]``, draft tokens that could still be committed when they were offered, judged or not.
         accepted: ``int32[B]``, draft tokens committed.
         accepted_at: ``int32[B, K]``, rounds in which draft k was committed.
+        judged_at: ``int32[B, K]``, rounds in which draft k was judged.
         invalid: ``bool[B]``, the target's logits were NaN, +inf or all -inf; the row stopped there.
         distortion: ``float32[B]``, the receipt of a lossy rule: the total variation distance between the law each token
             was drawn from and the target's, summed over the text. 0 for an exact rule, NaN for a lossy one that does
@@ -90,12 +100,39 @@ class Stats:
     drafted: Array
     accepted: Array
     accepted_at: Array
+    judged_at: Array
     invalid: Array
     distortion: Array
 
+    @property
+    def judged(self) -> Array:
+        """``int32[B]``, draft tokens that were judged."""
+        return self.judged_at.sum(-1, dtype="int32")
+
+    @property
+    def acceptance_rate(self) -> Array:
+        """``float32[B]``, accepted over judged drafts: alpha of Leviathan et al. 2023. NaN where none was judged."""
+        return _quotient(self.accepted, self.judged)
+
+    @property
+    def acceptance_rate_at(self) -> Array:
+        """``float32[B, K]``, how often draft k was accepted when it was judged. NaN where it never was."""
+        return _quotient(self.accepted_at, self.judged_at)
+
+    @property
+    def mean_acceptance_length(self) -> Array:
+        """``float32[B]``, accepted drafts a round and one more, the token that the target adds. NaN without a round."""
+        return _quotient(self.accepted + self.rounds, self.rounds)
+
+
+def _quotient(part: Any, whole: Any) -> Any:
+    """``part / whole`` in float32, NaN where `whole` is 0; NumPy of NumPy, JAX of JAX."""
+    numpy = whole.__array_namespace__()
+    return numpy.where(whole > 0, part / numpy.maximum(whole, 1), numpy.nan).astype("float32")
+
 
 # Where a committed token came from: the values of `Output.origins`.
-PADDING, ACCEPTED, CORRECTED, BONUS = 0, 1, 2, 3
+PADDING, ACCEPTED, CORRECTED, BONUS, NO_DRAFT = 0, 1, 2, 3, 4
 
 
 @pytree
@@ -107,8 +144,9 @@ class Output:
         lengths: ``int32[B]``, how many of them there are (the end-of-text token counts).
         logprobs: ``float32[B, N]``, natural log of the target's probability of each token under the law it was
             sampled from (after temperature, top-k, ...); 0 after the end.
-        origins: ``int8[B, N]``, 0 padding, 1 accepted draft, 2 correction (also where there was no guess to correct),
-            3 bonus (every token of plain decoding).
+        origins: ``int8[B, N]``, 0 padding, 1 accepted draft, 2 correction of a refused one, 3 bonus after a draft that
+            was kept whole (so is every token of plain decoding, whose drafts are empty), 4 no draft: one was asked for
+            and there was no guess.
         stats: counts, see `Stats`.
     """
 

@@ -69,7 +69,11 @@ CASES = [
     ("frequency_penalty", [np.nan, -np.inf, -3e38], "frequency_penalty must be between -1e6 and 1e6"),
     ("max_tokens", [-1, 1.5, 2**31, np.array([1, 2, -1])], "max_tokens must be a whole number, 0"),
     *[
-        (name, [np.ones(2), np.ones((3, 1)), [1, 1, 1], "1", True, object()], rf"{name} must be a number, or .*\[3\]")
+        (
+            name,
+            [np.ones(2), np.ones((3, 1)), [1, 1], [[1], [1], [1]], "1", ["1"] * 3, True, object()],
+            rf"{name} must be a number, or .*\[3\]",
+        )
         for name in (
             "temperature",
             "draft_temperature",
@@ -93,7 +97,12 @@ CASES = [
     # the rest
     ("accept", ["typical", "", None, ["rejection"]], r"is not an acceptance rule; choose one of \["),
     ("eos_ids", [[V], (-1,), [3, 10**6], _with(np.zeros((3, 2), int), (0, 0), -2)], "outside the vocabulary"),
-    ("eos_ids", [2, None, np.zeros((2, 1), int), np.zeros((3, 1, 1), int)], "eos_ids must be a sequence of token ids"),
+    ("eos_ids", [V, -1, np.int64(V)], "outside the vocabulary"),
+    (
+        "eos_ids",
+        [None, True, 2.0, "2", np.zeros((2, 1), int), np.zeros((3, 1, 1), int)],
+        "eos_ids must be a sequence of token ids",
+    ),
     ("eos_ids", [[2.0], [True], ["</s>"]], "eos_ids must be integers"),
     ("eos_ids", [[[1, 2], [3], []]], "rows of different lengths"),
     ("pad_id", [None, 1.5, "0", [0], True, 2**40], "pad_id must be one int32"),

@@ -30,7 +30,6 @@ from bench import (
 from bench import report as reporting
 from bench.__main__ import app
 from jspec import theory
-from jspec.types import ACCEPTED, BONUS
 
 SMALL = pairs.llama(vocab=64, hidden=32, inner=48, layers=3, heads=4, groups=2, size=8)
 TOKENS = np.arange(1, 25).reshape(2, 12)
@@ -120,9 +119,8 @@ def test_acceptance_by_position_is_conditional():
 @pytest.fixture
 def cut_off():
     """Four tokens of two rounds of K = 2, all drafts accepted; the limit came before the last one was judged."""
-    origins = np.array([[ACCEPTED, ACCEPTED, BONUS, ACCEPTED]], np.int8)
-    stats = SimpleNamespace(rounds=np.array([2]), accepted_at=np.array([[2, 1]]))
-    return SimpleNamespace(lengths=np.array([4]), origins=origins, stats=stats)
+    stats = SimpleNamespace(rounds=np.array([2]), accepted_at=np.array([[2, 1]]), judged_at=np.array([[2, 1]]))
+    return SimpleNamespace(lengths=np.array([4]), stats=stats)
 
 
 def test_the_prediction_counts_no_draft_that_was_not_judged(cut_off):

@@ -26,6 +26,7 @@ class Text:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    judged: int = 0
     accepted_at: list = dataclasses.field(default_factory=list)
 
 
@@ -47,6 +48,7 @@ def _cut(free, row, eos, limit, k):
         taken = int((origins[start : min(stop, end)] == ACCEPTED).sum())
         text.rounds += 1
         text.accepted += taken
+        text.judged += taken + int(start + taken < end and origins[start + taken] == CORRECTED)
         ended_inside = taken and tokens[start + taken - 1] == eos
         text.drafted += taken if ended_inside else min(k, limit - start)
         text.accepted_at[:taken] = [n + 1 for n in text.accepted_at[:taken]]
@@ -60,7 +62,7 @@ def _assert_row(out, row, text):
     for name, blank in (("tokens", PAD), ("logprobs", 0), ("origins", PADDING)):
         np.testing.assert_array_equal(getattr(out, name)[row, :end], getattr(text, name), err_msg=name)
         assert (getattr(out, name)[row, end:] == blank).all(), name
-    for name in ("rounds", "drafted", "accepted", "accepted_at"):
+    for name in ("rounds", "drafted", "judged", "accepted", "accepted_at"):
         np.testing.assert_array_equal(getattr(out.stats, name)[row], getattr(text, name), err_msg=name)
 
 
@@ -145,6 +147,7 @@ def test_statistics_hold_together(toy, prompts, report):
     np.testing.assert_array_equal(stats.accepted, stats.accepted_at.sum(1))
     np.testing.assert_array_equal(stats.accepted, (out.origins == ACCEPTED).sum(1))
     np.testing.assert_array_equal(out.lengths, (out.origins != PADDING).sum(1))
+    np.testing.assert_array_equal(stats.judged - stats.accepted, (out.origins == CORRECTED).sum(1))
     own = np.isin(out.origins, (CORRECTED, BONUS)).sum(1)
     assert (stats.accepted <= stats.drafted).all()
     assert (stats.drafted <= 6 * stats.rounds).all()

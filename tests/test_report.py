@@ -30,7 +30,8 @@ def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
         buffer[0, :size] = values
     accepted = origins.count(ACCEPTED)
     counts = [np.array([n, 1], np.int32) for n in (size - accepted, 2 * (size - accepted), accepted)]
-    stats = Stats(*counts, np.array([[2, 1], [0, 0]]), np.array([invalid, False]), np.zeros(2))
+    by_depth = np.array([[2, 1], [0, 0]]), np.array([[accepted + origins.count(CORRECTED), 0], [0, 0]])
+    stats = Stats(*counts, *by_depth, np.array([invalid, False]), np.zeros(2))
     out = Output(rows[0], np.array([size, 1]), rows[1], rows[2], stats)
     return report.completions(["in"], batch, out, TOKENIZER, (0,))[0]
 
@@ -43,9 +44,10 @@ def test_counts_stand_beside_the_theory():
         "tokens": 6,
         "rounds": 3,
         "drafted": 6,
+        "judged": 5,
         "accepted": 3,
         "accepted_at": [2, 1],
-        "acceptance_rate": rate,
+        "acceptance_rate": pytest.approx(rate),
         "tokens_per_round": 2.0,
         "predicted_tokens_per_round": pytest.approx(float(theory.expected_tokens(rate, 2))),
     }
@@ -81,7 +83,8 @@ def test_every_token_has_the_colour_of_its_origin():
     assert shown.plain == "inabcdef" and shown.style == ""
     styles = {shown.plain[span.start : span.end]: span.style for span in shown.spans}
     assert [styles[letter] for letter in "abcdef"] == [report.COLOURS[origin] for origin in ORIGINS]
-    assert len(set(report.COLOURS.values())) == 3 and report.legend().plain == "prompt accepted corrected bonus"
+    assert len(set(report.COLOURS.values())) == 4
+    assert report.legend().plain == "prompt accepted corrected bonus no draft"
 
 
 def test_control_characters_do_not_reach_the_terminal():

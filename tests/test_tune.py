@@ -55,8 +55,12 @@ def made(rows, k):
     for row, text in zip(origins, texts, strict=True):
         row[: len(text)] = text
     accepted_at = np.array([[sum(n > depth for n, _ in rounds) for depth in range(k)] for rounds in rows])
+    judged_at = np.array(
+        [[sum(n + (end == "c") > depth for n, end in rounds) for depth in range(k)] for rounds in rows]
+    )
     lengths, rounds = np.array([len(t) for t in texts]), np.array([len(r) for r in rows])
-    stats = Stats(rounds, rounds * k, accepted_at.sum(1), accepted_at, np.zeros(len(rows), bool), np.zeros(len(rows)))
+    stats = Stats(rounds, rounds * k, accepted_at.sum(1), accepted_at, judged_at, np.zeros(len(rows), bool),
+                  np.zeros(len(rows)))  # fmt: skip
     return Output(origins * 0, lengths, origins * 0.0, origins, stats)
 
 

@@ -21,11 +21,11 @@ With --json, each prompt gives one line, an object of
   prompt, text      strings
   tokens, logprobs  one entry for each new token; natural log of its probability
                     under the law it was drawn from
-  origins           for each token "accepted", "corrected" or "bonus" (always
-                    "bonus" with --plain)
+  origins           for each token "accepted", "corrected", "bonus" (always so
+                    with --plain) or "no draft" (there was no guess to judge)
   finish_reason     "eos" or "length"
-  stats             tokens, rounds, drafted, accepted, accepted_at (by position in
-                    the draft), acceptance_rate (of the drafts that were judged),
+  stats             tokens, rounds, drafted, judged, accepted, accepted_at (by
+                    position in the draft), acceptance_rate (accepted over judged),
                     tokens_per_round, predicted_tokens_per_round (from that rate)
   times             load, compile (and measure, with --num-draft-tokens auto), run:
                     seconds for all prompts together;

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jspec.draft_length import DraftLength
 from jspec.probs import choose
 from jspec.sampling import Seen, Warp
-from jspec.types import Draft, Verdict
+from jspec.types import Draft, Verdict, longer_by_padding
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "cache"], meta_fields=["unread"])
@@ -79,7 +79,7 @@ class Drafter(Protocol):
 
     @property
     def vocab_size(self) -> int | None:
-        """V, which must be the target's, or None for any."""
+        """V, which must be the target's, or None for any. A `Chain` may pad it with further rows, which are cut off."""
         ...
 
     @property
@@ -123,6 +123,19 @@ def as_draft(draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
         return draft
     kept = jnp.arange(num_draft_tokens) < context.wanted[:, None]
     return Draft(draft.tokens, jnp.where(kept[..., None], draft.probs, 0))
+
+
+def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
+    """The vocabulary that the parts of a `drafter` share: the smallest, where others are longer by padding.
+
+    Raises:
+        ValueError: the parts have several.
+    """
+    known = sorted({size for size in sizes if size is not None})
+    if not all(longer_by_padding(size, known[0]) for size in known[1:]):
+        raise ValueError(f"{drafter} combines vocabularies of {' and '.join(map(str, known))} tokens; "
+                         "use drafters that share the target's tokenizer.")  # fmt: skip
+    return known[0] if known else None
 
 
 class Stateless:

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jspec.accept import judge_coupled
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context, Verifier, as_draft, cut, put, window
+from jspec.drafters.base import Context, Verifier, as_draft, cut, put, shared_vocabulary, window
 from jspec.drafters.model import as_drafter
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.types import Draft, Verdict, check_count, pytree
@@ -55,14 +55,10 @@ class CascadeDrafter:
         check_count("num_small_draft_tokens", self.num_small_draft_tokens)
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int | None:
         if not hasattr(self.middle, "config"):
             raise TypeError(f"middle is a {type(self.middle).__name__}; pass a model, as jspec.load(...) returns it.")
-        size = self.middle.config.vocab_size
-        if self.small.vocab_size not in (None, size):
-            raise ValueError(f"CascadeDrafter combines vocabularies of {size} and {self.small.vocab_size} tokens; "
-                             "use drafters that share the target's tokenizer.")  # fmt: skip
-        return size
+        return shared_vocabulary(type(self).__name__, self.middle.config.vocab_size, self.small.vocab_size)
 
     @property
     def max_positions(self) -> int:
@@ -117,7 +113,8 @@ class CascadeDrafter:
         fed, start, last = window(tokens, lengths, context.unread, k)
         hidden, cache = self.middle.forward(fed, progress.cache, start)
         hidden = jnp.take_along_axis(hidden, (last[:, None] + jnp.arange(k + 1))[..., None], axis=1)
-        probs = token_probs(self.middle.logits(hidden), context.warp, progress.seen, guess.tokens)
+        logits = self.middle.logits(hidden)[..., : context.vocab_size]  # rows that pad a vocabulary are no tokens
+        probs = token_probs(logits, context.warp, progress.seen, guess.tokens)
         verdict = judge_coupled(noise, guess, probs)
         emitted = cut(put(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted), lengths, k + 1)
         gained = jnp.minimum(verdict.num_accepted + 1, num_draft_tokens - counts)

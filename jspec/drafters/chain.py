@@ -63,6 +63,7 @@ class Chain(Stateless):
 
 def _draw(logits: Array, seen: Seen | None, goes_on: Array, k: Array | int, context: Context) -> _Drawn:
     """Draft token k; without a law in rows that do not want it."""
+    logits = logits[:, : context.vocab_size]  # rows that pad a vocabulary are no tokens
     probs = token_probs(logits[:, None], context.warp, seen)[:, 0]
     token = context.draw(k, probs)
     if context.wanted is not None:

@@ -43,16 +43,20 @@ class CheckedDrafter:
         inside = (seen.tokens >= 0) & (seen.tokens < context.vocab_size)
         drawn = jnp.where(inside, at_tokens(seen.probs, seen.tokens), 0)
         sums, least = seen.probs.sum(-1), seen.probs.min(-1)
-        jax.debug.callback(functools.partial(_check, type(self.inner).__name__), sums, least, drawn)
+        check = functools.partial(_check, type(self.inner).__name__, context.vocab_size)
+        jax.debug.callback(check, seen.tokens, sums, least, drawn)
         return draft, state
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
         return self.inner.commit(state, draft, verdict, hidden)
 
 
-def _check(name: str, sums: Any, least: Any, drawn: Any) -> None:
-    """On the host: ``[B, K]`` sums and smallest entries of laws, and what they give their tokens."""
-    sums, least, drawn = map(np.asarray, (sums, least, drawn))
+def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:
+    """On the host: ``[B, K]`` tokens, sums and smallest entries of their laws, and what those give them."""
+    tokens, sums, least, drawn = map(np.asarray, (tokens, sums, least, drawn))
+    for row, k in np.argwhere((sums != 0) & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
+        raise ValueError(f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
+                         f"{vocab_size} tokens; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
     lawful = (np.abs(sums - 1) < _TOLERANCE) & (least >= 0) & (drawn > 0)
     for row, k in np.argwhere(~(lawful | ((sums == 0) & (least == 0))))[:1]:
         raise ValueError(f"{name} drafted token {k} of row {row} with a law that sums to {sums[row, k]:.6g}, has "

@@ -4,6 +4,7 @@ from typing import Any
 
 from jax import Array
 
+from jspec.drafters.base import shared_vocabulary
 from jspec.drafters.model import as_drafter
 from jspec.types import Draft, Verdict, pytree
 
@@ -21,12 +22,7 @@ class Duo:
 
     @property
     def vocab_size(self) -> int | None:
-        """That of the two, if they agree."""
-        sizes = {part.vocab_size for part in (self.first, self.second)} - {None}
-        if len(sizes) > 1:
-            raise ValueError(f"{type(self).__name__} combines vocabularies of {' and '.join(map(str, sorted(sizes)))} "
-                             "tokens; use drafters that share the target's tokenizer.")  # fmt: skip
-        return next(iter(sizes), None)
+        return shared_vocabulary(type(self).__name__, self.first.vocab_size, self.second.vocab_size)
 
     @property
     def max_positions(self) -> int | None:

@@ -49,12 +49,12 @@ class MixtureDrafter(Duo, Chain):
     def begin(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Array, tuple[Any, Any]]:
         """Both begin."""
         first, second = (part.begin(own, context, num_draft_tokens) for part, own in self._parts(state))
-        return self._mix(first[0], second[0]), (first[1], second[1])
+        return self._mix(first[0], second[0], context), (first[1], second[1])
 
     def step(self, carry: tuple[Any, Any], token: Array, k: Array, context: Context) -> tuple[Array, tuple[Any, Any]]:
         """Both read the token, whoever proposed it."""
         first, second = (part.step(own, token, k, context) for part, own in self._parts(carry))
-        return self._mix(first[0], second[0]), (first[1], second[1])
+        return self._mix(first[0], second[0], context), (first[1], second[1])
 
     def end(self, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         first, second = (part.end(own) for part, own in self._parts(carry))
@@ -63,7 +63,8 @@ class MixtureDrafter(Duo, Chain):
     def _parts(self, states: tuple[Any, Any]) -> Any:
         return zip((self.first, self.second), states, strict=True)
 
-    def _mix(self, first: Array, second: Array) -> Array:
+    def _mix(self, first: Array, second: Array, context: Context) -> Array:
+        first, second = (part[:, : context.vocab_size] for part in (first, second))  # the rest pads a vocabulary
         weight = jnp.asarray(self.weight, jnp.float32)
         laws = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
         mixed = jnp.logaddexp(jnp.log(weight) + laws[0], jnp.log1p(-weight) + laws[1])
