@@ -61,6 +61,14 @@ def check_arguments(
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
+def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
+    """Raise ValueError where ``strange[B]`` says of a row that its drafts had ids outside the vocabulary."""
+    rows = _values(strange)
+    if rows is not None and rows.any():
+        raise ValueError(f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
+                         f"{np.argmax(rows)}; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
+
+
 def check_tuning(max_new_tokens: Any, max_draft_tokens: Any) -> None:
     """Raise ValueError where texts of `max_new_tokens` cannot tell what rounds of `max_draft_tokens` yield."""
     _check_whole("max_new_tokens", max_new_tokens)

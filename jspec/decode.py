@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike
 
 from jspec.accept import RULES, Rule
 from jspec.cache import prefill
-from jspec.checks import as_array, check_arguments, check_measurable, check_rule, check_tuning
+from jspec.checks import as_array, check_arguments, check_drafted, check_measurable, check_rule, check_tuning
 from jspec.draft_length import DraftLength, most_drafts
-from jspec.drafters.base import Drafter, cut
+from jspec.drafters.base import Drafter, cut, is_foreign
 from jspec.drafters.checked import CheckedDrafter
 from jspec.drafters.model import as_drafter
 from jspec.keys import rehearsal
@@ -44,7 +44,7 @@ def generate(
     tokens, lengths, eos_ids, sampling = _arrays(tokens, lengths, eos_ids, sampling)
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, pad_id)
     return _decode(target, None, tokens, lengths, keys, *_traced(sampling, eos_ids, pad_id),
-                   max_new_tokens=max_new_tokens, draft_length=0, rule=RULES["rejection"])  # fmt: skip
+                   max_new_tokens=max_new_tokens, draft_length=0, rule=RULES["rejection"])[0]  # fmt: skip
 
 
 def speculative_generate(
@@ -92,7 +92,8 @@ def speculative_generate(
         `Output`.
 
     Raises:
-        ValueError: an argument is out of range; the message says what was expected.
+        ValueError: an argument is out of range; the message says what was expected. A drafter from outside jspec has
+            drafted ids that are no tokens; to see that, such a call waits for its result.
         TypeError: keys are raw, or an argument has the wrong type.
     """
     rule = check_rule(accept)
@@ -106,9 +107,12 @@ def speculative_generate(
     draft_length: Any = num_draft_tokens
     if not hasattr(draft_length, "wanted"):
         draft_length = operator.index(draft_length)
-    return _decode(target, drafter if draft_length else None, tokens, lengths, keys,
-                   *_traced(sampling, eos_ids, pad_id),
-                   max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule)  # fmt: skip
+    out, strange = _decode(target, drafter if draft_length else None, tokens, lengths, keys,
+                           *_traced(sampling, eos_ids, pad_id),
+                           max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule)  # fmt: skip
+    if is_foreign(drafter):
+        check_drafted(drafter, strange, target.config.vocab_size)
+    return out
 
 
 def tune(
@@ -228,8 +232,12 @@ def _decode(
     max_new_tokens: int,
     draft_length: int | DraftLength,
     rule: Rule,
-) -> Output:
-    """The program: read the prompts, play rounds until every row is done, cut the result to size."""
+) -> tuple[Output, Array]:
+    """The program: read the prompts, play rounds until every row is done, cut the result to size.
+
+    Returns:
+        The result, and `Record.strange`.
+    """
     batch = tokens.shape[0]
     lengths = lengths.astype(jnp.int32)
     limits = jnp.where(jnp.asarray(max_tokens) > 0, jnp.minimum(max_tokens, max_new_tokens), max_new_tokens)
@@ -249,7 +257,7 @@ def _decode(
         lambda carry: play_round(target, drafter, rule, draft_length, request, *carry),
         (state, record),
     )
-    return _finish(state, record, lengths, pad_id, max_new_tokens)
+    return _finish(state, record, lengths, pad_id, max_new_tokens), record.strange
 
 
 def _start(
@@ -278,7 +286,8 @@ def _start(
     by_depth = jnp.zeros((batch, k), jnp.int32)
     stats = Stats(zeros, zeros, zeros, by_depth, by_depth, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.float32))
     columns = (batch, max_new_tokens + spare)
-    return state, Record(jnp.zeros(columns, jnp.float32), jnp.zeros(columns, jnp.int8), stats)
+    record = Record(jnp.zeros(columns, jnp.float32), jnp.zeros(columns, jnp.int8), stats, jnp.zeros(batch, bool))
+    return state, record
 
 
 def _finish(state: State, record: Record, prompt_lengths: Array, pad_id: Array, max_new_tokens: int) -> Output:

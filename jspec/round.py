@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Verifier, as_draft, put
+from jspec.drafters.base import Context, Verifier, as_draft, is_foreign, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -63,11 +63,16 @@ class State:
 
 @pytree
 class Record:
-    """What people want to know afterwards; no round reads it. Shapes as in `jspec.types.Output`, with spare slots."""
+    """What people want to know afterwards; no round reads it. Shapes as in `jspec.types.Output`, with spare slots.
+
+    Attributes:
+        strange: ``bool[B]``, whether a drafter that is not jspec's own has guessed an id outside the vocabulary.
+    """
 
     logprobs: Array
     origins: Array
     stats: Stats
+    strange: Array
 
 
 def play_round(
@@ -81,6 +86,9 @@ def play_round(
 ) -> tuple[State, Record]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
     draft, drafter_state = _propose(target, drafter, rule, draft_length, request, state)
+    if is_foreign(drafter):  # it costs a look at all laws
+        strange = (draft.tokens == draft.probs.shape[2]) & (draft.probs.sum(-1) != 0)
+        record = dataclasses.replace(record, strange=record.strange | strange.any(1) & ~state.done)
     with jax.named_scope("verify"):
         hidden, target_probs, cache = _verify(target, draft_length, request, state, draft)
     with jax.named_scope("accept"):
@@ -179,6 +187,7 @@ def _commit(
         put(record.logprobs, log_law, written),
         put(record.origins, _origins(num_accepted, guessed, width), written),
         _count(record.stats, state.done, offered, accepted, accepted + refused, invalid, paid),
+        record.strange,
     )
     seen = None if state.seen is None else add_seen(state.seen, emitted, kept)
     tokens = put(state.tokens, emitted, state.lengths)

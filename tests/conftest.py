@@ -1,6 +1,11 @@
 """Shared by all tests: toy models, ragged prompts, and the figures that tests report."""
 
 import dataclasses
+import os
+
+# Compiling is most of what the tests do, and XLA's older emitters take half the time for it. What XLA makes of a
+# program with its own defaults is seen by the notebooks and by the command in README, whose texts are compared.
+os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import numpy as np

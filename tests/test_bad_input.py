@@ -19,6 +19,17 @@ GOOD = {
     "max_new_tokens": 8,
     "num_draft_tokens": 2,
 }
+PROMPTS = GOOD["tokens"], GOOD["lengths"], KEYS
+
+
+class Undeclared:
+    """A rule that leaves out what every rule declares, but for `declared`."""
+
+    def __init__(self, **declared):
+        vars(self).update(declared)
+
+    def judge(self, keys, start, draft, target_probs):
+        raise AssertionError("never asked")
 
 
 def _with(array, at, value):
@@ -95,7 +106,10 @@ CASES = [
     ),
     ("logit_bias", [np.full(V, -np.inf), _with(np.zeros((3, V)), 1, -np.inf)], "leave at least one possible"),
     # the rest
-    ("accept", ["typical", "", None, ["rejection"]], r"is not an acceptance rule; choose one of \["),
+    ("accept", ["typical", "", None, ["rejection"], jspec.Lenient], r"is not an acceptance rule; choose one of \["),
+    ("accept", [Undeclared()], "accept is a Undeclared without exact and shares_noise; set each to True or False"),
+    ("accept", [Undeclared(exact=True)], "accept is a Undeclared without shares_noise; set"),
+    ("accept", [Undeclared(exact="yes", shares_noise=False)], "accept is a Undeclared without exact; set"),
     ("eos_ids", [[V], (-1,), [3, 10**6], _with(np.zeros((3, 2), int), (0, 0), -2)], "outside the vocabulary"),
     ("eos_ids", [V, -1, np.int64(V)], "outside the vocabulary"),
     (
@@ -215,9 +229,25 @@ def test_lists_are_as_good_as_arrays(models, quick_compile):
     with pytest.raises(ValueError, match="lengths"):
         jspec.speculative_generate(**models, **{**GOOD, "lengths": [5, 0, 1]}, eos_ids=np.array([3]))
     expected = jspec.speculative_generate(**models, **GOOD, eos_ids=np.array([3]))
-    lists = {"tokens": GOOD["tokens"].tolist(), "lengths": GOOD["lengths"].tolist(), "eos_ids": [3]}
-    out = jspec.speculative_generate(**models, **{**GOOD, **lists, "max_new_tokens": np.int64(8)})
+    lists = {"tokens": GOOD["tokens"].tolist(), "lengths": GOOD["lengths"].tolist(), "max_new_tokens": np.int64(8)}
+    for ends in ([3], (3,), 3, np.int64(3), np.array(3)):
+        out = jspec.speculative_generate(**models, **{**GOOD, **lists}, eos_ids=ends)
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+
+
+def test_parameters_may_be_lists(models, quick_compile):
+    """Of numbers, and inside `jax.jit` of what is traced."""
+    arrays = {"temperature": [0.0, 0.5, 1.0], "max_tokens": [3, 0, 5], "logit_bias": np.linspace(0, 1, V).tolist()}
+    expected = jspec.generate(models["target"], *PROMPTS, max_new_tokens=8, sampling=jspec.SamplingParams(
+        **{name: np.array(value) for name, value in arrays.items()}))  # fmt: skip
+    out = jspec.generate(models["target"], *PROMPTS, max_new_tokens=8, sampling=jspec.SamplingParams(**arrays))
     np.testing.assert_array_equal(out.tokens, expected.tokens)
+
+    def traced(model, warm):
+        sampling = jspec.SamplingParams(**arrays | {"temperature": [0.0, warm, 1.0]})
+        return jspec.generate(model, *PROMPTS, max_new_tokens=8, sampling=sampling)
+
+    np.testing.assert_array_equal(jax.jit(traced)(models["target"], 0.5).tokens, expected.tokens)
 
 
 def test_while_traced_shapes_are_still_checked(models):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jspec
-from jspec.types import Draft, pytree
+from jspec.types import NO_DRAFT, Draft, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -31,7 +31,8 @@ class Wrong(jspec.ModelDrafter):
     (lambda draft: Draft(draft.tokens, draft.probs * 1.01), "Wrong drafted token 0 of row 0 with a .* sums to 1.01"),
     (lambda draft: Draft(draft.tokens, draft.probs.at[:, 1].set(jnp.nan)), "token 1 of row 0 with a .* sums to nan"),
     (lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)), "gives the token 0; expected 1"),
-    (lambda draft: Draft(draft.tokens * 0 - 1, jax.nn.one_hot(draft.tokens * 0 + 60, 61)), "gives the token 0; exp"),
+    (lambda draft: Draft(draft.tokens * 0 - 1, draft.probs), "Wrong drafted -1 as token 0 of row 0, outside the voc"),
+    (lambda draft: Draft(draft.tokens.at[1, 2].set(61), draft.probs), "drafted 61 as token 2 of row 1, outside the v"),
     (lambda draft: Draft(draft.tokens[:, 1:], draft.probs), r"tokens int32\[2, 3\] with laws \[2, 4, 61\]; expected"),
     (lambda draft: Draft(draft.tokens * 1.0, draft.probs), r"tokens float32\[2, 4\]"),
     (lambda draft: Draft(draft.tokens, draft.probs[..., 1:]), r"expected integers \[2, 4\] with laws \[2, 4, 61\]"),
@@ -41,6 +42,22 @@ def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, messag
         jax.block_until_ready(
             jspec.speculative_generate(toy(0), Wrong(toy(1), change), *prompts([3, 2]), max_new_tokens=8)
         )
+
+
+@pytest.mark.parametrize("token", [-1, 61, 10**6])
+def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts, token):
+    """Not even -1, which is the last entry of a law to NumPy; inside `jax.jit` they are no guess."""
+
+    def change(draft):
+        return Draft(draft.tokens.at[1, 0].set(token), jnp.full(draft.probs.shape, 1 / 61))
+
+    def call(target, drafter):
+        return jspec.speculative_generate(target, drafter, *prompts([3, 2]), max_new_tokens=8, num_draft_tokens=1)
+
+    with pytest.raises(ValueError, match="Wrong drafted ids outside the vocabulary of 61 tokens in row 1; draft the"):
+        call(toy(0), Wrong(toy(1), change))
+    out = jax.jit(call)(toy(0), Wrong(toy(1), change))
+    assert ((out.tokens >= 0) & (out.tokens < 61)).all() and (out.origins[1] == NO_DRAFT).all()
 
 
 @pytest.mark.parametrize(("make", "message"), [

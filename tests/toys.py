@@ -117,6 +117,6 @@ def decode(target, drafter, tokens, lengths, keys, warps, *, max_new_tokens, num
     def program(target, drafter, tokens, lengths, keys, warps):
         return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *warps, 0, eos_ids, 0,
                                    max_new_tokens=max_new_tokens, draft_length=num_draft_tokens,
-                                   rule=rule)  # fmt: skip
+                                   rule=rule)[0]  # fmt: skip
 
     return jax.jit(program)(target, drafter, tokens, lengths, keys, warps)

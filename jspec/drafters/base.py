@@ -92,7 +92,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
-        """A draft of `num_draft_tokens` tokens for positions ``context.lengths ..``."""
+        """A draft of `num_draft_tokens` tokens, below ``context.vocab_size``, for positions ``context.lengths ..``."""
         ...
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
@@ -106,6 +106,8 @@ class Drafter(Protocol):
 def as_draft(draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
     """What a drafter has proposed, in the program's dtypes, without the laws of tokens that a row does not want.
 
+    An id outside the vocabulary becomes V, which has a share in no law and so is refused, as "no guess" is.
+
     Raises, while the program is traced:
         TypeError: it is no draft.
         ValueError: its shapes are not those that were asked for.
@@ -118,7 +120,9 @@ def as_draft(draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
         raise ValueError(f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
                          f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
     # With 64-bit types enabled, a user's arrays are easily wider than the program's.
-    draft = Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32))
+    inside = (draft.tokens >= 0) & (draft.tokens < context.vocab_size)
+    tokens = jnp.where(inside, draft.tokens, context.vocab_size).astype(jnp.int32)
+    draft = Draft(tokens, draft.probs.astype(jnp.float32))
     if context.wanted is None:
         return draft
     kept = jnp.arange(num_draft_tokens) < context.wanted[:, None]
@@ -136,6 +140,11 @@ def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
         raise ValueError(f"{drafter} combines vocabularies of {' and '.join(map(str, known))} tokens; "
                          "use drafters that share the target's tokenizer.")  # fmt: skip
     return known[0] if known else None
+
+
+def is_foreign(drafter: Any) -> bool:
+    """Whether `drafter` is of a class from outside jspec."""
+    return drafter is not None and type(drafter).__module__.split(".")[0] != __name__.split(".")[0]
 
 
 class Stateless:

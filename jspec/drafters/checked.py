@@ -40,11 +40,10 @@ class CheckedDrafter:
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
         seen = as_draft(draft, context, num_draft_tokens)
-        inside = (seen.tokens >= 0) & (seen.tokens < context.vocab_size)
-        drawn = jnp.where(inside, at_tokens(seen.probs, seen.tokens), 0)
+        drawn = jnp.where(seen.tokens < context.vocab_size, at_tokens(seen.probs, seen.tokens), 0)
         sums, least = seen.probs.sum(-1), seen.probs.min(-1)
         check = functools.partial(_check, type(self.inner).__name__, context.vocab_size)
-        jax.debug.callback(check, seen.tokens, sums, least, drawn)
+        jax.debug.callback(check, draft.tokens, sums, least, drawn)
         return draft, state
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
