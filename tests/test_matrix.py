@@ -32,13 +32,15 @@ def pair():
 
 @functools.partial(jax.jit, static_argnames=("rule", "k"))
 def text_counts(target, drafter, tokens, lengths, keys, sampling, rule, k):
-    """``int[B, 512]``: the texts of ``keys[N, B]``, N calls of the public function under `jax.vmap`."""
+    """``int[B, 512]``: the texts of ``keys[N, B]``, the batch N times over in one call of the public function."""
 
-    def call(keys):
-        return jspec.speculative_generate(target, drafter, tokens, lengths, keys, max_new_tokens=NUM_TOKENS,
-                                          num_draft_tokens=k, sampling=sampling, accept=rule).tokens  # fmt: skip
+    def copies(part):
+        return jnp.tile(part, (len(keys), *[1] * (part.ndim - 1))) if np.ndim(part) else part
 
-    texts = jax.vmap(call)(keys) @ jnp.asarray([VOCAB**2, VOCAB, 1])
+    out = jspec.speculative_generate(target, drafter, copies(tokens), copies(lengths), keys.ravel(),
+                                     max_new_tokens=NUM_TOKENS, num_draft_tokens=k, accept=rule,
+                                     sampling=jax.tree.map(copies, sampling))  # fmt: skip
+    texts = (out.tokens @ jnp.asarray([VOCAB**2, VOCAB, 1])).reshape(keys.shape)
     rows = jnp.broadcast_to(jnp.arange(keys.shape[1]), texts.shape)
     return jnp.zeros((keys.shape[1], VOCAB**NUM_TOKENS), jnp.int32).at[rows, texts].add(1)
 
