@@ -2,9 +2,12 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from bench.subject import Subject
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -26,6 +29,28 @@ Acceptance = Annotated[
     ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0)]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", metavar="SRC", help="Your own target in the place of --pair, a directory or hub id."),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="SRC", help="Its draft, with the same tokenizer; or lookup, which has no model."),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Your own prompts: text in UTF-8, one a line; a batch has the first ones, or all and some again.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go, instead of bench/results."),
+]
 
 
 @app.callback()
@@ -38,9 +63,28 @@ def need_matplotlib() -> None:
         raise typer.Exit(1)
 
 
+def measured(
+    new_tokens: int, pair: str, target: str | None, draft: str | None, *rest: Path | None, by_model: bool = False
+) -> "Subject":
+    """What `bench.subject.find` makes of the options; a mistake in them ends the command with one sentence."""
+    from bench import subject
+
+    try:
+        if by_model and draft == "lookup":
+            raise ValueError("This command needs a draft model, and lookup has none; give --draft SRC.")
+        return subject.find(new_tokens, pair, target, draft, *rest)
+    except (ValueError, OSError) as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(1) from error
+
+
 @app.command()
 def latency(
     pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
     batch: Annotated[list[int], typer.Option("--batch", help="May be repeated.")] = [1, 8],  # noqa: B006
     k: Lengths = [1, 2, 3, 4, 6, 8],  # noqa: B006
     new_tokens: NewTokens = 128,
@@ -53,7 +97,8 @@ def latency(
     """Tokens a second of whole calls: plain, speculative over K, transformers plain and assisted."""
     from bench import latency
 
-    latency.run(pair, batch, k, new_tokens, width, temperature, repeats, rivals, acceptance)
+    subject = measured(new_tokens, pair, target, draft, prompts, output)
+    latency.run(subject, batch, k, new_tokens, width, temperature, repeats, rivals, acceptance)
 
 
 @app.command()
@@ -73,6 +118,10 @@ def roofline(
 @app.command()
 def gap(
     pair: Pair = "109m",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
     k: Length = 4,
     batch: Batch = 1,
     temperature: Temperature = 1.0,
@@ -83,12 +132,17 @@ def gap(
     """From the speed-up that the theory predicts to the one that is measured, step by step."""
     from bench import gap
 
-    gap.run(pair, k, batch, temperature, repeats, new_tokens, acceptance)
+    subject = measured(new_tokens, pair, target, draft, prompts, output)
+    gap.run(subject, k, batch, temperature, repeats, new_tokens, acceptance)
 
 
 @app.command()
 def trace(
     pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
     k: Annotated[int, typer.Option("--num-draft-tokens", min=0, help="0 is plain decoding.")] = 4,
     batch: Batch = 1,
     new_tokens: NewTokens = 64,
@@ -98,24 +152,34 @@ def trace(
     """Where a round's time goes: draft, verify, accept, commit, idle."""
     from bench import trace
 
-    trace.run(pair, k, batch, new_tokens, temperature, keep)
+    subject = measured(new_tokens, pair, target, draft, prompts, output)
+    trace.run(subject, k, batch, new_tokens, temperature, keep)
 
 
 @app.command()
 def acceptance(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
     batch: Batch = 32,
     k: Length = 8,
     new_tokens: NewTokens = 256,
     temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0, 0.5, 1],  # noqa: B006
 ) -> None:
-    """Acceptance of the bundled pair by position, kind of prompt and temperature, beside the theory."""
+    """Acceptance by position, kind of prompt and temperature, beside the theory."""
     from bench import acceptance
 
-    acceptance.run(batch, k, new_tokens, temperature)
+    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
+    acceptance.run(subject, batch, k, new_tokens, temperature)
 
 
 @app.command()
 def drafters(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
     k: Length = 4,
     new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
@@ -125,14 +189,19 @@ def drafters(
         int, typer.Option("--idle-neurons", min=0, help="In each MLP of the target: its law at a larger one's cost.")
     ] = 0,
 ) -> None:
-    """Every drafter, rule and draft length on the bundled pair, for new, repetitive and edited code."""
+    """Every drafter, rule and draft length, for new, repetitive and edited code."""
     from bench import drafters
 
-    drafters.run(k, new_tokens, temperature, requests, repeats, idle)
+    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
+    drafters.run(subject, k, new_tokens, temperature, requests, repeats, idle)
 
 
 @app.command()
 def rules(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
     batch: Batch = 64,
     k: Lengths = [2, 4, 8],  # noqa: B006
     new_tokens: NewTokens = 128,
@@ -141,7 +210,8 @@ def rules(
     """Tokens a round under rejection, block and coupled, for several drafters."""
     from bench import rules
 
-    rules.run(batch, k, new_tokens, temperature)
+    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
+    rules.run(subject, batch, k, new_tokens, temperature)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""True acceptance of the bundled pair, by position in the draft, kind of prompt and temperature, beside the theory."""
+"""True acceptance by position in the draft, kind of prompt and temperature, beside the theory."""
 
 from typing import Any
 
@@ -8,61 +8,47 @@ import numpy as np
 import jspec
 from bench import plots
 from bench.report import publish
+from bench.subject import Subject, span
 from jspec import theory
 from jspec.tuning import acceptance_rates
-from pair.corpus import load_corpus
-
-WIDTH = 96
+from jspec.types import NO_DRAFT
 
 
-def held_out(tokenizer: Any, batch: int) -> dict[str, np.ndarray]:
-    """Kind of prompt -> ``int32[batch, WIDTH]``, from modules neither model was trained on."""
-    rows = [tokenizer.encode(document.text) for document in load_corpus()[1]]
-    rows = [row for row in rows if len(row) >= 8 * WIDTH]
-    rows = rows[:: max(1, len(rows) // batch)][:batch]
-    middles = [row[len(row) // 2 :][:WIDTH] for row in rows]
-    return {"start of a module": np.array([row[:WIDTH] for row in rows], np.int32),
-            "inside a module": np.array(middles, np.int32)}  # fmt: skip
+def acceptance_rate(out: jspec.Output) -> float:
+    """Drafts accepted over drafts judged, of all rows; where a guess was missing, it counts as one that was refused.
+
+    That is the alpha of the theory, in which every round has K drafts.
+    """
+    return float(np.sum(out.stats.accepted) / (np.sum(out.stats.judged) + np.sum(out.origins == NO_DRAFT)))
 
 
-def measured_rates(out: jspec.Output) -> np.ndarray:
-    """``float64[K]``: how often draft k was accepted when it was judged. Only limits may have ended the texts."""
-    return acceptance_rates([jax.device_get(out)])
-
-
-def overall(rates: np.ndarray) -> float:
-    """Drafts accepted over drafts judged: what one number says best about all positions."""
-    survived = np.cumprod(rates)
-    return float(survived.sum() / (1 + survived[:-1].sum()))
-
-
-def run(batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:
+def run(subject: Subject, batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:
     """Publish one row for each kind of prompt and temperature."""
-    target, draft, tokenizer = jspec.demo_pair()
-    rows = []
-    for kind, tokens in held_out(tokenizer, batch).items():
-        size = len(tokens)
-        request = (tokens, np.full(size, WIDTH), jax.random.split(jax.random.key(0), size))
+    models, rows = (subject.target, subject.draft), []
+    for kind, request in subject.kinds(batch).items():
         for temperature in temperatures:
             sampling = jspec.SamplingParams(temperature=temperature)
             out = jspec.speculative_generate(
-                target, draft, *request, max_new_tokens=new_tokens, num_draft_tokens=k, sampling=sampling
+                *models, *request, max_new_tokens=new_tokens, num_draft_tokens=k, sampling=sampling
             )
-            rows.append({"prompt": kind, "temperature": temperature} | _figures(measured_rates(out)))
+            rows.append({"prompt": kind, "temperature": temperature} | _figures(jax.device_get(out)))
+    lengths = request[1]
     publish(
-        f"acceptance-k{k}-b{batch}-{jax.default_backend()}",
-        f"bundled pair: {size} prompts of {WIDTH} tokens, {new_tokens} new tokens each, K = {k}, {target.dtype}",
+        f"acceptance-{subject.name}-k{k}-b{batch}-{jax.default_backend()}",
+        f"{subject.name}: {len(lengths)} prompts of {span(lengths)} tokens, {new_tokens} new tokens each, K = {k},"
+        f" {subject.target.dtype}",
         rows,
         plots.acceptance,
         notes=["after n: share of drafts accepted at position n + 1 of those whose n predecessors were accepted."
                " theory: tokens a round if acceptance were independent (Leviathan et al. 2023, equation 1)."],
+        folder=subject.folder,
     )  # fmt: skip
 
 
-def _figures(rates: np.ndarray) -> dict[str, Any]:
+def _figures(out: jspec.Output) -> dict[str, Any]:
     """Conditional acceptance by position, and tokens a round for two lengths, measured and predicted."""
-    row: dict[str, Any] = {f"after {n}": float(rate) for n, rate in enumerate(rates)}
-    row["acceptance"] = alpha = overall(rates)
+    rates, alpha = acceptance_rates([out]), acceptance_rate(out)
+    row: dict[str, Any] = {f"after {n}": float(rate) for n, rate in enumerate(rates)} | {"acceptance": alpha}
     for length in (min(4, rates.size), rates.size):
         row[f"tokens in the first {length} + 1"] = float(theory.expected_tokens_from_rates(rates[:length]))
         row[f"theory, {length} + 1"] = float(theory.expected_tokens(alpha, length))

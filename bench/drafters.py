@@ -1,5 +1,6 @@
-"""Tokens a round and a second of drafters, rules and draft lengths on the bundled pair, for three kinds of prompt."""
+"""Tokens a round and a second of drafters, rules and draft lengths, for three kinds of prompt or your own."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +9,16 @@ import numpy as np
 
 import jspec
 from bench import plots
-from bench.acceptance import held_out, measured_rates, overall
+from bench.acceptance import acceptance_rate
 from bench.pairs import weight_bytes, with_idle_neurons
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
+from bench.subject import WIDTH, Request, Subject, held_out, ragged, span
 from bench.timing import in_turns, ratio, spread
 from jspec import theory
 from pair.corpus import load_corpus
 
-WIDTH, CORPUS = 96, 2_000_000
+CORPUS = 2_000_000
 
 _REPEATED = """
     def test_{0}(self):
@@ -35,39 +37,52 @@ _FUNCTION = '''def split_{0}(path, sep="{1}"):
 _NOUNS = ("name", "path", "line", "key", "url", "word", "field", "label")
 
 
-def prompts(tokenizer: Any, count: int) -> dict[str, list[np.ndarray]]:
+def prompts(tokenizer: Any, count: int) -> dict[str, Request]:
     """Kind -> `count` prompts of `WIDTH` tokens: unseen code, tests that repeat one another, a function to rewrite."""
     repeated = ["".join(_REPEATED.format(word, i + j) for j, word in enumerate(_NOUNS)) for i in range(count)]
     edited = [_FUNCTION.format(noun, i) * 2 + "def split_" for i, noun in enumerate(_NOUNS[:count])]
     ends = {kind: [tokenizer.encode(text)[-WIDTH:] for text in texts]
             for kind, texts in (("repetitive code", repeated), ("edit of a function", edited))}  # fmt: skip
-    kinds = {"new code": list(held_out(tokenizer, count)["inside a module"])} | ends
-    return {kind: [np.array(row, np.int32) for row in rows] for kind, rows in kinds.items()}
+    kinds = {"new code": held_out(tokenizer, count)["inside a module"]} | ends
+    return {kind: ragged(rows) for kind, rows in kinds.items()}
 
 
-def made(draft: jspec.Llama, tokenizer: Any) -> dict[str, Any]:
-    """Name -> drafter; those that count or retrieve have read `CORPUS` characters the models were trained on."""
-    training = "".join(document.text for document in load_corpus()[0])[:CORPUS]
-    corpus, size = np.array(tokenizer.encode(training)), draft.config.vocab_size
-    ngram, bigram = jspec.NGramDrafter(), jspec.BigramDrafter.from_tokens(corpus, size)
+def early_exit(target: jspec.Llama) -> dict[str, Any]:
+    """The target's own first two thirds as a drafter, by its name."""
+    depth = len(target.layers)
+    layers = max(1, 2 * depth // 3)
+    return {f"first {layers} of {depth} layers": jspec.EarlyExitDrafter(layers)}
+
+
+def made(subject: Subject) -> dict[str, Any]:
+    """Name -> drafter; for prompts of your own without those that count or retrieve, as there is no corpus for them."""
+    found = {
+        "draft model": subject.draft,
+        "lookup": jspec.NGramDrafter(),
+        "lookup, else draft model": jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), subject.draft),
+    }
+    return found | early_exit(subject.target) | ({} if subject.prompts else _of_corpus(subject))
+
+
+def _of_corpus(subject: Subject) -> dict[str, Any]:
+    """Name -> drafter that has read `CORPUS` characters of the Python that the bundled models were trained on."""
+    draft, training = subject.draft, "".join(document.text for document in load_corpus()[0])[:CORPUS]
+    corpus, size = np.array(subject.tokenizer.encode(training)), subject.target.config.vocab_size
     retrieval = jspec.RetrievalDrafter.from_tokens(corpus, size)
+    bigram = jspec.BigramDrafter.from_tokens(corpus, size)
     return {
-        "draft model": draft,
-        "lookup": ngram,
         "retrieval": retrieval,
         "unigram": jspec.UnigramDrafter.from_tokens(corpus, size),
         "bigram": bigram,
-        "first 4 of 6 layers": jspec.EarlyExitDrafter(4),
-        "lookup, else draft model": jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), draft),
-        "lookup, else bigram": jspec.FallbackDrafter(ngram, bigram),
+        "lookup, else bigram": jspec.FallbackDrafter(jspec.NGramDrafter(), bigram),
         "mixture, 0.8 draft model, 0.2 retrieval": jspec.MixtureDrafter(draft, retrieval, 0.8),
         "draft model, with bigram": jspec.CascadeDrafter(draft, bigram),
     }
 
 
-def settings(draft: jspec.Llama, tokenizer: Any, k: int) -> dict[str, dict[str, Any]]:
+def settings(subject: Subject, k: int) -> dict[str, dict[str, Any]]:
     """Name -> drafter, rule and draft length."""
-    drafters = made(draft, tokenizer)
+    drafters, draft = made(subject), subject.draft
     found = {name: {"drafter": drafter} for name, drafter in drafters.items()}
     found |= {f"draft model, {rule}": {"drafter": draft, "accept": rule} for rule in ("block", "coupled")}
     lengths = {"while confident": jspec.WhileConfident(2 * k), "heuristic": jspec.Heuristic(2 * k),
@@ -75,36 +90,35 @@ def settings(draft: jspec.Llama, tokenizer: Any, k: int) -> dict[str, dict[str, 
     found |= {f"draft model, {name}, up to {2 * k}": {"drafter": draft, "num_draft_tokens": length}
               for name, length in lengths.items()}  # fmt: skip
     found |= {f"{name}, up to {k}": {"drafter": drafters[name], "num_draft_tokens": jspec.UpTo(k)}
-              for name in ("lookup", "retrieval")}  # fmt: skip
+              for name in ("lookup", "retrieval") if name in drafters}  # fmt: skip
     return {name: {"accept": "rejection", "num_draft_tokens": k} | one for name, one in found.items()}
 
 
-def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int, idle: int) -> None:
+def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: int, repeats: int, idle: int) -> None:
     """Publish one row a kind of prompt, drafter and rule; requests one at a time."""
-    target, draft, tokenizer = jspec.demo_pair()
-    target = with_idle_neurons(target, idle)
-    rows: list[dict[str, Any]] = []
-    slots = WIDTH + new_tokens + k + 1
-    alone = {f"{n} rows": Pass(target, n, 1, WIDTH + new_tokens // 2, slots) for n in (1, k + 1)}
-    tried = settings(draft, tokenizer, k)
-    for kind, texts in prompts(tokenizer, count).items():
-        assert all(len(text) == WIDTH for text in texts)
+    subject = dataclasses.replace(subject, target=with_idle_neurons(subject.target, idle))
+    target, tried, rows = subject.target, settings(subject, k), []
+    kinds = subject.kinds(count) if subject.prompts else prompts(subject.tokenizer, count)
+    for kind, request in kinds.items():
+        tokens, lengths, _ = request
+        size = 1, int(lengths.mean()) + new_tokens // 2, tokens.shape[1] + new_tokens + k + 1
+        alone = {f"{n} rows": Pass(target, n, *size) for n in (1, k + 1)}
         options = {"max_new_tokens": new_tokens, "temperature": temperature}
-        calls = {"plain": _call(jspec.generate, (target,), texts, **options)}
+        calls = {"plain": _call(jspec.generate, (target,), request, **options)}
         for name, setting in tried.items():
             mine = options | setting
             models = target, mine.pop("drafter")
-            calls[name] = _call(jspec.speculative_generate, models, texts, **mine)
+            calls[name] = _call(jspec.speculative_generate, models, request, **mine)
             # The prompt's share of a call, so that what is left is rounds.
-            calls[f"{name}, start"] = _call(jspec.speculative_generate, models, texts, limit=1, **mine)
+            calls[f"{name}, start"] = _call(jspec.speculative_generate, models, request, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
         rows += [_row(kind, name, calls[name](), times, passes, setting["num_draft_tokens"], k)
                  for name, setting in tried.items()]  # fmt: skip
     publish(
-        f"drafters-k{k}-t{temperature:g}{f'-idle{idle}' if idle else ''}-{jax.default_backend()}",
-        f"bundled pair, target of {weight_bytes(target) / 1e6:.0f} MB: K = {k}, {count} requests one at a time, "
-        f"{new_tokens} new tokens after {WIDTH}, temperature {temperature:g}, {target.dtype}",
+        f"drafters-{subject.name}-k{k}-t{temperature:g}{f'-idle{idle}' if idle else ''}-{jax.default_backend()}",
+        f"{subject.name}, target of {weight_bytes(target) / 1e6:.0f} MB: K = {k}, {count} requests one at a time, "
+        f"{new_tokens} new tokens after {span(lengths)}, temperature {temperature:g}, {target.dtype}",
         rows,
         plots.drafters,
         notes=["cost ratio: what a round takes beside verification, prompt left out, by draft token, over one pass of"
@@ -112,24 +126,24 @@ def run(k: int, new_tokens: int, temperature: float, count: int, repeats: int, i
                " 3.8 of Leviathan et al. 2023 for that acceptance and cost, with what verifying K + 1 rows takes;"
                " for rounds alone.",
                f"verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as one."],
+        folder=subject.folder,
     )  # fmt: skip
 
 
 def _call(
     decode: Callable[..., Any],
     models: tuple,
-    texts: list[np.ndarray],
+    request: Request,
     temperature: float,
     limit: int = 0,
     **options: Any,
 ) -> Callable:
-    """All `texts`, one request after another; `limit` new tokens each, if it is not 0."""
+    """All rows of `request`, one after another; `limit` new tokens each, if it is not 0."""
     sampling = jspec.SamplingParams(temperature=temperature, max_tokens=limit)
 
     def call() -> list[Any]:
-        keys = jax.random.split(jax.random.key(0), (len(texts), 1))
-        return [decode(*models, text[None], np.array([WIDTH]), key, sampling=sampling, **options)
-                for text, key in zip(texts, keys, strict=True)]  # fmt: skip
+        rows = [[part[i : i + 1] for part in request] for i in range(len(request[0]))]
+        return [decode(*models, *row, sampling=sampling, **options) for row in rows]
 
     return call
 
@@ -143,7 +157,7 @@ def _row(
     gain = ratio(times["plain"], times[name])
     alpha, cost, predicted = "", "", ""
     if length == k:
-        alpha = overall(measured_rates(joined))
+        alpha = acceptance_rate(joined)
         # The start has one round of each request.
         in_rounds = spread(times[name] - times[f"{name}, start"]).median / (rounds - len(outs))
         cost = (in_rounds - passes[f"{k + 1} rows"]) / k / passes["1 rows"]

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 import jspec
-from bench import pairs, plots
-from bench.acceptance import measured_rates, overall
-from bench.latency import find_prompts
+from bench import plots
+from bench.acceptance import acceptance_rate
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
+from bench.subject import Subject
 from bench.synthetic import Synthetic
 from bench.timing import in_turns, spread
 from jspec import theory
@@ -45,12 +45,11 @@ class Calls:
         return spread(times[f"{name} long"] - times[f"{name} short"]).median / self.rounds
 
 
-def run(pair: str, k: int, batch: int, temperature: float, repeats: int, new_tokens: int,
+def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, new_tokens: int,
         acceptance: float | None) -> None:  # fmt: skip
     """Measure passes and rounds in turns, and publish the way from the one speed-up to the other."""
-    target, draft = pairs.pair(pair)
-    tokens = find_prompts(pair, target, batch, 32)
-    request = (tokens, np.full(batch, 32), jax.random.split(jax.random.key(0), batch))
+    target, draft = subject.target, subject.draft
+    request = tokens, lengths, _ = subject.request(batch, 32)
     limits = (max(1, new_tokens // 8), new_tokens)
     accept = "rejection" if acceptance is None else Synthetic(acceptance)
     plain = Calls(lambda **options: jspec.generate(target, *request, **options), limits, temperature)
@@ -61,20 +60,22 @@ def run(pair: str, k: int, batch: int, temperature: float, repeats: int, new_tok
         limits,
         temperature,
     )
-    slots = 32 + new_tokens + k + 1
-    passes = {name: Pass(model, rows, batch, 32 + new_tokens // 2, slots) for name, model, rows in (
-        ("target", target, 1), ("verify", target, k + 1), ("draft", draft, 1), ("draft 2 rows", draft, 2))}  # fmt: skip
+    size = batch, int(lengths.mean()) + new_tokens // 2, tokens.shape[1] + new_tokens + k + 1
+    passes = {"target": Pass(target, 1, *size), "verify": Pass(target, k + 1, *size)}
+    if subject.drafts_by_model:
+        passes |= {"draft": Pass(draft, 1, *size), "draft 2 rows": Pass(draft, 2, *size)}
     calls = {f"{name} {length}": call for name, both in (("plain", plain), ("speculative", speculative))
              for length, call in both.both.items()}  # fmt: skip
     times = in_turns(calls | passes, repeats)
-    cost = pass_seconds(passes, times) | {"plain": plain.round_seconds(times, "plain"),
+    free = {"draft": 0.0, "draft 2 rows": 0.0}  # what lookup takes is part of the loop
+    cost = free | pass_seconds(passes, times) | {"plain": plain.round_seconds(times, "plain"),
                                           "round": speculative.round_seconds(times, "speculative")}  # fmt: skip
     whole = spread(times["plain long"] / times["speculative long"]).median
-    alpha = overall(measured_rates(speculative.out))
-    pair += "" if acceptance is None else f", {accept}"
+    alpha = acceptance_rate(speculative.out)
+    name = subject.name + ("" if acceptance is None else f", {accept}")
     publish(
-        f"gap-{pair}-k{k}-b{batch}-t{temperature:g}-{jax.default_backend()}",
-        f"{pair}: from the predicted speed-up to the measured, K = {k}, batch {batch}, temperature {temperature:g},"
+        f"gap-{name}-k{k}-b{batch}-t{temperature:g}-{jax.default_backend()}",
+        f"{name}: from the predicted speed-up to the measured, K = {k}, batch {batch}, temperature {temperature:g},"
         f" {target.dtype}",
         steps(k, alpha, cost, np.asarray(speculative.out.stats.rounds), new_tokens, whole),
         plots.bars("step", "speed-up"),
@@ -83,6 +84,7 @@ def run(pair: str, k: int, batch: int, temperature: float, repeats: int, new_tok
             f" {cost['draft'] / cost['target']:.3f}. A round takes {cost['round'] / _alone(k, cost):.3f} of its passes"
             " measured alone."
         ],
+        folder=subject.folder,
         seconds=cost,
     )
 

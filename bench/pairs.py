@@ -58,9 +58,14 @@ STRETCHED = {"109m": Stretched(SHAPES["109m"], 2, 0.06)}
 _PEAK = 6.0
 
 
+@nnx.jit(static_argnums=(0, 1, 2))
+def _initial(config: LlamaConfig, dtype: Any, seed: int) -> jspec.Llama:
+    return jspec.Llama(config, dtype, rngs=nnx.Rngs(seed))
+
+
 def random_llama(config: LlamaConfig, dtype: Any, seed: int = 0) -> jspec.Llama:
     """A Llama with random weights, made on the device."""
-    model = nnx.jit(lambda: jspec.Llama(config, dtype, rngs=nnx.Rngs(seed)))()
+    model = _initial(config, dtype, seed)
     model.norm.weight[...] = model.norm.weight[...] * _PEAK
     return model
 

@@ -66,7 +66,8 @@ def bars(label: str, value: str) -> Drawing:
 def drafters(figure: Figure, rows: Rows) -> None:
     """Of `bench.drafters`: speed-up of every drafter and rule, one panel a kind of prompt."""
     kinds = _groups(rows, "prompt")
-    for axes, (kind, mine) in zip(figure.subplots(1, len(kinds), sharex=True, sharey=True), kinds.items(), strict=True):
+    panels = figure.subplots(1, len(kinds), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (kind, mine) in zip(panels, kinds.items(), strict=True):
         names = [row["drafter and rule"] for row in mine]
         bars = axes.barh(names, [row["x own plain"] for row in mine], 0.9)
         axes.bar_label(bars, fmt="%.2f", label_type="center", fontsize="x-small", color="white")
@@ -81,8 +82,9 @@ def drafters(figure: Figure, rows: Rows) -> None:
 
 def rules(figure: Figure, rows: Rows) -> None:
     """Of `bench.rules`: tokens a round under each rule, a group of bars a setting, one panel a temperature."""
-    panels = _groups(rows, "temperature")
-    for axes, (temperature, mine) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+    temperatures = _groups(rows, "temperature")
+    panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    for axes, (temperature, mine) in zip(panels, temperatures.items(), strict=True):
         names = [f"{row['drafter']}, K = {row['K']}" for row in mine]
         for number, rule in enumerate(("rejection", "block", "coupled")):
             at = [i + (number - 1) * 0.27 for i in range(len(mine))]
@@ -111,7 +113,7 @@ def acceptance(figure: Figure, rows: Rows) -> None:
     """Of `bench.acceptance`: conditional acceptance by position, one line a kind of prompt and temperature."""
     axes = figure.subplots()
     for number, (temperature, mine) in enumerate(_groups(rows, "temperature").items()):
-        for row, line in zip(mine, ("o-", "s--"), strict=True):
+        for row, line in zip(mine, ("o-", "s--"), strict=False):  # prompts of one's own are one kind
             rates = [value for key, value in row.items() if key.startswith("after ")]
             axes.plot(range(1, len(rates) + 1), rates, line, color=f"C{number}",
                       label=f"{row['prompt']}, temperature {temperature:g}")  # fmt: skip

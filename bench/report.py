@@ -1,4 +1,4 @@
-"""A report: a table on the terminal, the same as JSON and as a picture under bench/results/, all with conditions."""
+"""A report: a table on the terminal, the same as JSON and as a picture in a folder, all with conditions."""
 
 import dataclasses
 import json
@@ -28,15 +28,16 @@ def _plain(value: Any) -> Any:
 
 
 def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes: Sequence[str] = (),
-            **facts: Any) -> Path:  # fmt: skip
+            folder: Path = RESULTS, **facts: Any) -> Path:  # fmt: skip
     """Print `rows` as a table, write them with `facts` and the conditions, and draw them; returns the JSON file.
 
     Args:
-        name: of the files under bench/results/; what is no letter, digit, point or minus becomes a minus.
+        name: of the files; what is no letter, digit, point or minus becomes a minus.
         title: above the table and the picture.
         rows: alike dictionaries, one a line; keys are the column heads.
         draw: makes a picture of `rows`, see `bench.plots`.
         notes: sentences below the table.
+        folder: where the files go.
         facts: what else belongs into the JSON file.
     """
     table = Table(title=title, title_justify="left")
@@ -50,8 +51,7 @@ def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes:
     for note in notes:
         console.print(note, highlight=False)
     console.print(", ".join(f"{key} {value}" for key, value in here.items() if value), highlight=False, style="dim")
-    RESULTS.mkdir(exist_ok=True)
-    file = RESULTS / (re.sub(r"[^\w.]+", "-", name) + ".json")
+    file = folder / (re.sub(r"[^\w.]+", "-", name) + ".json")
     report = {"title": title, "conditions": here, "notes": list(notes), "rows": rows, **facts}
     file.write_text(json.dumps(_plain(report), indent=1) + "\n", encoding="utf-8")
     plots.save(file.with_suffix(".png"), draw, rows, title, summary(here))

@@ -1,13 +1,21 @@
 """The same weights in transformers, decoded plainly and with its assisted generation."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 import jspec
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3}
+
+
+def has_twin(model: Any) -> bool:
+    """Whether transformers can decode with the same weights: those of a model, and not int8."""
+    return isinstance(model, jspec.Llama) and model.embed_tokens.scale is None
 
 
 def twin(model: jspec.Llama) -> Any:
@@ -19,6 +27,7 @@ def twin(model: jspec.Llama) -> Any:
     same = {name for name in transformers.LlamaConfig().to_dict() if hasattr(config, name)}
     sizes = {name: value for name, value in dataclasses.asdict(config).items() if name in same}
     rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    rope |= {name: getattr(config.rope, name) for name in ROPE_FIELDS[config.rope.kind]}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     state = {name: torch.tensor(array, dtype=dtype) for name, array in hf_arrays(model).items()}
@@ -32,20 +41,25 @@ def hf_arrays(model: jspec.Llama) -> dict[str, np.ndarray]:
     """Hugging Face name -> float32 array ``[out, in]``."""
     config = model.config
     queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    cuts = [queries, queries + keys]
     found = {"model.embed_tokens": model.embed_tokens, "model.norm": model.norm}
     if model.lm_head is not None:
         found["lm_head"] = model.lm_head
     arrays = {f"{name}.weight": _host(module.weight[...]) for name, module in found.items()}
     for i, layer in enumerate(model.layers):
-        prefix = f"model.layers.{i}."
+        prefix, attention, mlp = f"model.layers.{i}.", layer.self_attn, layer.mlp
         for name in ("input_layernorm", "post_attention_layernorm"):
             arrays[f"{prefix}{name}.weight"] = _host(getattr(layer, name).weight[...])
-        qkv = np.split(_host(layer.self_attn.qkv_proj.weight[...]), [queries, queries + keys])
-        gate_up = np.split(_host(layer.mlp.gate_up_proj.weight[...]), 2)
-        rest = [_host(layer.self_attn.o_proj.weight[...]), _host(layer.mlp.down_proj.weight[...])]
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
-                 "self_attn.o_proj", "mlp.down_proj")  # fmt: skip
-        arrays |= {f"{prefix}{name}.weight": array for name, array in zip(names, [*qkv, *gate_up, *rest], strict=True)}
+        for linear, parts, names in (
+            (attention.qkv_proj, cuts, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (mlp.gate_up_proj, 2, ("mlp.gate_proj", "mlp.up_proj")),
+            (attention.o_proj, 1, ("self_attn.o_proj",)),
+            (mlp.down_proj, 1, ("mlp.down_proj",)),
+        ):
+            for kind, leaf in (("weight", linear.weight), ("bias", linear.bias)):
+                if leaf is not None:
+                    split = np.split(_host(leaf[...]), parts)
+                    arrays |= {f"{prefix}{name}.{kind}": part for name, part in zip(names, split, strict=True)}
     return arrays
 
 
@@ -53,10 +67,20 @@ def _host(array: jax.Array) -> np.ndarray:
     return np.asarray(array, np.float32).T
 
 
+def padded(rows: Sequence[np.ndarray], device: Any) -> tuple[Any, Any]:
+    """``tokens[B, P]``, padded on the left as transformers wants it, and which of them are there."""
+    import torch
+
+    width = max(map(len, rows))
+    tokens = np.array([np.pad(row, (width - len(row), 0)) for row in rows])
+    mask = np.array([np.arange(width) >= width - len(row) for row in rows])
+    return torch.tensor(tokens, device=device), torch.tensor(mask, dtype=torch.long, device=device)
+
+
 def decoder(
-    target: Any, assistant: Any, tokens: np.ndarray, new_tokens: int, temperature: float, num_draft_tokens: int
+    target: Any, assistant: Any, rows: Sequence[np.ndarray], new_tokens: int, temperature: float, num_draft_tokens: int
 ) -> Callable[[], Any]:
-    """A call that continues every row of ``tokens[B, P]`` by `new_tokens`.
+    """A call that continues every row of token ids by `new_tokens`.
 
     Plain decoding takes all rows at once; assisted generation is for one row only, so the rows follow one another.
     """
@@ -70,15 +94,15 @@ def decoder(
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
         options["assistant_model"] = assistant
-    rows = torch.tensor(tokens, device=target.device)
-    batches = [rows] if assistant is None else list(rows[:, None])
+    batches = [padded(some, target.device) for some in ([rows] if assistant is None else [[row] for row in rows])]
 
     def call() -> Any:
         with torch.no_grad():
-            texts = [target.generate(batch, attention_mask=torch.ones_like(batch), **options) for batch in batches]
+            texts = [target.generate(tokens, attention_mask=mask, **options) for tokens, mask in batches]
         if target.device.type == "cuda":
             torch.cuda.synchronize()
-        assert all(text.shape[1] == rows.shape[1] + new_tokens for text in texts)
+        sizes = zip(texts, batches, strict=True)
+        assert all(text.shape[1] == tokens.shape[1] + new_tokens for text, (tokens, _) in sizes)
         return ()
 
     return call

@@ -7,34 +7,36 @@ import numpy as np
 
 import jspec
 from bench import plots
-from bench.acceptance import WIDTH, held_out
-from bench.drafters import made
+from bench.drafters import early_exit, made
 from bench.report import publish
+from bench.subject import WIDTH, Subject, span
 
-DRAFTERS = ("draft model", "bigram", "retrieval", "first 4 of 6 layers")
+DRAFTERS = ("draft model", "bigram", "retrieval")
 RULES = ("rejection", "block", "coupled")
 
 
-def run(batch: int, ks: list[int], new_tokens: int, temperatures: list[float]) -> None:
+def run(subject: Subject, batch: int, ks: list[int], new_tokens: int, temperatures: list[float]) -> None:
     """Publish one row a drafter, K and temperature; all rules continue the same prompts with the same keys."""
-    target, draft, tokenizer = jspec.demo_pair()
-    drafters, tokens = made(draft, tokenizer), held_out(tokenizer, batch)["inside a module"]
-    request = tokens, np.full(len(tokens), WIDTH), jax.random.split(jax.random.key(0), len(tokens))
+    target, found = subject.target, made(subject)
+    drafters = {name: found[name] for name in DRAFTERS if name in found} | early_exit(target)
+    request = _, lengths, _ = subject.request(batch, WIDTH)
     rows = []
     for temperature in temperatures:
-        for name in DRAFTERS:
+        for name, drafter in drafters.items():
             for k in ks:
                 options = {"max_new_tokens": new_tokens, "num_draft_tokens": k,
                            "sampling": jspec.SamplingParams(temperature=temperature)}  # fmt: skip
-                yields = {rule: _yields(jspec.speculative_generate(target, drafters[name], *request, accept=rule,
+                yields = {rule: _yields(jspec.speculative_generate(target, drafter, *request, accept=rule,
                                                                    **options)) for rule in RULES}  # fmt: skip
                 rows.append({"drafter": name, "K": k, "temperature": temperature} | _compared(yields))
     publish(
-        f"rules-b{batch}-{jax.default_backend()}",
-        f"bundled pair: {len(tokens)} prompts of {WIDTH} tokens, {new_tokens} new tokens each, {target.dtype}",
+        f"rules-{subject.name}-b{batch}-{jax.default_backend()}",
+        f"{subject.name}: {len(lengths)} prompts of {span(lengths)} tokens, {new_tokens} new tokens each,"
+        f" {target.dtype}",
         rows,
         plots.rules,
         notes=["Tokens a round. block - rejection: mean over prompts of the difference, and its standard error."],
+        folder=subject.folder,
     )
 
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 import jspec
-from bench import pairs, plots
-from bench.latency import find_prompts
+from bench import plots
 from bench.report import publish
+from bench.subject import Subject
 from bench.timing import seconds
 
 PHASES = ("prefill", "draft", "verify", "accept", "commit")
@@ -79,11 +79,9 @@ def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def run(pair: str, k: int, batch: int, new_tokens: int, temperature: float, keep: Path | None) -> None:
+def run(subject: Subject, k: int, batch: int, new_tokens: int, temperature: float, keep: Path | None) -> None:
     """Trace one call after three untraced ones; with `keep`, leave a Perfetto file there."""
-    target, draft = pairs.pair(pair)
-    tokens = find_prompts(pair, target, batch, 32)
-    request = (tokens, np.full(batch, 32), jax.random.split(jax.random.key(0), batch))
+    target, draft, request = subject.target, subject.draft, subject.request(batch, 32)
     sampling = jspec.SamplingParams(temperature=temperature)
 
     def decode(*models_and_request: Any) -> jspec.Output:
@@ -102,8 +100,8 @@ def run(pair: str, k: int, batch: int, new_tokens: int, temperature: float, keep
         traced = seconds(lambda: program(target, draft, *request))
     rows = summary(events(folder, phases(program.as_text() or "")), rounds)
     publish(
-        f"trace-{pair}-k{k}-b{batch}-{jax.default_backend()}",
-        f"{pair}: {rounds} rounds of K = {k}, batch {batch}, temperature {temperature:g}, {target.dtype}",
+        f"trace-{subject.name}-k{k}-b{batch}-{jax.default_backend()}",
+        f"{subject.name}: {rounds} rounds of K = {k}, batch {batch}, temperature {temperature:g}, {target.dtype}",
         rows,
         plots.shares,
         notes=[
@@ -111,4 +109,5 @@ def run(pair: str, k: int, batch: int, new_tokens: int, temperature: float, keep
             "tracing slows short instructions most.",
             *([f"Open {perfetto} at https://ui.perfetto.dev" for perfetto in folder.rglob("perfetto_trace.json.gz")]),
         ],
+        folder=subject.folder,
     )

@@ -1,0 +1,160 @@
+"""What is measured: a pair that comes with jspec or checkpoints of your own, and the prompts that they continue."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench import pairs
+from bench.report import RESULTS
+from jspec import text
+from jspec.weights import PAIR
+from pair.corpus import is_held_out, read_documents
+
+WIDTH = 96
+# ``int32[B, P]`` padded on the right, ``int32[B]``, keys ``[B]``: as `jspec.generate` takes them.
+Request = tuple[np.ndarray, np.ndarray, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A pair with its prompts.
+
+    Attributes:
+        name: stands in titles and in the names of the results.
+        draft: a model, or any drafter.
+        tokenizer: None for random weights, whose prompts are random tokens.
+        prompts: token ids of your own prompts; none for those that come with jspec.
+        folder: where the results go.
+    """
+
+    name: str
+    target: jspec.Llama
+    draft: Any
+    tokenizer: Any = None
+    prompts: Sequence[Sequence[int]] = ()
+    folder: Path = RESULTS
+
+    def request(self, batch: int, width: int) -> Request:
+        """Your own prompts, from the start again where they run out; without any, `batch` of `width` tokens."""
+        if self.prompts:
+            return ragged([self.prompts[i % len(self.prompts)] for i in range(batch)])
+        if self.tokenizer is None:  # cost does not depend on them
+            vocab_size = self.target.config.vocab_size
+            return ragged(np.random.default_rng(0).integers(1, vocab_size, (batch, width)))
+        return ragged(held_out(self.tokenizer, batch)["inside a module"][:, -width:])
+
+    def kinds(self, batch: int) -> dict[str, Request]:
+        """Kind of prompt -> `batch` requests, of `WIDTH` tokens but for your own."""
+        if self.prompts:
+            return {"own prompts": self.request(batch, WIDTH)}
+        return {kind: ragged(rows) for kind, rows in held_out(self.tokenizer, batch).items()}
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a draft step is a pass of a model, which can be measured alone."""
+        return isinstance(self.draft, jspec.Llama)
+
+
+def ragged(rows: Any) -> Request:
+    """Rows of token ids as one request."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths, jax.random.split(jax.random.key(0), len(rows))
+
+
+def span(lengths: np.ndarray) -> str:
+    """`lengths` in a title: "32", or "7 to 32"."""
+    return f"{lengths.min()}" if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
+
+
+def held_out(tokenizer: Any, batch: int) -> dict[str, np.ndarray]:
+    """Kind of prompt -> ``int32[batch, WIDTH]``, from modules neither bundled model was trained on."""
+    texts = [document.text for document in read_documents() if is_held_out(document.path)]
+    rows = [row for row in tokenizer(texts, verbose=False)["input_ids"] if len(row) >= 8 * WIDTH]
+    rows = rows[:: max(1, len(rows) // batch)][:batch]
+    middles = [row[len(row) // 2 :][:WIDTH] for row in rows]
+    return {"start of a module": np.array([row[:WIDTH] for row in rows], np.int32),
+            "inside a module": np.array(middles, np.int32)}  # fmt: skip
+
+
+def find(new_tokens: int, pair: str, target: str | None, draft: str | None, prompts: Path | None,
+         folder: Path | None) -> Subject:  # fmt: skip
+    """What the options say.
+
+    Args:
+        new_tokens: how many each prompt must leave room for.
+        pair: what is measured unless `target` or `draft` is given; see `bench.pairs.pair`.
+        target: directory or hub id; the bundled one, if only `draft` is given.
+        draft: the same, or "lookup".
+        prompts: a file of prompts, see `read_prompts`.
+        folder: where the results go, made if it is missing; None is bench/results.
+
+    Raises:
+        ValueError: options that do not go together, tokenizers that differ, prompts that cannot be used.
+        OSError: a file or folder that cannot be read or made.
+    """
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    found = _own(target, draft) if target or draft else _known(pair, prompts)
+    found = dataclasses.replace(found, folder=folder or RESULTS)
+    if prompts is None:
+        return found
+    models = (found.target, found.draft) if found.drafts_by_model else (found.target,)
+    room = min(model.config.max_position_embeddings for model in models) - new_tokens
+    rows = read_prompts(prompts, found.tokenizer, room)
+    return dataclasses.replace(found, name=f"{found.name}, {prompts.stem}", prompts=rows)
+
+
+def _known(pair: str, prompts: Path | None) -> Subject:
+    """A pair that comes with jspec."""
+    if pair.removesuffix(":int8") == "bundled":
+        return Subject(pair, *pairs.pair(pair), text.load_tokenizer(PAIR / "target"))
+    if prompts is not None:
+        raise ValueError(f"{pair} has random weights and no tokenizer to read {prompts} with; leave out --prompts, or "
+                         "give --target and --draft.")  # fmt: skip
+    return Subject(pair, *pairs.pair(pair))
+
+
+def _own(target: str | None, draft: str | None) -> Subject:
+    """Checkpoints of your own; "lookup" drafts for the bundled target too."""
+    if draft is None or (target is None and draft != "lookup"):
+        raise ValueError("--target and --draft go together: two models with one tokenizer, or --draft lookup, which "
+                         "needs no model.")  # fmt: skip
+    source = target or str(PAIR / "target")
+    name = f"{Path(source).resolve().name if target else 'bundled'}+{Path(draft).resolve().name}"
+    tokenizer = text.load_tokenizer(source)
+    if draft == "lookup":
+        return Subject(name, jspec.load(source), jspec.NGramDrafter(), tokenizer)
+    text.check_same_tokenizer(tokenizer, text.load_tokenizer(draft))
+    return Subject(name, jspec.load(source), jspec.load(draft), tokenizer)
+
+
+def read_prompts(file: Path, tokenizer: Any, room: int) -> list[list[int]]:
+    """The lines of a UTF-8 file as token ids, one prompt a line.
+
+    Raises:
+        ValueError: the file is empty; or a line is, or is not UTF-8, or has more than `room` tokens: with its number.
+    """
+    lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    if not lines:
+        raise ValueError(f"{file} is empty; write one prompt a line into it.")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompt = line.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}, line {number} is not UTF-8 (byte {error.start}); convert the file.") from error
+        if not prompt.strip():
+            raise ValueError(f"{file}, line {number} is empty; write a prompt there, or delete the line.")
+        rows.append(tokenizer(prompt, verbose=False)["input_ids"])
+        if len(rows[-1]) > room:
+            raise ValueError(f"{file}, line {number} has {len(rows[-1])} tokens, and the models have positions for "
+                             f"{room} besides the new ones; shorten it, or lower --max-new-tokens.")  # fmt: skip
+    return rows

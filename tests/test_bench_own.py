@@ -1,0 +1,123 @@
+"""The benchmarks on checkpoints and prompts of one's own, and the sentence that answers each mistake."""
+
+import json
+
+import numpy as np
+import pytest
+import text_pair
+from typer.testing import CliRunner
+
+import jspec
+from bench import subject
+from bench.__main__ import app
+from bench.report import RESULTS
+from jspec import text
+from jspec.weights import PAIR
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of a tiny target and its draft."""
+    folder = tmp_path_factory.mktemp("pair")
+    return text_pair.write(folder / "mine"), text_pair.write(folder / "its-draft", distance=0.3)
+
+
+@pytest.fixture
+def bench(pair, tmp_path):
+    """``bench(command, *options, **own)``: exit code and output; `own` replaces --target, --draft, ... (None: none)."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the thing\nin a\n", encoding="utf-8")
+    given = {"target": pair[0], "draft": pair[1], "prompts": prompts, "output": tmp_path / "new" / "results"}
+
+    def run(command, *options, **own):
+        pairs = [(f"--{name}", str(value)) for name, value in (given | own).items() if value is not None]
+        done = CliRunner().invoke(app, [command, *options, *(word for option in pairs for word in option)])
+        return done.exit_code, done.output
+
+    return run
+
+
+def test_a_whole_command_writes_its_results_where_it_is_told(bench, tmp_path):
+    before = set(RESULTS.iterdir())
+    code, out = bench("acceptance", "--batch", "3", "--num-draft-tokens", "1", "--max-new-tokens", "4",
+                      "--temperature", "0")  # fmt: skip
+    assert code == 0, out
+    names = {file.name for file in (tmp_path / "new" / "results").iterdir()}
+    stem = "acceptance-mine-its-draft-prompts-k1-b3-cpu"
+    assert names == {f"{stem}.json", f"{stem}.png"} and set(RESULTS.iterdir()) == before
+    report = json.loads((tmp_path / "new" / "results" / f"{stem}.json").read_text())
+    assert "3 prompts of 2 to 5 tokens" in report["title"] and [row["prompt"] for row in report["rows"]] == [
+        "own prompts"
+    ]
+
+
+def test_the_bundled_folders_are_checkpoints_like_any_other(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"\xef\xbb\xbfdef f(x):\r\nimport os, sys\n\tpass")
+    found = subject.find(8, "109m", str(PAIR / "target"), str(PAIR / "draft"), file, None)
+    tokenizer = text.load_tokenizer(PAIR / "target")
+    tokens, lengths, keys = found.request(4, width=2)
+    rows = [tokenizer.decode(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
+    assert rows == ["def f(x):", "import os, sys", "\tpass", "def f(x):"]
+    assert keys.shape == (4,) and tokens.shape[1] == lengths.max()
+    assert (found.name, found.folder) == ("target+draft, p", RESULTS)
+    assert found.draft.config.num_hidden_layers == 2 and found.target.config.num_hidden_layers == 6
+
+
+def test_lookup_drafts_for_the_bundled_target_too(pair):
+    bundled, own = (subject.find(8, "109m", target, "lookup", None, None) for target in (None, str(pair[0])))
+    assert (bundled.name, own.name) == ("bundled+lookup", "mine+lookup")
+    assert isinstance(own.draft, jspec.NGramDrafter) and not own.drafts_by_model
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty; write one prompt a line"),
+        (b"a\n\nb", "line 2 is empty"),
+        (b"a\n \nb", "line 2 is empty"),
+        (b"a\nb\nc\xff", "line 3 is not UTF-8 (byte 1)"),
+        (b"a\n" + b"x" * 200, "line 2 has 200 tokens, and the models have positions for 112 besides the new ones"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, content, sentence):
+    file = tmp_path / "bad.txt"
+    file.write_bytes(content)
+    code, out = bench("trace", "--max-new-tokens", "16", prompts=file)
+    assert code == 1 and str(file) in out and sentence in out and out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "sentence"),
+    [
+        ("gap", {"draft": None}, "--target and --draft go together"),
+        ("gap", {"target": None}, "--target and --draft go together"),
+        ("gap", {"target": "no-such-folder"}, "no-such-folder does not exist"),
+        ("gap", {"target": None, "draft": None}, "109m has random weights and no tokenizer"),
+        ("rules", {"draft": "lookup"}, "needs a draft model"),
+    ],
+)
+def test_options_that_do_not_go_together_get_one_sentence(bench, command, own, sentence):
+    code, out = bench(command, **own)
+    assert code == 1 and sentence in out and out.count("\n") == 1
+
+
+def test_another_tokenizer_is_refused(bench, tmp_path):
+    other = text_pair.write(tmp_path / "other")
+    text_pair.tokenizer(swapped=70).save_pretrained(other)
+    code, out = bench("latency", draft=other)
+    assert code == 1 and "tokenizer is not the target's: id 70" in out and out.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["prompts", "output"])
+def test_a_path_of_the_wrong_kind_is_refused(bench, tmp_path, option):
+    wrong = tmp_path if option == "prompts" else tmp_path / "prompts.txt"
+    code, out = bench("gap", **{option: wrong})
+    assert code == 2 and f"--{option}" in out
+
+
+def test_random_weights_get_random_prompts(toy):
+    tokens, lengths, _ = subject.Subject("x", toy(0), toy(0)).request(3, width=5)
+    assert tokens.shape == (3, 5) and len(np.unique(tokens, axis=0)) == 3 and (lengths == 5).all()
