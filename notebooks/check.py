@@ -1,0 +1,96 @@
+"""Committed outputs of notebooks against a fresh run: python notebooks/check.py [--update] NOTEBOOK...
+
+What a cell shows must be the same to the letter. Of pictures only the kind is compared, for their bytes depend on
+fonts. In cells with the tag "varies" (times, versions) every number counts as the same, and so does a longer run of
+spaces or lines, which tables draw around longer numbers. Standard error is no part of it. With --update, cells whose
+outputs differ get those of the fresh run, and all others stay as they are.
+"""
+
+import argparse
+import copy
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+VARIES = "varies"
+
+
+def tidy(outputs: list[Any]) -> list[Any]:
+    """`outputs` without standard error, pieces of standard output in a row as one: where a kernel cuts it is chance."""
+    found: list[Any] = []
+    for output in outputs:
+        stream = output["output_type"] == "stream"
+        if stream and output["name"] == "stderr":
+            continue
+        if stream and found and found[-1]["output_type"] == "stream":
+            found[-1]["text"] += output["text"]
+        else:
+            found.append(copy.copy(output))
+    return found
+
+
+def masked(text: str) -> str:
+    """`text` with every number as 0, and runs of spaces or of lines as one."""
+    return re.sub(r"([ ─━])\1+", r"\1", re.sub(r"\d+(\.\d+)?", "0", text))
+
+
+def shown(cell: Any) -> list[str]:
+    """The lines that stand for what a code cell shows: two runs agree where these are equal."""
+    varies, lines = VARIES in cell["metadata"].get("tags", []), []
+    for output in tidy(cell["outputs"]):
+        data = {"text/plain": output["text"]} if output["output_type"] == "stream" else output["data"]
+        for kind in sorted(data):
+            text = data[kind] if kind.startswith("text/") else ""
+            lines += [f"{kind}:", *(masked(text) if varies else text).splitlines()]
+    return lines
+
+
+def differences(committed: Any, fresh: Any) -> dict[int, str]:
+    """Number of a cell -> how the lines of `shown` differ, for the cells whose outputs do not agree."""
+    found = {}
+    for number, cells in enumerate(zip(committed["cells"], fresh["cells"], strict=True)):
+        if cells[0]["cell_type"] == "code":
+            old, new = map(shown, cells)
+            if old != new:
+                found[number] = "\n".join(difflib.unified_diff(old, new, "committed", "fresh", n=1, lineterm=""))
+    return found
+
+
+def check(file: Path, update: bool) -> bool:
+    """Whether, in the end, the outputs of `file` are those of a run of all its cells in a new kernel."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    committed, fresh = (nbformat.read(file, as_version=4) for _ in range(2))
+    resources = {"metadata": {"path": str(file.parent)}}
+    NotebookClient(fresh, kernel_name="python3", timeout=600, resources=resources).execute()
+    found = differences(committed, fresh)
+    for number, difference in found.items():
+        print(f"{file}: what cell {number} shows is not what was committed\n{difference}")
+    if update:
+        for number, (old, new) in enumerate(zip(committed.cells, fresh.cells, strict=True)):
+            if old.cell_type == "code":
+                old.execution_count = new.execution_count
+                old.outputs = tidy(new.outputs if number in found else old.outputs)
+        nbformat.write(committed, file)
+    print(f"{file}: {len(found)} of {len(fresh.cells)} cells {'updated' if update else 'differ'}")
+    return update or not found
+
+
+def main() -> None:
+    """Exit with 1 and the command that mends it, if outputs are stale."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="write the outputs that differ into the files")
+    parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK")
+    options = parser.parse_args()
+    stale = [str(file) for file in options.notebooks if not check(file, options.update)]
+    if stale:
+        sys.exit(
+            f"Outputs are stale; where the new ones are right: python notebooks/check.py --update {' '.join(stale)}"
+        )
+
+
+if __name__ == "__main__":
+    main()
