@@ -80,9 +80,9 @@ def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, 
         steps(k, alpha, cost, np.asarray(speculative.out.stats.rounds), new_tokens, whole),
         plots.bars("step", "speed-up"),
         notes=[
-            f"Theory: Leviathan et al. 2023, theorem 3.8, with {alpha:.3f} of the judged drafts accepted and cost ratio"
-            f" {cost['draft'] / cost['target']:.3f}. A round takes {cost['round'] / _alone(k, cost):.3f} of its passes"
-            " measured alone."
+            f"Theory: Leviathan et al. 2023, theorem 3.8, with {alpha:.3f} of the judged drafts accepted, a missing"
+            f" guess being a refusal, and cost ratio {cost['draft'] / cost['target']:.3f}. A round takes"
+            f" {cost['round'] / _alone(k, cost):.3f} of its passes measured alone."
         ],
         folder=subject.folder,
         seconds=cost,

@@ -65,7 +65,8 @@ def run(subject: Subject, batches: list[int], ks: list[int], new_tokens: int, wi
         plots.speedups,
         notes=[f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles of x own plain."
                " transformers assisted: K = 4, rows one after another.",
-               "acceptance: of the judged drafts. cost ratio: draft over target, one pass of one row alone."
+               "acceptance: of the judged drafts, a missing guess being a refusal. cost ratio: draft over"
+               " target, one pass of one row alone."
                " predicted: their speed-up by Leviathan et al. 2023, theorem 3.8; with K + 1 rows: with what verifying"
                " as many takes, measured alone, in the place of one row's time. Lookup counts as free."],
         folder=subject.folder,
