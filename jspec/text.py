@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import convert
+from jspec import tokenizer_file
 
 if TYPE_CHECKING:
     from jax import Array
@@ -24,6 +25,7 @@ EXAMPLE_PROMPTS = [
     "for name in sorted(os.listdir(path)):\n",
 ]
 _LEAST_WIDTH = 32
+_LEAST_NEW = 128
 _CONTEXT = 8  # tokens decoded before a new one: enough for a space or a character that spans several
 
 
@@ -47,7 +49,7 @@ class Batch:
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
-    """The transformers tokenizer beside a checkpoint.
+    """The tokenizer beside a checkpoint: that of transformers, or one that gives the same ids and texts in less time.
 
     Raises:
         convert.CheckpointError: the source has no tokenizer files, or they cannot be read.
@@ -57,9 +59,11 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         raise convert.CheckpointError(
             f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
         )
-    from transformers import AutoTokenizer  # over a second
-
     try:
+        if (tokenizer := tokenizer_file.read(directory)) is not None:
+            return tokenizer
+        from transformers import AutoTokenizer  # takes seconds
+
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the tokenizer libraries raise many kinds
         reason = " ".join(str(error).split())[:200]
@@ -105,6 +109,17 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
         tokens[i, : len(row)], lengths[i] = row, len(row)
     limits = np.where(np.arange(shape[0]) < len(rows), 0, 1).astype(np.int32)
     return Batch(tokens, lengths, limits, len(rows))
+
+
+def room(wanted: int, batch: Batch, positions: int) -> int:
+    """`wanted` new tokens, rounded up so that other wishes find the program compiled; the limit is for `max_tokens`.
+
+    A power of two where the models have so many positions, else all that they have behind the padded prompts, or
+    behind the longest; and `wanted` itself where even that is too much, for the error to name it.
+    """
+    most = positions - int(batch.lengths.max())
+    sizes = _bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most
+    return next((size for size in sizes if wanted <= size <= most), wanted)
 
 
 def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:

@@ -1,5 +1,7 @@
 """Text in and out: every character comes back, and padding, neighbours and batch size change nothing."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -25,10 +27,10 @@ def pair(tmp_path_factory):
     return [jspec.load(text_pair.write(folder / str(distance), distance)) for distance in (0.0, 0.3)]
 
 
-def continued(pair, batch, keys, temperature=0.0):
+def continued(pair, batch, keys, temperature=0.0, room=24):
     """The new tokens of each prompt in `batch`, cut at their ends; called as the command line does."""
     sampling = jspec.SamplingParams(temperature=temperature, max_tokens=batch.limits)
-    options = {"keys": keys, "max_new_tokens": 24, "sampling": sampling, "eos_ids": (0,)}
+    options = {"keys": keys, "max_new_tokens": room, "sampling": sampling, "eos_ids": (0,)}
     out = jspec.speculative_generate(*pair, batch.tokens, batch.lengths, **options)
     return [out.tokens[i, : out.lengths[i]].tolist() for i in range(batch.count)], out
 
@@ -98,6 +100,31 @@ def test_empty_prompt_needs_a_start_token():
         text.encode(TOKENIZER, ["a", ""])
     batch = text.encode(text_pair.tokenizer(bos=True), ["a", ""])
     assert batch.lengths.tolist() == [2, 1] and batch.tokens[:, 0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "longest", "positions", "size"),
+    [
+        (1, 5, 1024, 128),
+        (128, 5, 1024, 128),
+        (129, 5, 1024, 256),
+        (600, 5, 1024, 992),  # 1024 are too many: as far as a prompt of 32 leaves room
+        (1000, 5, 1024, 1019),
+        (1019, 5, 1024, 1019),
+        (1020, 5, 1024, 1020),  # too many, which is for `jspec.generate` to say
+        (24, 9, 128, 96),
+    ],
+)
+def test_room_is_one_of_few_sizes_and_never_too_much(wanted, longest, positions, size):
+    batch = text.encode(TOKENIZER, ["x", "y" * longest])
+    assert text.room(wanted, batch, positions) == size
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_more_room_changes_no_text(pair, temperature):
+    batch, keys = text.encode(TOKENIZER, PROMPTS), text.request_keys(2, 4)
+    roomy = dataclasses.replace(batch, limits=np.full(4, 24))
+    assert continued(pair, roomy, keys, temperature, room=96)[0] == continued(pair, batch, keys, temperature)[0]
 
 
 def test_keys_of_a_request_do_not_depend_on_the_others():
