@@ -1,6 +1,7 @@
 """What became of each prompt: its text by origin, its counts beside theory; as JSON or in colour."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output
 
 NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus", NO_DRAFT: "no draft"}
 COLOURS = {ACCEPTED: "green", CORRECTED: "bold red", BONUS: "cyan", NO_DRAFT: "yellow"}
+# Characters that are seldom in texts and often in fonts.
+MARKS = {ACCEPTED: ("", ""), CORRECTED: ("«", "»"), BONUS: ("°", "°"), NO_DRAFT: ("¦", "¦")}
+_PROMPT_ENDS = "►"
 # A control character in a text could recolour or rewrite the terminal.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
 
@@ -125,8 +129,19 @@ def coloured(done: Completion) -> Text:
     return text
 
 
-def legend() -> Text:
-    """What the colours of `coloured` mean."""
+def marked(done: Completion) -> Text:
+    """The same where there are no colours: what was not accepted stands between the marks of its origin."""
+    text = done.prompt + _PROMPT_ENDS
+    for origin, run in itertools.groupby(zip(done.pieces, done.origins, strict=True), lambda pair: pair[1]):
+        if new := "".join(piece for piece, _ in run):
+            text += new.join(MARKS[origin])
+    return Text(text.translate(_VISIBLE))
+
+
+def legend(marks: bool = False) -> Text:
+    """What the colours of `coloured`, or the marks of `marked`, mean."""
+    if marks:
+        return Text(" ".join(["prompt" + _PROMPT_ENDS, *(NAMES[i].join(MARKS[i]) for i in NAMES)]))
     return Text(" ").join([Text("prompt", "dim"), *(Text(NAMES[i], COLOURS[i]) for i in NAMES)])
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jspec import report, text, theory
 from jspec.tuning import Tuning
-from jspec.types import ACCEPTED, BONUS, CORRECTED, Output, Stats
+from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
 
 TOKENIZER = text_pair.tokenizer()
 ORIGINS = [ACCEPTED, ACCEPTED, BONUS, CORRECTED, ACCEPTED, CORRECTED]
@@ -85,6 +85,15 @@ def test_every_token_has_the_colour_of_its_origin():
     assert [styles[letter] for letter in "abcdef"] == [report.COLOURS[origin] for origin in ORIGINS]
     assert len(set(report.COLOURS.values())) == 4
     assert report.legend().plain == "prompt accepted corrected bonus no draft"
+
+
+def test_marks_tell_origins_without_colours():
+    done = made([ACCEPTED, BONUS, CORRECTED, CORRECTED, NO_DRAFT, ACCEPTED])
+    shown = report.marked(done)
+    assert shown.plain == "in►a°b°«cd»¦e¦f" and not shown.spans
+    assert report.legend(marks=True).plain == "prompt► accepted «corrected» °bonus° ¦no draft¦"
+    assert len(set(report.MARKS.values())) == len(report.NAMES)
+    assert report.marked(made(letters="\x1b[3m\n\t")).plain == "in►\ufffd[°3°«m»\n«\t»"
 
 
 def test_control_characters_do_not_reach_the_terminal():
