@@ -4,6 +4,7 @@ Nothing in this file decodes: it is handed a function that does (`jspec.decode.t
 """
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -17,6 +18,7 @@ from jspec.draft_length import doubling
 from jspec.sampling import SamplingParams
 from jspec.types import Output
 
+log = logging.getLogger(__name__)  # says how far it is; the command shows that
 TRIALS = 5
 _LONG = 128  # new tokens in the longer of two runs
 _PATIENCE = 20.0  # seconds after which no further trial begins
@@ -71,11 +73,13 @@ def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
     """Time `run` in trials in which all lengths take turns, so that each meets the same machine; medians of those."""
     lengths, limit = doubling(max_draft_tokens), min(max_new_tokens, _LONG)
     costs: dict[int, list[float]] = {k: [] for k in (0, *lengths)}
-    for k in costs:
+    for number, k in enumerate(costs, 1):
+        log.info("Compiling, program %d of %d", number, len(costs))
         jax.block_until_ready(run(k, 1, 0))  # compiles
     began, outs = perf_counter(), []
     for trial in range(TRIALS):
-        for k, seconds in costs.items():
+        for number, (k, seconds) in enumerate(costs.items()):
+            log.info(_progress(trial * len(costs) + number, len(costs), perf_counter() - began))
             cost, out = _round_seconds(run, k, limit, trial)
             seconds.append(cost)
         outs.append(out)  # that of the largest K, which tells the acceptance at every depth
@@ -86,6 +90,16 @@ def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
     rates = acceptance_rates(jax.device_get(outs))
     tokens = tuple(float(theory.expected_tokens_from_rates(rates[:k])) for k in range(1, max_draft_tokens + 1))
     return Tuning(*best_length(plain, rounds, tokens), plain, rounds, tokens)
+
+
+def _progress(done: int, in_trial: int, elapsed: float) -> str:
+    """What to say after `done` readings, `in_trial` of which make a trial, and `elapsed` seconds."""
+    said, total = f"Measuring, {done + 1} of {TRIALS * in_trial}", TRIALS * in_trial
+    if done < in_trial:
+        return said  # the first reading alone tells little: lengths differ
+    pace = elapsed / done
+    left = min(pace * (total - done), max(_PATIENCE - elapsed, 0) + pace * in_trial)
+    return f"{said}, at most {left:.0f} s to go"
 
 
 def _round_seconds(run: Run, num_draft_tokens: int, limit: int, trial: int) -> tuple[float, Output]:

@@ -110,6 +110,20 @@ def test_patience_ends_after_a_whole_trial(monkeypatch):
     assert found.round_seconds == (2.0,) and {trial for *_, trial in machine.calls} == {0}
 
 
+def test_it_says_how_far_it_is(monkeypatch, caplog):
+    machine = Machine(0.0, {0: 1.0, 1: 2.0})
+    monkeypatch.setattr(tuning, "perf_counter", machine.clock)
+    caplog.set_level("INFO", "jspec")
+    tuning.measure(machine.run, max_new_tokens=16, max_draft_tokens=1)
+    trial = 16 + 2 + (8 + 1) * 2  # a long and a short run of each
+    left = [f", at most {trial * (tuning.TRIALS - n):.0f} s to go" for n in range(1, tuning.TRIALS)]
+    assert caplog.messages[:2] == ["Compiling, program 1 of 2", "Compiling, program 2 of 2"]
+    assert caplog.messages[2:4] == ["Measuring, 1 of 10", "Measuring, 2 of 10"]
+    assert caplog.messages[4::2] == [f"Measuring, {2 * n + 1} of 10{said}" for n, said in enumerate(left, 1)]
+    monkeypatch.setattr(tuning, "_PATIENCE", 40.0)  # ends after the second trial
+    assert tuning._progress(2, 2, 36.0) == "Measuring, 3 of 10, at most 40 s to go"
+
+
 def test_where_noise_swallows_the_difference_the_whole_run_counts(monkeypatch):
     machine = Machine(4.0, {0: 0.0, 1: 0.0})
     monkeypatch.setattr(tuning, "perf_counter", machine.clock)
