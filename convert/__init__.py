@@ -1,12 +1,16 @@
 """Hugging Face Llama checkpoints <-> flat dictionaries of named arrays; no model code."""
 
-from convert.checkpoint import Checkpoint
-from convert.config import LlamaConfig, RopeConfig, parse_config, read_config
-from convert.errors import CheckpointError
-from convert.keymap import shapes
-from convert.loading import load
-from convert.saving import save, save_hf
-from convert.source import resolve
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from convert.checkpoint import Checkpoint
+    from convert.config import LlamaConfig, RopeConfig, parse_config, read_config
+    from convert.errors import CheckpointError
+    from convert.keymap import shapes
+    from convert.loading import load
+    from convert.saving import save, save_hf
+    from convert.source import resolve
 
 __all__ = [
     "Checkpoint",
@@ -21,3 +25,28 @@ __all__ = [
     "save_hf",
     "shapes",
 ]
+
+# Names are looked up when they are first used: what they need takes a while, which `--help` should not.
+_HOMES = {
+    "Checkpoint": "convert.checkpoint",
+    "CheckpointError": "convert.errors",
+    "LlamaConfig": "convert.config",
+    "RopeConfig": "convert.config",
+    "load": "convert.loading",
+    "parse_config": "convert.config",
+    "read_config": "convert.config",
+    "resolve": "convert.source",
+    "save": "convert.saving",
+    "save_hf": "convert.saving",
+    "shapes": "convert.keymap",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'convert' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

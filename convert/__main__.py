@@ -1,19 +1,22 @@
-"""`python -m convert SRC DST`: Hugging Face -> Orbax, or with `--to hf` the way back."""
+"""`python -m convert SRC DST`: Hugging Face -> Orbax, or with `--to hf` the way back. `jspec convert` is the same."""
 
 import enum
+import functools
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
-from convert import CheckpointError, dtypes, save, save_hf, shapes
-from convert.checkpoint import Checkpoint
-from convert.loading import stream
+from convert.errors import CheckpointError
 
-Dtype = enum.StrEnum("Dtype", list(dtypes.BY_NAME))
+
+class Dtype(enum.StrEnum):
+    """The names in `convert.dtypes`, without what it imports: help comes at once."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class Format(enum.StrEnum):
@@ -23,11 +26,29 @@ class Format(enum.StrEnum):
     hf = "hf"
 
 
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory or hub id (org/model).")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
+    to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype; default: as stored.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+) -> None:
+    """Convert a Llama checkpoint between the Hugging Face format and Orbax, checking every tensor."""
+    typer.echo(_convert(source, destination, to, dtype, revision))
+
+
 def _convert(source: str, destination: Path, to: Format, dtype: str | None, revision: str | None) -> str:
+    from rich.console import Console
+    from rich.progress import track
+
+    from convert import Checkpoint, save, save_hf, shapes
+    from convert.loading import stream
+
     start = time.perf_counter()
-    config, directory, arrays = stream(source, dtype, revision)
     console = Console(stderr=True)
-    params = dict(track(arrays, "Reading", total=len(shapes(config)), console=console, transient=True))
+    config, directory, arrays = stream(source, dtype, revision)
+    progress = {"total": len(shapes(config)), "console": console, "transient": True, "disable": not console.is_terminal}
+    params = dict(track(arrays, "Reading", **progress))
     with console.status("Writing"):
         (save if to is Format.orbax else save_hf)(Checkpoint(config, params, directory), destination)
     size = sum(array.nbytes for array in params.values())
@@ -36,16 +57,10 @@ def _convert(source: str, destination: Path, to: Format, dtype: str | None, revi
     return f"{destination}: {len(params)} arrays, {kind}, {size / 1e9:.2f} GB, {seconds:.1f} s"
 
 
-def main(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory or hub id (org/model).")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
-    to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype; default: as stored.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-) -> None:
-    """Convert a Llama checkpoint between the Hugging Face format and Orbax, checking every tensor."""
+@functools.wraps(convert)  # the same options and help
+def main(**arguments: Any) -> None:
     try:
-        typer.echo(_convert(source, destination, to, dtype, revision))
+        convert(**arguments)
     except CheckpointError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -11,6 +11,7 @@ from convert.errors import CheckpointError
 from convert.safetensors_reader import INDEX
 from convert.source import PARTIAL
 from convert.store import DESCRIPTION
+from convert.unfinished import deleted_in_the_end
 
 _CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
 
@@ -28,13 +29,12 @@ def new_directory(destination: Path) -> Iterator[Path]:
         raise CheckpointError(f"{destination} exists and is not overwritten; delete it or choose another name.")
     temporary = destination.with_name(f".{destination.name}{PARTIAL}{secrets.token_hex(4)}")
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(destination)
+        with deleted_in_the_end(temporary):
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.rename(destination)
     except OSError as error:
         raise CheckpointError(f"{destination} could not be written ({error}); check the disk.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def carry(source: Path, target: Path) -> None:

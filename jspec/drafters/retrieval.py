@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jax import Array, lax
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from convert.unfinished import deleted_in_the_end
 from jspec.drafters.base import Context
 from jspec.drafters.chain import Chain
 from jspec.drafters.tables import checked_tokens
@@ -130,9 +131,11 @@ class RetrievalDrafter(Chain):
             raise FileNotFoundError(f"{path.parent} is no directory; create it, or choose another place.")
         notes = {"format": _FORMAT} | {name: str(getattr(self, name)) for name in _SIZES}
         content = save({"tokens": np.asarray(self.tokens), "order": np.asarray(self.order)}, notes)
-        with tempfile.TemporaryDirectory(prefix=".datastore-", dir=path.parent) as folder:
-            (Path(folder) / "new").write_bytes(content)
-            os.replace(Path(folder) / "new", path)
+        folder = path.with_name(f".datastore-{secrets.token_hex(4)}")
+        with deleted_in_the_end(folder):
+            folder.mkdir()
+            (folder / "new").write_bytes(content)
+            os.replace(folder / "new", path)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "RetrievalDrafter":
