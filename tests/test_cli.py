@@ -1,23 +1,32 @@
 """The command as people meet it: help at once, one sentence for a mistake, one text whatever the way."""
 
 import importlib
+import inspect
 import io
 import json
+import logging
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 import text_pair
 
+import convert
 import jspec
+from convert import __main__ as module
+from convert import dtypes
 from jspec import cli
+from jspec.cli import app as _app  # noqa: F401, loads the commands
+from jspec.cli.shared import status_line
+from jspec.decode import _decode
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-FIELDS = {"prompt", "text", "tokens", "logprobs", "origins", "finish_reason", "stats", "times"}
+FIELDS = {"prompt", "text", "tokens", "logprobs", "origins", "finish_reason", "num_draft_tokens", "stats", "times"}
 PROMPTS = ["the thing", "in a", "Ω ≠ 🙂 then"]
 
 
@@ -30,10 +39,14 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """``run(*arguments, stdin=None)``: exit code, standard output and error of `jspec`, in this process."""
+    """``run(*arguments, stdin=None)``: exit code, standard output and error of `jspec`, in this process.
+
+    Args:
+        stdin: bytes; None is a terminal.
+    """
 
     def command(*arguments, stdin=None):
-        source = io.StringIO(stdin or "")
+        source = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
         source.isatty = lambda: stdin is None
         monkeypatch.setattr(sys, "stdin", source)
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
@@ -48,8 +61,8 @@ def run(monkeypatch, capsys, tmp_path):
 def generate(run, sources):
     """``generate(*arguments)``: the objects of a successful `jspec generate --json` with the tiny pair."""
 
-    def command(*arguments, **options):
-        arguments = "--target", sources[0], *arguments, "--max-new-tokens", 24, "--json"
+    def command(*arguments, length=24, **options):
+        arguments = "--target", sources[0], *arguments, "-n", length, "--json"
         pair = () if "--plain" in arguments else ("--draft", sources[1])
         code, out, error = run("generate", *arguments, *pair, **options)
         assert (code, error) == (0, "")
@@ -60,7 +73,7 @@ def generate(run, sources):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["generate", "--help"], ["tune", "--help"], ["--version"], [], ["generate", "--no"], ["tune", "--no"]],
+    [["--help"], ["generate", "--help"], ["tune", "-h"], ["convert", "-h"], ["--version"], [], ["generate", "--no"]],
 )
 def test_help_and_mistakes_load_nothing_slow(arguments):
     code = (
@@ -89,7 +102,8 @@ def test_version_and_help(run):
         *("--target", "--draft", "--plain", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
         *("--max-new-tokens", "--num-draft-tokens", "--json", "--help"),
     }, options
-    assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1]
+    assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1] and "\n  convert" in run()[1]
+    assert all(run(command, "-h") == run(command, "--help") for command in ("generate", "tune", "index", "convert"))
 
 
 def test_bundled_pair_by_default(tmp_path):
@@ -109,18 +123,18 @@ def test_ragged_prompts_are_the_prompts_alone(generate):
     assert [line["prompt"] for line in together] == PROMPTS
     assert [line["text"] for line in together] == [generate(p, "--temperature", 0)[0]["text"] for p in PROMPTS]
     # Sampled, the first request has the same key in any batch.
-    assert generate(*PROMPTS, "--seed", 4)[0]["tokens"] == generate(PROMPTS[0], "--seed", 4)[0]["tokens"]
+    assert generate(*PROMPTS, "--seed", 13)[0]["tokens"] == generate(PROMPTS[0], "--seed", 13)[0]["tokens"]
 
 
 def test_json_adds_up(generate):
-    for line in generate(*PROMPTS, "--seed", 4):  # no text ends before the limit
+    for line in generate(*PROMPTS, "--seed", 13):  # no text ends before the limit
         stats, origins = line["stats"], line["origins"]
-        assert set(line) == FIELDS
+        assert set(line) == FIELDS and line["num_draft_tokens"] == 4
         assert len(line["tokens"]) == len(line["logprobs"]) == len(origins) == stats["tokens"] == 24
         assert line["finish_reason"] == "length" and all(value <= 0 for value in line["logprobs"])
         assert sum(stats["accepted_at"]) == stats["accepted"] == origins.count("accepted") > 0
         assert stats["tokens_per_round"] == 24 / stats["rounds"] > 1
-        assert set(line["times"]) == {"load", "compile", "run", "tokens_per_second"}
+        assert set(line["times"]) == {"import", "load", "compile", "run", "tokens_per_second"}
         assert text_pair.tokenizer().decode(line["tokens"], skip_special_tokens=True) == line["text"]
 
 
@@ -137,7 +151,7 @@ def test_seed_decides(generate):
 
 
 def test_standard_input_is_one_prompt(generate):
-    piped = generate(stdin="the thing\nin a\n")
+    piped = generate(stdin=b"the thing\nin a\n")
     assert len(piped) == 1 and piped[0]["prompt"] == "the thing\nin a\n"
     assert piped[0]["tokens"] == generate("the thing\nin a\n")[0]["tokens"]
 
@@ -152,19 +166,30 @@ def test_every_option_arrives(monkeypatch, sources):
     options = "--temperature 0.5 --top-k 7 --top-p 0.25 --min-p 0.125 --seed 9 --max-new-tokens 3 --num-draft-tokens 2"
     with pytest.raises(ZeroDivisionError):
         cli.main(["generate", "a", "bc", *pair, *options.split()])
-    ((models, batch, seed, sampling, _times), fixed) = caught[0]
-    assert len(models) == 2 and batch.count == 2 and seed == 9
+    ((models, batch, max_new_tokens, seed, sampling, _times, _say), fixed) = caught[0]
+    assert len(models) == 2 and batch.count == 2 and max_new_tokens == 3 and seed == 9
     assert sampling == jspec.SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
-    assert fixed == {"max_new_tokens": 3, "num_draft_tokens": 2, "eos_ids": (0,)}
+    assert fixed == {"num_draft_tokens": 2, "eos_ids": (0,)}
+
+
+def test_another_limit_needs_no_other_program(generate, report):
+    longer = generate(PROMPTS[0], "--seed", 13, length=57)[0]
+    compiled = _decode._cache_size()
+    for length in (1, 24, 96):
+        line = generate(PROMPTS[0], "--seed", 13, length=length)[0]
+        assert len(line["tokens"]) == length and line["tokens"][:57] == longer["tokens"][:length]
+    report(compilations=_decode._cache_size() - compiled)
+    assert _decode._cache_size() == compiled
 
 
 def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
     tuning = {2: jspec.Tuning(2, 1.5, 1.0, (1.0, 1.0), (1.2, 1.5)), 0: jspec.Tuning(0, 1.0, 1.0, (2.0,), (1.2,))}
     for best, options in ((2, ["--num-draft-tokens", 2]), (0, ["--plain"])):
         monkeypatch.setattr(importlib.import_module("jspec.decode"), "measure", lambda *_, best=best: tuning[best])
-        auto, fixed = (generate(*PROMPTS, *extra) for extra in (["--num-draft-tokens", "auto"], options))
+        auto, fixed = (generate(PROMPTS[0], *extra) for extra in (["--num-draft-tokens", "auto"], options))
         assert [line["tokens"] for line in auto] == [line["tokens"] for line in fixed]
         assert [line["stats"] for line in auto] == [line["stats"] for line in fixed]
+        assert [line["num_draft_tokens"] for line in auto] == [best]
 
 
 @pytest.mark.parametrize(
@@ -180,17 +205,28 @@ def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
 
 
 def test_tune_says_what_to_do(run, sources):
-    command = "tune", *sources, "--prompt", "in a", "--prompt", "the", "--max-new-tokens", 24, "--max-draft-tokens", 2
-    code, out, error = run(*command, "--batch", 3, "--temperature", 0, "--json")
+    command = "tune", *sources, "--prompt", "in a", "-n", 24, "--max-draft-tokens", 1
+    code, out, error = run(*command, "--batch", 2, "--temperature", 0, "--json")
     assert (code, error) == (0, "")
     found = json.loads(out)
-    assert {name: found.pop(name) for name in ("batch", "temperature")} == {"batch": 3, "temperature": 0}
+    assert {name: found.pop(name) for name in ("batch", "temperature")} == {"batch": 2, "temperature": 0}
     assert isinstance(found.pop("device"), str)
-    assert set(found) == set(jspec.Tuning.__dataclass_fields__) and found["num_draft_tokens"] in (0, 1, 2)
-    assert len(found["round_seconds"]) == 2 and 1 <= found["expected_tokens"][0] <= found["expected_tokens"][1] <= 3
-    code, out, error = run(*command)
+    assert set(found) == set(jspec.Tuning.__dataclass_fields__) and found["num_draft_tokens"] in (0, 1)
+    assert len(found["round_seconds"]) == 1 and 1 <= found["expected_tokens"][0] <= 2
+    code, out, error = run(*command, "--prompt", "the")  # a text for each of the two prompts
     assert (code, error) == (0, "") and "batch 2, temperature 1.0" in out and out.count("<- best") == 1
-    assert re.fullmatch(r"use num_draft_tokens=[12] \(\S+x plain\)|do not speculate: .*", out.splitlines()[-1])
+    assert re.fullmatch(r"use num_draft_tokens=1 \(\S+x plain\)|do not speculate: .*", out.splitlines()[-1])
+
+
+def test_convert_is_that_of_the_module(run, sources, tmp_path):
+    command = "convert", sources[0], tmp_path / "out\udcff", "--to", "hf"  # a name in no encoding is no obstacle
+    code, out, error = run(*command)
+    assert (code, error) == (0, "") and re.search(r"/out\\udcff: \d+ arrays, float32", out)
+    assert convert.load(command[2]).config == convert.load(sources[0]).config
+    code, out, error = run(*command)
+    assert (code, out) == (1, "") and error.startswith("jspec: ") and "is not overwritten" in error
+    assert inspect.signature(module.main) == inspect.signature(module.convert)
+    assert [*module.Dtype] == [*dtypes.BY_NAME]
 
 
 def test_end_of_text_is_the_models(generate, sources, tmp_path):
@@ -208,7 +244,7 @@ def test_colour_only_on_a_terminal(run, sources, monkeypatch):
     code, out, error = run(*command)
     assert code == 0 and "\x1b" not in out + error and out.startswith("the thing")
     assert re.search(r"^24 tokens \(length\) in \d+ rounds: \S+ a round, \S+ predicted from \d+% acceptance", error)
-    assert re.search(r"^load \S+ s, compile \S+ s, run \S+ s; \d+ tokens/s in all$", error, re.M)
+    assert re.search(r"^import \S+ s, load \S+ s, compile \S+ s, run \S+ s; \d+ tokens/s in all$", error, re.M)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     _, bright, _ = run(*command)
@@ -216,9 +252,34 @@ def test_colour_only_on_a_terminal(run, sources, monkeypatch):
     assert legend.count("\x1b[") > 4 and _printed(re.sub(r"\x1b\[[\d;]*m", "", text)) == _printed(out)
 
 
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}])
+def test_marks_where_there_are_no_colours(run, sources, monkeypatch, variables):
+    command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "-n", 60, "--seed", 1
+    without = run(*command)[1]
+    for name, value in ({"FORCE_COLOR": "1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    legend, text = run(*command)[1].split("\n\n", 1)
+    assert legend == "prompt► accepted «corrected» °bonus° ¦no draft¦" and "\x1b" not in text
+    assert text.startswith("the thing►") and "«" in text and "°" in text
+    assert _printed(re.sub("[►«»°¦]", "", text)) == _printed(re.sub("[►«»°¦]", "", without))
+
+
 def _printed(text):
     """Its letters and signs, without those that a terminal is spared."""
     return [letter for letter in text if letter.isprintable() and letter != "\ufffd"]
+
+
+def test_one_line_says_what_is_done_and_goes(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    log = logging.getLogger("jspec.tuning")
+    with status_line() as say:
+        for tell, what in ((say, "Loading"), (log.info, "Measuring")):
+            tell(what)
+            while what not in (shown := capsys.readouterr().err):
+                time.sleep(0.01)
+            assert "\n" not in shown
+    assert capsys.readouterr().err.endswith("\x1b[2K") and not log.isEnabledFor(logging.INFO)
 
 
 MISTAKES = {
@@ -228,6 +289,8 @@ MISTAKES = {
     "above its range": (["x", "--top-p", 1.5], 2, "--top-p"),
     "no new tokens": (["x", "--max-new-tokens", 0], 2, "--max-new-tokens"),
     "no prompt": ([], 2, "Give a prompt"),
+    "not UTF-8": (["x", "a\udcff"], 2, "PROMPT 2 is not UTF-8 text (character 2)"),
+    "length of no draft": (["x", "--plain", "--num-draft-tokens", 4], 2, "leave out --num-draft-tokens"),
     "target alone": (["x", "--target", "TARGET"], 2, "--target needs --draft"),
     "draft alone": (["x", "--draft", "DRAFT"], 2, "--draft needs --target"),
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
@@ -251,6 +314,7 @@ TUNE_MISTAKES = {
     "too many models": (["TARGET", "DRAFT", "more"], 2, "more"),
     "no such model": (["/no/such/folder", "DRAFT"], 1, "/no/such/folder does not exist"),
     "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 1, "Prompt 1 is empty"),
+    "not UTF-8": (["TARGET", "DRAFT", "--prompt", "\udcff"], 2, "--prompt is not UTF-8 text (character 1)"),
     "too short": (["TARGET", "DRAFT", "--max-new-tokens", 8], 1, "too short a text"),
     "too long": (["TARGET", "DRAFT", "--max-new-tokens", 500], 1, "positions"),
 }
@@ -278,6 +342,20 @@ def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
     code, out, error = run("generate", *(folders.get(argument, argument) for argument in arguments))
     assert (code, out) == (expected_code, "")
     assert error.startswith("jspec: ") and error.count("\n") == 1 and phrase in error
+
+
+@pytest.mark.parametrize(
+    ("stdin", "said"), [(b"", "Standard input is empty"), (b"a\xff", "Standard input is not UTF-8 text (byte 2)")]
+)
+def test_what_is_no_standard_input(run, monkeypatch, stdin, said):
+    monkeypatch.setattr(cli.generate, "prepare_environment", lambda: pytest.fail("it went on"))
+    code, out, error = run("generate", stdin=stdin)
+    assert (code, out) == (2, "") and error.startswith(f"jspec: {said}") and error.count("\n") == 1
+
+
+def test_prompts_are_read_before_models(run, sources, monkeypatch):
+    monkeypatch.setattr(cli.generate, "load_models", lambda *_: pytest.fail("models were loaded"))
+    assert "Prompt 1 is empty" in run("generate", "", "--target", sources[0], "--draft", sources[1])[2]
 
 
 def test_bugs_keep_their_traceback(run, monkeypatch):

@@ -3,13 +3,23 @@
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jspec.cli.shared import STORE, UsageError, load_models, option, prepare_environment, sources
+from jspec.cli.shared import (
+    STORE,
+    UsageError,
+    check_prompts,
+    load_models,
+    load_tokenizer,
+    option,
+    prepare_environment,
+    sources,
+    status_line,
+    timed,
+)
 
 if TYPE_CHECKING:
     from jspec.report import Completion
@@ -24,16 +34,21 @@ With --json, each prompt gives one line, an object of
   origins           for each token "accepted", "corrected", "bonus" (always so
                     with --plain) or "no draft" (there was no guess to judge)
   finish_reason     "eos" or "length"
+  num_draft_tokens  guessed a round, at most; with auto what it found; 0 is plain
+                    decoding
   stats             tokens, rounds, drafted, judged, accepted, accepted_at (by
                     position in the draft), acceptance_rate (accepted over judged),
                     tokens_per_round, predicted_tokens_per_round (from that rate)
-  times             load, compile (and measure, with --num-draft-tokens auto), run:
-                    seconds for all prompts together;
+  times             import (of libraries), load (of models), compile (and measure,
+                    with --num-draft-tokens auto), run: seconds for all prompts
+                    together;
                     tokens_per_second: of this prompt
 
 \b
 Compiled programs are kept in ~/.cache/jspec/xla, or in JAX_COMPILATION_CACHE_DIR.
 """
+
+_DRAFTED = 4  # tokens a round, unless told otherwise
 
 
 def _length(text: str) -> int | str:
@@ -59,7 +74,7 @@ def generate(
         float, option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1)
     ] = 0.0,
     seed: Annotated[int, option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)] = 0,
-    max_new_tokens: Annotated[int, option("--max-new-tokens", "N", "Limit for each prompt.", min=1)] = 128,
+    max_new_tokens: Annotated[int, option("--max-new-tokens -n", "N", "Limit for each prompt.", min=1)] = 128,
     num_draft_tokens: Annotated[
         Any,
         option(
@@ -67,8 +82,9 @@ def generate(
             "N",
             "Tokens guessed a round (at most, by a datastore); auto: as measured.",
             parser=_length,
+            show_default=str(_DRAFTED),
         ),
-    ] = "4",
+    ] = None,
     as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False,
 ) -> None:
     """Continue each PROMPT, all as one batch; without any, standard input, taken whole, is the prompt.
@@ -78,42 +94,66 @@ def generate(
     """
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")
+    if plain and num_draft_tokens is not None:
+        raise UsageError("--plain decodes without a draft; leave out --num-draft-tokens.")
     target, draft = sources(target, draft, plain)
-    prompts = prompts or [_standard_input()]
-    began = time.perf_counter()
+    if prompts:
+        check_prompts(prompts, "PROMPT")
+    else:
+        prompts = [_standard_input()]
     prepare_environment()
-    from rich.console import Console
-
-    from jspec import UpTo, report, text
-    from jspec.sampling import SamplingParams
-
-    with Console(stderr=True).status("Loading; compiling, which is kept for the next time"):
-        tokenizer, models = load_models(target, draft)
-        batch, eos_ids = text.encode(tokenizer, prompts), text.eos_ids(models[0], tokenizer)
-        times = {"load": time.perf_counter() - began}
+    times: dict[str, float] = {}
+    with status_line() as say:
+        with timed(times, "import"):
+            from jspec import decode, report, text  # noqa: F401, decode imports what decoding needs
+            from jspec.sampling import SamplingParams
+        say("Loading")
+        with timed(times, "load"):
+            tokenizer = load_tokenizer(target, draft)
+            batch = text.encode(tokenizer, prompts)
+            models = load_models(target, draft)
+        eos_ids = text.eos_ids(models[0], tokenizer)
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        fixed: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-        if draft:
-            looked_up = draft.endswith(STORE) and isinstance(num_draft_tokens, int)
-            fixed["num_draft_tokens"] = UpTo(num_draft_tokens) if looked_up else num_draft_tokens
-        out = _decode(models, batch, seed, sampling, times, eos_ids=eos_ids, **fixed)
+        drafted = {"num_draft_tokens": _draft_length(draft, num_draft_tokens or _DRAFTED)} if draft else {}
+        out = _decode(models, batch, max_new_tokens, seed, sampling, times, say, eos_ids=eos_ids, **drafted)
     completions = report.completions(prompts, batch, out, tokenizer, eos_ids)
     if as_json:
-        _print_json(completions, times)
+        _print_json(completions, out.stats.accepted_at.shape[1], times)
         return
     _print_text(completions, times, plain)
-    if num_draft_tokens == "auto" and not plain:
+    if num_draft_tokens == "auto":
         typer.echo(_choice(out.stats.accepted_at.shape[1]), err=True)
 
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
         raise UsageError("Give a prompt, as an argument or on standard input.")
-    return sys.stdin.read()
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"Standard input is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
+    if not text:
+        raise UsageError("Standard input is empty; give a prompt there, or as an argument.")
+    check_prompts([text], "Standard input")
+    return text
+
+
+def _draft_length(draft: str, num_draft_tokens: int | str) -> Any:
+    """How far to draft: with a datastore only where it has a guess."""
+    from jspec import UpTo
+
+    return UpTo(num_draft_tokens) if draft.endswith(STORE) and isinstance(num_draft_tokens, int) else num_draft_tokens
 
 
 def _decode(
-    models: list[Any], batch: "Batch", seed: int, sampling: Any, times: dict[str, float], **options: Any
+    models: list[Any],
+    batch: "Batch",
+    max_new_tokens: int,
+    seed: int,
+    sampling: Any,
+    times: dict[str, float],
+    say: Callable[[str], None],
+    **options: Any,
 ) -> "Output":
     """Decode `batch` twice, first one token only: that compiles, so the second time is decoding alone."""
     import jax
@@ -124,17 +164,26 @@ def _decode(
 
     function: Callable[..., Output] = jspec.generate if len(models) == 1 else jspec.speculative_generate
     keys = text.request_keys(seed, len(batch.lengths))
+    options["max_new_tokens"] = text.room(max_new_tokens, batch, _positions(models))
 
     def run(name: str, limits: Any) -> "Output":
-        began = time.perf_counter()
         limited = dataclasses.replace(sampling, max_tokens=limits)
-        out = function(*models, batch.tokens, batch.lengths, keys, sampling=limited, **options)
-        out = jax.device_get(out)
-        times[name] = time.perf_counter() - began
-        return out
+        with timed(times, name):
+            out = function(*models, batch.tokens, batch.lengths, keys, sampling=limited, **options)
+            return jax.device_get(out)
 
+    say("Compiling, which is kept for the next time")
     run("compile", np.ones_like(batch.limits))
-    return run("run", batch.limits)
+    say("Decoding")
+    return run("run", np.where(batch.limits == 0, max_new_tokens, batch.limits))
+
+
+def _positions(models: list[Any]) -> int:
+    """How many tokens a text may have in all."""
+    from jspec.drafters.model import as_drafter
+
+    limits = [models[0].config.max_position_embeddings, *(as_drafter(draft).max_positions for draft in models[1:])]
+    return min(limit for limit in limits if limit is not None)
 
 
 def _choice(num_draft_tokens: int) -> str:
@@ -145,11 +194,11 @@ def _choice(num_draft_tokens: int) -> str:
     return f"auto: {found}; measuring it is part of the compile time"
 
 
-def _print_json(completions: Sequence["Completion"], times: dict[str, float]) -> None:
+def _print_json(completions: Sequence["Completion"], num_draft_tokens: int, times: dict[str, float]) -> None:
     from jspec import report
 
     for done in completions:
-        line = report.as_json(done)
+        line = report.as_json(done) | {"num_draft_tokens": num_draft_tokens}
         line["times"] = times | {"tokens_per_second": len(done.tokens) / times["run"]}
         typer.echo(json.dumps(line, allow_nan=False))
 
@@ -161,12 +210,12 @@ def _print_text(completions: Sequence["Completion"], times: dict[str, float], pl
     from jspec import report
 
     screen, figures = Console(highlight=False), Console(stderr=True, highlight=False)
-    in_colour = screen.is_terminal and not plain
-    if in_colour:
-        screen.print(report.legend(), end="\n\n")
+    by_origin, marks = screen.is_terminal and not plain, screen.no_color or screen.color_system is None
+    if by_origin:
+        screen.print(report.legend(marks), end="\n\n")
     for done in completions:
-        if in_colour:
-            screen.print(report.coloured(done), soft_wrap=True)
+        if by_origin:
+            screen.print(report.marked(done) if marks else report.coloured(done), soft_wrap=True)
         else:
             typer.echo(done.prompt + done.text)
         figures.print(report.sentence(done, times["run"]), end="\n\n", style="dim", soft_wrap=True)

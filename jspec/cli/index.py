@@ -1,12 +1,11 @@
 """`jspec index`: a datastore of texts, to draft from."""
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jspec.cli.shared import STORE, UsageError, option, prepare_environment, sources
+from jspec.cli.shared import STORE, UsageError, option, prepare_environment, sources, status_line, timed
 
 
 def index(
@@ -26,10 +25,14 @@ def index(
     if not output.parent.is_dir():
         raise FileNotFoundError(f"{output.parent} is no folder; make it first, or give another --output.")
     prepare_environment()
-    from jspec import RetrievalDrafter, text
+    times: dict[str, float] = {}
+    with status_line() as say:
+        from jspec import RetrievalDrafter, text
 
-    began = time.perf_counter()
-    tokens, vocab_size = text.corpus(sources(tokenizer, None, plain=True)[0], files)
-    RetrievalDrafter.from_tokens(tokens, vocab_size, max_ngram).save(output)
-    spent = time.perf_counter() - began
-    typer.echo(f"{output}: {len(tokens)} tokens, {output.stat().st_size / 1e6:.1f} MB, {spent:.1f} s")
+        with timed(times, "index"):
+            say("Reading")
+            tokens, vocab_size = text.corpus(sources(tokenizer, None, plain=True)[0], files)
+            say(f"Sorting {len(tokens)} tokens")
+            RetrievalDrafter.from_tokens(tokens, vocab_size, max_ngram).save(output)
+    size = output.stat().st_size / 1e6
+    typer.echo(f"{output}: {len(tokens)} tokens, {size:.1f} MB, {times['index']:.1f} s")

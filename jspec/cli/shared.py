@@ -1,6 +1,10 @@
 """What the commands have in common: where models are, what the process needs before jax is imported."""
 
+import logging
 import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,46 @@ class UsageError(Exception):
     """Options that do not go together."""
 
 
-def option(name: str, metavar: str | None, text: str, **checks: Any) -> Any:
-    """An option as all commands have them."""
-    return typer.Option(name, metavar=metavar, help=text, **checks)
+def option(names: str, metavar: str | None, text: str, **checks: Any) -> Any:
+    """An option as all commands have them; `names` by spaces."""
+    return typer.Option(*names.split(), metavar=metavar, help=text, **checks)
+
+
+def check_prompts(prompts: Sequence[str], where: str) -> None:
+    """Refuse what was no UTF-8 and is a lone surrogate now: no tokenizer takes that, and no output."""
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            place = f"{where} {number}" if len(prompts) > 1 else where
+            raise UsageError(f"{place} is not UTF-8 text (character {error.start + 1}); convert it first.") from error
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """``say(what)`` shows what the command is doing, and so does what jspec logs: one line, on a terminal only."""
+    from rich.console import Console
+
+    log, line = logging.getLogger("jspec"), Console(stderr=True).status("Importing")
+    handler = logging.Handler()
+    handler.emit = lambda record: line.update(record.getMessage())
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        with line:
+            yield line.update
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+@contextmanager
+def timed(times: dict[str, float], name: str) -> Iterator[None]:
+    """Put the seconds of a block into `times`."""
+    began = time.perf_counter()
+    yield
+    times[name] = time.perf_counter() - began
 
 
 def sources(target: str | None, draft: str | None, plain: bool) -> tuple[str, str | None]:
@@ -51,14 +92,20 @@ def prepare_environment() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-def load_models(target: str, draft: str | None) -> tuple[Any, list[Any]]:
-    """The tokenizer, and the target with its draft, if any."""
-    from jspec import RetrievalDrafter, load, text
+def load_tokenizer(target: str, draft: str | None) -> Any:
+    """The tokenizer of the target, which is the draft's, too."""
+    from jspec import text
 
     tokenizer = text.load_tokenizer(target)
+    if draft and not draft.endswith(STORE):
+        text.check_same_tokenizer(tokenizer, text.load_tokenizer(draft))
+    return tokenizer
+
+
+def load_models(target: str, draft: str | None) -> list[Any]:
+    """The target, and its draft, if any."""
+    from jspec import RetrievalDrafter, load
+
     if draft is None:
-        return tokenizer, [load(target)]
-    if draft.endswith(STORE):
-        return tokenizer, [load(target), RetrievalDrafter.load(draft)]
-    text.check_same_tokenizer(tokenizer, text.load_tokenizer(draft))
-    return tokenizer, [load(target), load(draft)]
+        return [load(target)]
+    return [load(target), RetrievalDrafter.load(draft) if draft.endswith(STORE) else load(draft)]

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jspec.cli.shared import UsageError, load_models, option, prepare_environment, sources
+from jspec.cli.shared import (
+    UsageError,
+    check_prompts,
+    load_models,
+    load_tokenizer,
+    option,
+    prepare_environment,
+    sources,
+    status_line,
+)
 
 if TYPE_CHECKING:
     from jspec.text import Batch
@@ -26,7 +35,7 @@ def tune(
         int | None, option("--batch", "N", "Texts at once; prompts repeat [default: one for each prompt].", min=1)
     ] = None,
     temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
-    max_new_tokens: Annotated[int, option("--max-new-tokens", "N", "Limit of the texts to come.", min=1)] = 128,
+    max_new_tokens: Annotated[int, option("--max-new-tokens -n", "N", "Limit of the texts to come.", min=1)] = 128,
     max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "The most to consider.", min=1)] = 8,
     as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
 ) -> None:
@@ -37,16 +46,18 @@ def tune(
     if target and not draft:
         raise UsageError("TARGET needs DRAFT, a smaller model with the same tokenizer.")
     target, draft = sources(target, draft, plain=False)
+    check_prompts(prompts or [], "--prompt")
     prepare_environment()
-    import jax
-    from rich.console import Console
+    with status_line() as say:
+        import jax
+        from rich.console import Console
 
-    from jspec import report, text
+        from jspec import report, text
 
-    with Console(stderr=True).status("Loading, compiling, measuring"):
-        tokenizer, models = load_models(target, draft)
+        say("Loading")
         rows = text.repeated(prompts or text.EXAMPLE_PROMPTS, batch)
-        found = _tune(models, text.encode(tokenizer, rows), temperature, max_new_tokens, max_draft_tokens)
+        encoded = text.encode(load_tokenizer(target, draft), rows)
+        found = _tune(load_models(target, draft), encoded, temperature, max_new_tokens, max_draft_tokens)
     conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | conditions, allow_nan=False))

@@ -1,0 +1,78 @@
+"""The commands, and what becomes of their failures."""
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from convert.__main__ import convert
+from jspec import __version__
+from jspec.cli import generate, index, interrupts, tune
+from jspec.cli.shared import UsageError
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(epilog=generate.EPILOG, short_help="Continue prompts.")(generate.generate)
+app.command(short_help="Measure how far to draft on this device.")(tune.tune)
+app.command(short_help="Make a datastore of texts, to draft from.")(index.index)
+app.command(short_help="Convert checkpoints, Hugging Face to Orbax and back.")(convert)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit, with one sentence on stderr if it fails."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # texts and names have characters that a terminal may lack
+    error = code = None
+    try:
+        code = app(arguments, prog_name="jspec", standalone_mode=False)
+    except Exception as failure:
+        error = failure
+    with interrupts.ending:
+        if error:
+            code, message = _explained(error, _command(sys.argv[1:] if arguments is None else arguments))
+            print(f"jspec: {message}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What to ask for help."""
+    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    return " ".join(["jspec", *known.intersection(arguments[:1])])
+
+
+def _explained(error: Exception, command: str) -> tuple[int, str]:
+    """Exit code and one line for what a person can mend; anything else is a bug and keeps its traceback."""
+    if message := getattr(error, "format_message", None):  # the command line parser's own errors
+        return 2, f"{message()} (see {command} --help)"
+    if isinstance(error, UsageError):
+        return 2, f"{error} (see {command} --help)"
+    if isinstance(error, ValueError | OSError):
+        return 1, " ".join(str(error).split())
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return 1, "out of memory; use smaller models, fewer or shorter prompts, or a smaller --max-new-tokens."
+    raise error
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding of Llama models in JAX."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

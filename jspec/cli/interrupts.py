@@ -1,0 +1,46 @@
+"""Ctrl-C ends the command at once, whatever it is doing.
+
+A handler in Python waits until the main thread runs Python again, which takes as long as XLA compiles; and to end by an
+exception pulls down what XLA's threads still work with. So a thread waits for the signal, which C code reports to it,
+and ends the process where it stands.
+"""
+
+import gc
+import os
+import signal
+import socket
+import threading
+from typing import NoReturn
+
+from convert import unfinished
+
+STATUS = 128 + signal.SIGINT
+_CLEAR_LINE_AND_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
+
+# Held by whoever ends the process: what an end breaks must not be reported as a failure on the way.
+ending = threading.Lock()
+
+
+def end_at_once() -> None:
+    """From now on SIGINT ends this process with status 130; for the main thread, before anything slow.
+
+    The thread needs the interpreter's lock, which XLA releases while it compiles and runs. A collection of all garbage
+    would keep it for a tenth of a second, so there is one seldom.
+    """
+    reader, writer = socket.socketpair()  # not a pipe: on Windows only this works
+    writer.setblocking(False)
+    signal.signal(signal.SIGINT, lambda *_: None)  # without a handler nothing is reported
+    signal.set_wakeup_fd(writer.fileno())
+    threading.Thread(target=_wait, args=(reader, writer), daemon=True).start()
+    gc.set_threshold(*gc.get_threshold()[:2], 1000)
+
+
+def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
+    """End the process at the first SIGINT; the writer is kept open by being here."""
+    while signal.SIGINT not in reader.recv(64):
+        pass  # another signal that Python handles
+    with ending:
+        unfinished.delete()
+        if os.isatty(2):
+            os.write(2, _CLEAR_LINE_AND_SHOW_CURSOR)
+        os._exit(STATUS)  # what was printed is out: typer and rich flush, and a flush here could wait for a full pipe
