@@ -242,5 +242,16 @@ def startup(pair: Pair = "bundled") -> None:
     startup.run(pair)
 
 
+@app.command()
+def interrupts(
+    count: Annotated[int, typer.Option("--count", min=1, help="Signals; they take turns over the phases.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Of the moments.")] = 0,
+) -> None:
+    """Ctrl-C while the command loads, compiles, decodes and tunes: status, and seconds until it has ended."""
+    from bench import interrupts
+
+    interrupts.run(count, seed)
+
+
 if __name__ == "__main__":
     app()

@@ -145,6 +145,15 @@ def llamacpp(figure: Figure, rows: Rows) -> None:
     _finish(axes, "rows, tokens a pass", "ms a pass")
 
 
+def interrupts(figure: Figure, rows: Rows) -> None:
+    """Of `bench.interrupts`: seconds from each signal to the end, against the moment, one colour a phase."""
+    axes = figure.subplots()
+    for phase, mine in _groups(rows, "phase").items():
+        axes.plot([row["s into it"] for row in mine], [row["s after the signal"] for row in mine], "o", label=phase)
+    axes.set_ylim(bottom=0)
+    _finish(axes, "moment of the signal, seconds into the phase", "seconds until the end")
+
+
 def _groups(rows: Rows, key: str) -> dict[Any, list[dict[str, Any]]]:
     """The rows of each value of `key`, in order of appearance."""
     return {value: [row for row in rows if row[key] == value] for value in dict.fromkeys(row[key] for row in rows)}

@@ -261,6 +261,16 @@ def test_phases_follow_one_another_in_one_bar():
     assert [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches] == [(0, 30), (30, 70)]
 
 
+def test_signals_are_points_of_their_phase():
+    rows = [{"phase": p, "s into it": s, "s after the signal": 0.1} for p, s in (("load", 1), ("tune", 2), ("load", 3))]
+    figure = Figure()
+    plots.interrupts(figure, rows)
+    assert {line.get_label(): line.get_xdata().tolist() for line in figure.axes[0].lines} == {
+        "load": [1, 3],
+        "tune": [2],
+    }
+
+
 def test_a_report_carries_its_conditions_and_a_small_picture(tmp_path, capsys):
     rows = [{"what": "read", "GB/s": 1 / 3}]
     file = reporting.publish(
