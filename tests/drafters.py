@@ -27,7 +27,10 @@ _MAKERS = {
     "bigram": lambda target, draft, corpus, v: BigramDrafter.from_tokens(corpus, v, smoothing=0.5),
     "retrieval": lambda target, draft, corpus, v: RetrievalDrafter.from_tokens(corpus, v, max_ngram=3, min_ngram=1),
     "early exit": lambda target, draft, corpus, v: EarlyExitDrafter(1),
-    "fallback": lambda target, draft, corpus, v: FallbackDrafter(NGramDrafter(2, 2), draft),
+    # Of so short a corpus the end is near: now and then a guess for one token, and none for the next.
+    "fallback": lambda target, draft, corpus, v: FallbackDrafter(
+        RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), FallbackDrafter(NGramDrafter(2, 2), draft)
+    ),
     "mixture": lambda target, draft, corpus, v: MixtureDrafter(EarlyExitDrafter(1), draft, 0.3),
     "cascade": lambda target, draft, corpus, v: CascadeDrafter(draft, NGramDrafter(), num_small_draft_tokens=2),
     "nested cascade": lambda target, draft, corpus, v: CascadeDrafter(

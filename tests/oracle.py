@@ -80,6 +80,16 @@ def joint_law(next_law, vocab_size, num_tokens, eos=()):
     return joint.ravel()
 
 
+def choose(noise, probs):
+    """What `jspec.probs.choose` draws, in float64: ``int[N]`` of noise ``[N, 2, W]`` and laws ``[N, V]``."""
+    rows, (size, width) = np.arange(len(probs)), (probs.shape[-1], noise.shape[-1])
+    blocks = np.pad(np.asarray(probs, np.float64), ((0, 0), (0, -size % width))).reshape(len(probs), -1, width)
+    with np.errstate(divide="ignore"):
+        block = np.argmax(np.log(blocks.sum(-1)) + noise[:, 0, : blocks.shape[1]], axis=-1)
+        token = np.argmax(np.log(blocks[rows, block]) + noise[:, 1], axis=-1)
+    return block * width + token
+
+
 def acceptance_thresholds(accepts, shape, steps=50):
     """For each entry, the number t such that ``accepts(u)`` is true below it and false above, by bisection.
 

@@ -87,7 +87,8 @@ def check_round_law(report, draws):
         p_values[k, name, "later tokens"] = oracle.p_of(*np.sum(later, axis=0))
     worst = min(p_values, key=p_values.get)
     report(settings=len(p_values) // 2, rounds_each=draws, p_values=len(p_values), min_p=f"{p_values[worst]:.2g}",
-           alpha_over_all=ALPHA, first_token_sees_tv=f"{oracle.detectable(draws, 7):.4f}", power=POWER)  # fmt: skip
+           alpha_over_all=ALPHA, power=POWER,
+           first_token_sees_tv=f"{oracle.detectable(draws, 7, ALPHA / len(p_values)):.4f}")  # fmt: skip
     assert p_values[worst] * len(p_values) > ALPHA
 
 
@@ -215,7 +216,7 @@ def batch_p_values(batch_index, draws, chunk):
 def check_joint_law(report, draws, chunk=1024):
     draws -= draws % chunk
     p_values = np.concatenate([batch_p_values(i, draws, chunk) for i in range(len(BATCHES))])
-    sees = oracle.detectable(draws, VOCAB**NUM_TOKENS - 1)
+    sees = oracle.detectable(draws, VOCAB**NUM_TOKENS - 1, ALPHA / len(p_values))
     report(settings=len(p_values), texts_each=draws, bins=VOCAB**NUM_TOKENS, min_p=f"{p_values.min():.2g}",
            alpha_over_all=ALPHA, sees_tv=f"{sees:.4f}", power=POWER)  # fmt: skip
     assert p_values.min() * len(p_values) > ALPHA

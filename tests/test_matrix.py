@@ -1,4 +1,4 @@
-"""Every drafter with every exact rule: the law of three tokens, coupled text, isolation, drafting by the target."""
+"""Every drafter with every exact rule: the law of three tokens, coupled text, isolation, contract."""
 
 import functools
 
@@ -71,10 +71,10 @@ def text_p_values(drafter, rule, draws, k, first_batch=0):
 
 def check_texts(report, p_values, draws, tests):
     """Report the smallest of `p_values`; `tests` such checks share ALPHA."""
-    worst = min(p_values, key=p_values.get)
+    worst, alpha = min(p_values, key=p_values.get), ALPHA / len(p_values) / tests
     report(settings=len(p_values), texts_each=draws, min_p=f"{p_values[worst]:.2g}", at=worst, alpha_over_all=ALPHA,
-           sees_tv=f"{oracle.detectable(draws, VOCAB**NUM_TOKENS - 1):.3f}")  # fmt: skip
-    assert p_values[worst] * len(p_values) * tests > ALPHA
+           sees_tv=f"{oracle.detectable(draws, VOCAB**NUM_TOKENS - 1, alpha):.3f}")  # fmt: skip
+    assert p_values[worst] > alpha
 
 
 def check_matrix(report, name, draws, rules=RULES, first_batch=0):
@@ -155,13 +155,3 @@ def test_it_keeps_the_contract_with_64_bit_types_enabled(toy, prompts, name, rul
         batch = tokens.astype(np.int64), lengths, keys
         out = drafters.generate(toy(0), drafter, batch, max_new_tokens=4, num_draft_tokens=2, accept=rule)
     np.testing.assert_array_equal(out.lengths, 4)
-
-
-@pytest.mark.parametrize("name", ["model", "cascade", "nested cascade"])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_draft_equal_to_the_target_is_always_accepted(toy, prompts, name, rule):
-    batch, target = prompts([9, 1, 5, 3]), toy(0)
-    drafter = drafters.make(name, target, target)
-    out = drafters.generate(target, drafter, batch, max_new_tokens=20, num_draft_tokens=4, accept=rule)
-    np.testing.assert_array_equal(out.stats.rounds, 4)
-    np.testing.assert_array_equal(out.stats.accepted_at, 4)

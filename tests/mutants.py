@@ -1,0 +1,240 @@
+"""Planted bugs: each is a bug somebody shipped or might, put into jspec by wrapping one of its functions.
+
+``patch(owner, name, value)`` is `setattr` that ends with the test. What each is caught by is in `test_mutants`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jspec import accept, keys, probs, sampling
+from jspec import round as rounds
+from jspec.drafters import Context, Draft, FallbackDrafter, base
+from jspec.drafters import chain as drafting
+
+
+def shared_noise(patch):
+    """Drafts are drawn with the noise the correction will be drawn with."""
+    patch(rounds, "draft_noise", keys.target_noise)
+
+
+def one_key_for_all_rows(patch):
+    stream = keys.stream
+    for module in (accept, keys):
+        patch(module, "stream", lambda keys, *name: stream(jnp.broadcast_to(keys[:1], keys.shape), *name))
+
+
+def raw_q(patch):
+    """The draft is drawn from its warped law, and judged by the unwarped one."""
+    token_probs, draw, warped = drafting.token_probs, Context.draw, []
+
+    def raw(logits, warp, seen):
+        warped.append(token_probs(logits, warp, seen)[:, 0])
+        return jax.nn.softmax(logits)
+
+    patch(drafting, "token_probs", raw)
+    patch(Context, "draw", lambda context, k, probs: draw(context, k, warped.pop()))
+
+
+def rounded_to_bfloat16(patch):
+    count_accepted, next_probs = accept.count_accepted, accept.next_probs
+
+    def rounded(law):
+        return law.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def round_draft(draft):
+        return Draft(draft.tokens, rounded(draft.probs))
+
+    patch(accept, "count_accepted", lambda u, draft, p: count_accepted(u, round_draft(draft), rounded(p)))
+    patch(accept, "next_probs", lambda n, draft, p: next_probs(n, round_draft(draft), rounded(p)))
+
+
+def inclusive_comparison(patch):
+    """``u q <= p``: the same as ``<`` but where both are 0, which is where it matters."""
+    count_accepted, least = accept.count_accepted, np.finfo(np.float32).tiny
+    patch(accept, "count_accepted", lambda u, draft, p: count_accepted(u, draft, jnp.maximum(p, least)))
+
+
+def bonus_from_q(patch):
+    next_probs = accept.next_probs
+
+    def mutant(num_accepted, draft, target_probs):
+        bonus = (num_accepted == draft.tokens.shape[1])[:, None]
+        return jnp.where(bonus, draft.probs[:, -1], next_probs(num_accepted, draft, target_probs))
+
+    patch(accept, "next_probs", mutant)
+
+
+def temperature_on_one_side(patch):
+    token_probs = rounds.token_probs
+
+    def mutant(logits, warp, *history):
+        return token_probs(logits, dataclasses.replace(warp, temperature=jnp.ones_like(warp.temperature)), *history)
+
+    patch(rounds, "token_probs", mutant)
+
+
+def unclamped_residual(patch):
+    """``norm(|p - q|)``: what is left where q is larger counts as well."""
+
+    def mutant(target_probs, draft_probs):
+        left = target_probs - draft_probs
+        return jnp.abs(left) / jnp.maximum(jnp.abs(left).sum(-1, keepdims=True), 1e-30)
+
+    patch(accept, "residual", mutant)
+
+
+def weight_left_out(patch):
+    """What is left after a refused block is taken off the whole of p, not off the share that the block left."""
+    next_probs = accept.next_probs
+    patch(accept, "next_probs", lambda n, draft, p, weight=None: next_probs(n, draft, p))
+
+
+def weight_not_carried(patch):
+    """Each token is weighed by itself, as if those before it had been drawn from p."""
+    block_weights = accept.block_weights
+
+    def mutant(draft, p):
+        alone = [block_weights(Draft(draft.tokens[:, k:], draft.probs[:, k:]), p[:, k:])[:, 1] for k in range(2)]
+        return jnp.stack([jnp.ones_like(alone[0]), *alone], axis=1)
+
+    patch(accept, "block_weights", mutant)
+
+
+def verified_one_position_off(patch):
+    token_probs = rounds.token_probs
+    patch(rounds, "token_probs", lambda *args: jnp.roll(token_probs(*args), 1, axis=1))
+
+
+def top_p_after_the_residual(patch):
+    """The target is compared without top-p, which then cuts the law of the correction."""
+    token_probs, next_probs, cut = rounds.token_probs, accept.next_probs, []
+
+    def uncut(logits, warp, *history):
+        cut.append(warp.tail_mass)
+        return token_probs(logits, dataclasses.replace(warp, tail_mass=None), *history)
+
+    def mutant(*args):
+        law = next_probs(*args)
+        law = jnp.where(jax.vmap(sampling._nucleus)(law, cut.pop()), law, 0)
+        return law / law.sum(-1, keepdims=True)
+
+    patch(rounds, "token_probs", uncut)
+    patch(accept, "next_probs", mutant)
+
+
+def penalty_not_advanced_in_verify(patch):
+    token_probs = rounds.token_probs
+
+    def mutant(logits, warp, seen, drafted):
+        return jnp.concatenate([token_probs(logits[:, s : s + 1], warp, seen) for s in range(logits.shape[1])], axis=1)
+
+    patch(rounds, "token_probs", mutant)
+
+
+def penalty_not_advanced_in_draft(patch):
+    """Draft laws stay honest, so the text stays exact: what it costs is acceptance."""
+    patch(drafting, "add_seen", lambda seen, tokens, keep: seen)
+
+
+def eos_ignored(patch):
+    commit = rounds._commit
+    patch(rounds, "_commit", lambda request, *rest: commit(
+        dataclasses.replace(request, eos_ids=jnp.full_like(request.eos_ids, -1)), *rest))  # fmt: skip
+
+
+def picked_by_position(patch):
+    """Which drafter drew the token is decided row by row, whose law it comes with position by position."""
+
+    def propose(self, state, context, num_draft_tokens):
+        context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
+        first, first_state = self.first.propose(state[0], context, num_draft_tokens)
+        second, second_state = self.second.propose(state[1], context, num_draft_tokens)
+        first, second = (base.as_draft(draft, context, num_draft_tokens) for draft in (first, second))
+        guessed = first.probs.sum(-1) > 0
+        draft = Draft(jnp.where(guessed[:, :1], first.tokens, second.tokens),
+                      jnp.where(guessed[..., None], first.probs, second.probs))  # fmt: skip
+        return draft, (first_state, second_state)
+
+    patch(FallbackDrafter, "propose", propose)
+
+
+def _forgets(patch, forgotten):
+    names = {"repetition", "presence", "frequency"} - {forgotten}
+    patch(sampling.Warp, "penalised", property(lambda warp: any(getattr(warp, name) is not None for name in names)))
+
+
+def repetition_forgotten(patch):
+    """`Warp.penalised` does not look at one of the penalties, so alone that has no effect."""
+    _forgets(patch, "repetition")
+
+
+def presence_forgotten(patch):
+    _forgets(patch, "presence")
+
+
+def frequency_forgotten(patch):
+    _forgets(patch, "frequency")
+
+
+def temperature_forgotten_alone(patch):
+    """A short cut for drafts without filters says their law is that at temperature 1."""
+    token_probs, draw, warped = drafting.token_probs, Context.draw, []
+
+    def mutant(logits, warp, seen):
+        warped.append(token_probs(logits, warp, seen)[:, 0])
+        filters = warp.top_k, warp.tail_mass, warp.min_p, warp.repetition, warp.presence, warp.frequency
+        return jax.nn.softmax(logits) if all(field is None for field in filters) else warped[-1][:, None]
+
+    patch(drafting, "token_probs", mutant)
+    patch(Context, "draw", lambda context, k, probs: draw(context, k, warped.pop()))
+
+
+def _wrap_stream(patch, change):
+    """``change(positions, purpose)`` comes before `keys.stream`."""
+    stream = keys.stream
+    for module in (accept, keys):
+        patch(module, "stream", lambda row_keys, *name: stream(row_keys, *change(*name)))
+
+
+def streams_begin_anew_after_512(patch):
+    _wrap_stream(patch, lambda positions, purpose: (positions % 512, purpose))
+
+
+def two_purposes_with_one_number(patch):
+    _wrap_stream(patch, lambda positions, purpose: (positions, min(purpose, keys.Purpose.ACCEPT)))
+
+
+def stride_below_the_number_of_purposes(patch):
+    patch(keys, "STRIDE", 2)
+
+
+def trials_with_the_keys_of_texts(patch):
+    patch(keys, "rehearsal", lambda row_keys, number: jax.vmap(jax.random.fold_in, (0, None))(row_keys, number))
+
+
+def gumbel_of_low_mode(patch):
+    gumbel = jax.random.gumbel
+    patch(jax.random, "gumbel", lambda *args, mode: gumbel(*args, mode="low"))
+
+
+def masses_rounded_to_bfloat16(patch):
+    """`lax.reduce_precision`, for a pair of casts XLA removes."""
+
+    class Numpy:
+        def __getattr__(self, name):
+            return getattr(jnp, name)
+
+        def log(self, masses):
+            return jnp.log(lax.reduce_precision(masses, exponent_bits=8, mantissa_bits=7))
+
+    patch(probs, "jnp", Numpy())
+
+
+def tokens_in_16_bits(patch):
+    choose = probs.choose
+    for module in (accept, base, probs):
+        patch(module, "choose", lambda noise, law: choose(noise, law).astype(jnp.int16).astype(jnp.int32))

@@ -1,0 +1,115 @@
+"""A draft equal to the target is always accepted: by every drafter that can be one, length and rule.
+
+What else goes into a round (caches, what a drafter has not read, penalties, the shortest verification that holds all
+drafts) shows here as a refusal, of which there must be none.
+"""
+
+import dataclasses
+import functools
+import itertools
+import types
+
+import drafters
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.accept import RULES
+from jspec.cache import KVCache, visible, write
+from jspec.drafters import CascadeDrafter, EarlyExitDrafter, FallbackDrafter, MixtureDrafter, ModelDrafter, NGramDrafter
+from jspec.types import ACCEPTED, BONUS, PADDING, pytree
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+K, NEW, VOCAB, FEATURES = 3, 20, 8, 4
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["embedding", "head"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A model of one layer with a cache, which compiles in half of a Llama's time: it sums what it has read.
+
+    What a token adds depends on its position, and is a whole number, so that sums do not depend on their order.
+    """
+
+    embedding: jax.Array  # [V, E]
+    head: jax.Array  # [E, V]
+
+    config = types.SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=1 << 20)
+    layers = (None,)
+
+    def new_cache(self, batch, slots):
+        return KVCache((), (jnp.zeros((batch, 1, slots, FEATURES)),))
+
+    def forward(self, tokens, cache, start, layers=None, past=None):
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        first = jnp.zeros_like(start) if past is None else past[1]
+        new = self.embedding[tokens] * (1 + positions % 5)[..., None]
+        read = write(cache.values[0], new[:, None], start - first, axis=2)
+        hidden = visible(positions - first[:, None], read.shape[2]) @ read[:, 0]
+        if past is not None:
+            hidden += visible(first[:, None] - 1, past[0].values[0].shape[2]) @ past[0].values[0][:, 0]
+        return hidden, KVCache((), (read,))
+
+    def logits(self, hidden):
+        return jnp.sin(hidden) @ self.head
+
+
+@pytree
+class NowAndThen(ModelDrafter):
+    """Makes no guess where the text has an odd length."""
+
+    def begin(self, cache, context, num_draft_tokens):
+        logits, cache = super().begin(cache, context, num_draft_tokens)
+        return jnp.where(context.lengths[:, None] % 2 == 1, -jnp.inf, logits), cache
+
+
+DRAFTERS = {
+    "model": ModelDrafter,
+    "early exit": lambda target: EarlyExitDrafter(1),
+    "mixture": lambda target: MixtureDrafter(ModelDrafter(target), ModelDrafter(target), 0.3),
+    "cascade": lambda target: CascadeDrafter(target, CascadeDrafter(target, NGramDrafter(2, 1), 1), 2),
+    "fallback": lambda target: FallbackDrafter(NowAndThen(target), ModelDrafter(target)),
+}
+LENGTHS = (jspec.WhileConfident(K, 0.4), K, jspec.UpTo(K), jspec.Heuristic(K), jspec.ByAcceptance(K, 0.3))
+POSSIBLE = [
+    (name, length, rule)
+    for name, length, rule in itertools.product(DRAFTERS, LENGTHS, RULES)
+    # These two do not say how sure they are.
+    if not (name in ("cascade", "fallback") and isinstance(length, jspec.WhileConfident))
+]
+# Every pair of drafter and length, of drafter and rule, and of length and rule.
+COVERING = [
+    combination for combination in POSSIBLE
+    if (list(DRAFTERS).index(combination[0]) + LENGTHS.index(combination[1])) % 3 == list(RULES).index(combination[2])
+]  # fmt: skip
+
+
+def judged(name, length, rule):
+    """How many drafts were judged, of which none is refused; rows of other settings, and of limits in mid-round."""
+    rng = np.random.default_rng(0)
+    target = Reader(jnp.asarray(rng.integers(-9, 9, (VOCAB, FEATURES)), jnp.float32),
+                    jnp.asarray(2 * rng.normal(size=(FEATURES, VOCAB)), jnp.float32))  # fmt: skip
+    batch = rng.integers(VOCAB, size=(4, 6)), np.array([6, 1, 4, 3]), jax.random.split(jax.random.key(1), 4)
+    sampling = jspec.SamplingParams(temperature=[1.0, 0.0, 0.7, 1.5], frequency_penalty=[0.0, 0.5, 0.3, 0.0],
+                                    max_tokens=[0, 0, 18, 0])  # fmt: skip
+    out = drafters.generate(target, DRAFTERS[name](target), batch, max_new_tokens=NEW, num_draft_tokens=length,
+                            accept=rule, sampling=sampling)  # fmt: skip
+    np.testing.assert_array_equal(out.stats.acceptance_rate, 1)
+    np.testing.assert_array_equal(out.stats.accepted_at, out.stats.judged_at)
+    assert set(np.unique(out.origins)) <= {ACCEPTED, BONUS, PADDING}
+    if not isinstance(length, jspec.WhileConfident | jspec.Heuristic | jspec.ByAcceptance):
+        np.testing.assert_array_equal(out.stats.rounds, -(-out.lengths // (K + 1)))
+    return int(out.stats.judged.sum())
+
+
+@pytest.mark.parametrize(("name", "length", "rule"), COVERING, ids=str)
+def test_a_draft_equal_to_the_target_is_always_accepted(report, name, length, rule):
+    report(judged=judged(name, length, rule), refused=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "length", "rule"), POSSIBLE, ids=str)
+def test_a_draft_equal_to_the_target_is_always_accepted_in_every_combination(report, name, length, rule):
+    report(judged=judged(name, length, rule), refused=0)
