@@ -37,7 +37,7 @@ class CascadeDrafter:
 
     Its rounds are those of the rule "coupled" (`jspec.accept.Coupled`): `middle` draws every token with the noise that
     is meant for it; `small`, which drafts with the same noise, only saves passes. The law of a token is the middle's
-    (Leviathan et al. 2023, section 3.6, "hierarchical"; Chen et al. 2024, Cascade Speculative Drafting). `small` may be
+    (Leviathan et al. 2023, section 6, "hierarchical"; Chen et al. 2024, Cascade Speculative Drafting). `small` may be
     a cascade.
 
     Attributes:
