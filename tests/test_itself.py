@@ -56,6 +56,13 @@ class Reader:
         return jnp.sin(hidden) @ self.head
 
 
+def reader(kind=Reader):
+    """One whose laws are far from uniform."""
+    rng = np.random.default_rng(0)
+    return kind(jnp.asarray(rng.integers(-9, 9, (VOCAB, FEATURES)), jnp.float32),
+                jnp.asarray(2 * rng.normal(size=(FEATURES, VOCAB)), jnp.float32))  # fmt: skip
+
+
 @pytree
 class NowAndThen(ModelDrafter):
     """Makes no guess in every other round; what it has read then is none of the text."""
@@ -69,10 +76,12 @@ DRAFTERS = {
     "model": ModelDrafter,
     "early exit": lambda target: EarlyExitDrafter(1),
     "mixture": lambda target: MixtureDrafter(ModelDrafter(target), ModelDrafter(target), 0.3),
-    "cascade": lambda target: CascadeDrafter(target, CascadeDrafter(target, NGramDrafter(2, 1), 1), 2),
+    "cascade": lambda target: CascadeDrafter(target, CascadeDrafter(target, NGramDrafter(2, 1), 1), 1),
     "fallback": lambda target: FallbackDrafter(NowAndThen(target), ModelDrafter(target)),
 }
 LENGTHS = (jspec.WhileConfident(K, 0.4), K, jspec.UpTo(K), jspec.Heuristic(K), jspec.ByAcceptance(K, 0.3))
+BATCH = (np.random.default_rng(1).integers(VOCAB, size=(4, 6)), np.array([6, 1, 4, 3]),
+         jax.random.split(jax.random.key(1), 4))  # fmt: skip
 POSSIBLE = [
     (name, length, rule)
     for name, length, rule in itertools.product(DRAFTERS, LENGTHS, RULES)
@@ -88,13 +97,10 @@ COVERING = [
 
 def judged(name, length, rule):
     """How many drafts were judged, of which none is refused; rows of other settings, and of limits in mid-round."""
-    rng = np.random.default_rng(0)
-    target = Reader(jnp.asarray(rng.integers(-9, 9, (VOCAB, FEATURES)), jnp.float32),
-                    jnp.asarray(2 * rng.normal(size=(FEATURES, VOCAB)), jnp.float32))  # fmt: skip
-    batch = rng.integers(VOCAB, size=(4, 6)), np.array([6, 1, 4, 3]), jax.random.split(jax.random.key(1), 4)
+    target = reader()
     sampling = jspec.SamplingParams(temperature=[1.0, 0.0, 0.7, 1.5], frequency_penalty=[0.0, 0.5, 0.3, 0.0],
                                     max_tokens=[0, 0, 18, 0])  # fmt: skip
-    out = drafters.generate(target, DRAFTERS[name](target), batch, max_new_tokens=NEW, num_draft_tokens=length,
+    out = drafters.generate(target, DRAFTERS[name](target), BATCH, max_new_tokens=NEW, num_draft_tokens=length,
                             accept=rule, sampling=sampling)  # fmt: skip
     np.testing.assert_array_equal(out.stats.acceptance_rate, 1)
     np.testing.assert_array_equal(out.stats.accepted_at, out.stats.judged_at)
@@ -113,3 +119,26 @@ def test_a_draft_equal_to_the_target_is_always_accepted(report, name, length, ru
 @pytest.mark.parametrize(("name", "length", "rule"), POSSIBLE, ids=str)
 def test_a_draft_equal_to_the_target_is_always_accepted_in_every_combination(report, name, length, rule):
     report(judged=judged(name, length, rule), refused=0)
+
+
+PASSES = []
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["embedding", "head"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Counted(Reader):
+    """Notes every pass that is really run."""
+
+    def forward(self, tokens, cache, start, layers=None, past=None):
+        jax.debug.callback(lambda: PASSES.append(tokens.shape[1]))
+        return super().forward(tokens, cache, start, layers, past)
+
+
+def test_a_cascade_of_equals_takes_the_fewest_passes():
+    """What `small` guesses is right if it has read what `middle` and the target have added; else it costs passes."""
+    PASSES.clear()
+    drafter = CascadeDrafter(reader(Counted), ModelDrafter(reader()), K - 1)
+    out = drafters.generate(reader(), drafter, BATCH, max_new_tokens=NEW, num_draft_tokens=K)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(out.stats.rounds, NEW // (K + 1))
+    assert len(PASSES) == 1 + NEW // (K + 1)  # the prompt's, and one a draft
