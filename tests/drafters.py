@@ -29,7 +29,7 @@ _MAKERS = {
     "early exit": lambda target, draft, corpus, v: EarlyExitDrafter(1),
     # Of so short a corpus the end is near: now and then a guess for one token, and none for the next.
     "fallback": lambda target, draft, corpus, v: FallbackDrafter(
-        RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), FallbackDrafter(NGramDrafter(2, 2), draft)
+        RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), draft
     ),
     "mixture": lambda target, draft, corpus, v: MixtureDrafter(EarlyExitDrafter(1), draft, 0.3),
     "cascade": lambda target, draft, corpus, v: CascadeDrafter(draft, NGramDrafter(), num_small_draft_tokens=2),
