@@ -1,11 +1,7 @@
 """What XLA makes of a generation: compiled once, usable inside other programs, no copy of the cache in the loop."""
 
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -157,36 +153,6 @@ def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k
     assert len(of_cache) > 4  # the parser sees the caches
     assert not copies
     assert not host
-
-
-_SHARDED = """
-import re, sys
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-sys.path.insert(0, "tests")
-import jspec, toys
-from jspec.accept import RULES
-from jspec.decode import _decode, _traced
-target, draft = toys.tiny_llama(0), toys.tiny_llama(1, 1)
-rows = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), PartitionSpec("rows"))
-request = np.zeros((4, 5), np.int32), np.array([5, 3, 1, 4]), jax.random.split(jax.random.key(0), 4)
-request = [jax.device_put(part, rows) for part in request]
-program = _decode.lower(target, jspec.ModelDrafter(draft), *request, *_traced(jspec.SamplingParams(), (), 0),
-                        max_new_tokens=8, draft_length=2, rule=RULES["rejection"]).compile()
-names = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
-print(jax.device_count(), *re.findall(names, program.as_text()))
-"""
-
-
-def test_a_batch_over_two_devices_needs_no_exchange_but_the_end(report):
-    """Sharded by rows, all that the devices tell each other is whether all rows are done."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", _SHARDED], cwd=Path(__file__).parent.parent, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    devices, *exchanges = done.stdout.split()
-    report(devices=devices, exchanges=exchanges)
-    assert devices == "2" and exchanges == ["all-reduce"]
 
 
 def test_the_kind_of_number_does_not_compile_again(models, prompts, quick_compile):
