@@ -41,7 +41,7 @@ def prompts(tokenizer: Any, count: int) -> dict[str, Request]:
     """Kind -> `count` prompts of `WIDTH` tokens: unseen code, tests that repeat one another, a function to rewrite."""
     repeated = ["".join(_REPEATED.format(word, i + j) for j, word in enumerate(_NOUNS)) for i in range(count)]
     edited = [_FUNCTION.format(noun, i) * 2 + "def split_" for i, noun in enumerate(_NOUNS[:count])]
-    ends = {kind: [tokenizer.encode(text)[-WIDTH:] for text in texts]
+    ends = {kind: [row[-WIDTH:] for row in tokenizer(texts, verbose=False)["input_ids"]]
             for kind, texts in (("repetitive code", repeated), ("edit of a function", edited))}  # fmt: skip
     kinds = {"new code": held_out(tokenizer, count)["inside a module"]} | ends
     return {kind: ragged(rows) for kind, rows in kinds.items()}
@@ -67,7 +67,7 @@ def made(subject: Subject) -> dict[str, Any]:
 def _of_corpus(subject: Subject) -> dict[str, Any]:
     """Name -> drafter that has read `CORPUS` characters of the Python that the bundled models were trained on."""
     draft, training = subject.draft, "".join(document.text for document in load_corpus()[0])[:CORPUS]
-    corpus, size = np.array(subject.tokenizer.encode(training)), subject.target.config.vocab_size
+    corpus, size = np.array(subject.tokenizer(training, verbose=False)["input_ids"]), subject.target.config.vocab_size
     retrieval = jspec.RetrievalDrafter.from_tokens(corpus, size)
     bigram = jspec.BigramDrafter.from_tokens(corpus, size)
     return {

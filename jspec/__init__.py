@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jspec.lossy import Lenient, Threshold, TopK, Typical
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
+    from jspec.sharding import tensor_parallel
     from jspec.tuning import Tuning
     from jspec.types import Output, Stats
     from jspec.weights import demo_pair, load
@@ -56,6 +57,7 @@ __all__ = [
     "load",
     "quantize",
     "speculative_generate",
+    "tensor_parallel",
     "theory",
     "tune",
 ]
@@ -79,6 +81,7 @@ _HOMES = {
     "UnigramDrafter": "jspec.drafters",
     "Output": "jspec.types",
     "SamplingParams": "jspec.sampling",
+    "tensor_parallel": "jspec.sharding",
     "Stats": "jspec.types",
     "Threshold": "jspec.lossy",
     "TopK": "jspec.lossy",

@@ -22,6 +22,7 @@ from jspec.keys import rehearsal
 from jspec.llama import Llama
 from jspec.round import Record, Request, State, play_round
 from jspec.sampling import SamplingParams, Warp, draft_warp, seen_in_prompt, spread, warp
+from jspec.sharding import on_any_mesh, vary_like
 from jspec.tuning import TRIALS, Tuning, measure, remembered, tuning_key
 from jspec.types import PADDING, Output, Stats
 
@@ -65,7 +66,8 @@ def speculative_generate(
 
     Speculative decoding, after Leviathan et al. 2023 and Chen et al. 2023.
 
-    Can be called inside a caller's own `jax.jit`; then only shapes are checked, for there are no values yet.
+    Can be called inside a caller's own `jax.jit`; then only shapes are checked, for there are no values yet. Arguments
+    may lie on any mesh of devices, see docs/sharding.md.
 
     Args:
         target: the model whose law the text has.
@@ -217,6 +219,7 @@ def _traced(sampling: SamplingParams, eos_ids: Any, pad_id: Any) -> tuple[Warp, 
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule"))
+@on_any_mesh
 def _decode(
     target: Llama,
     drafter: Drafter | None,
@@ -251,11 +254,11 @@ def _decode(
     )
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
-    state, record = _start(target, drafter, request, tokens, max_new_tokens, draft_length)
+    began = _start(target, drafter, request, tokens, max_new_tokens, draft_length)
     state, record = lax.while_loop(
         lambda carry: ~jnp.all(carry[0].done),
         lambda carry: play_round(target, drafter, rule, draft_length, request, *carry),
-        (state, record),
+        vary_like(began, tokens),
     )
     return _finish(state, record, lengths, pad_id, max_new_tokens), record.strange
 

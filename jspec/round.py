@@ -171,7 +171,8 @@ def _commit(
     to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1).astype(jnp.int32) + 1, width)
     possible = num_accepted + ~lawless
     count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, remaining)))
-    ended = is_eos[jnp.arange(count.size), jnp.maximum(count - 1, 0)] & (count > 0) | (count == remaining)
+    last_is_eos = jnp.take_along_axis(is_eos, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    ended = last_is_eos & (count > 0) | (count == remaining)
     invalid = lawless & (count == num_accepted) & ~ended & ~state.done
 
     kept = index < count[:, None]

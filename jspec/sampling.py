@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jspec.sharding import vary_like
 from jspec.types import pytree
 
 
@@ -121,15 +122,15 @@ def spread(warp: Warp, batch: int) -> Warp:
 def seen_in_prompt(tokens: Array, lengths: Array, vocab_size: int) -> Seen:
     """`Seen` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    prompt = jnp.zeros((tokens.shape[0], vocab_size), bool).at[rows, tokens].max(inside)
+    prompt = jax.vmap(lambda tokens, inside: jnp.zeros(vocab_size, bool).at[tokens].max(inside))(tokens, inside)
     return Seen(prompt, jnp.zeros(prompt.shape, jnp.int32))
 
 
 def add_seen(seen: Seen, tokens: Array, keep: Array) -> Seen:
     """`seen` after ``tokens[B, S]`` were generated, those where ``keep[B, S]``."""
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    return Seen(seen.prompt, seen.counts.at[rows, tokens].add(keep.astype(jnp.int32)))
+    # Row by row: with the row as an index, devices that share the batch would exchange the counts.
+    counts = jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))
+    return Seen(seen.prompt, counts(seen.counts, tokens, keep.astype(jnp.int32)))
 
 
 def token_probs(logits: Array, warp: Warp, seen: Seen | None, drafted: Array | None = None) -> Array:
@@ -199,7 +200,7 @@ def _kth_largest(values: Array, k: Array) -> Array:
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     # Flip negative floats entirely and positive ones in the sign, so that unsigned order is float order.
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-    threshold = _largest_where(lambda candidate: jnp.sum(order >= candidate) >= k)
+    threshold = _largest_where(lambda candidate: jnp.sum(order >= candidate) >= k, order)
     kth = jnp.min(jnp.where(order >= threshold, values, jnp.inf))
     return jnp.where((k > 0) & (k <= values.size), kth, -jnp.inf)
 
@@ -208,7 +209,7 @@ def _nucleus(probs: Array, tail_mass: Array) -> Array:
     """The tokens top-p keeps: those left when the least likely ones, ties by index, up to `tail_mass` are dropped."""
     bits = lax.bitcast_convert_type(probs, jnp.uint32)  # ordered as the floats are, for none is negative
     below = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
-    threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass)
+    threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass, bits)
     tied = bits == threshold
     dropped_with_ties = below(threshold) + jnp.cumsum(jnp.where(tied, probs, 0))
     keep = (bits > threshold) | (tied & (dropped_with_ties > tail_mass))
@@ -216,11 +217,11 @@ def _nucleus(probs: Array, tail_mass: Array) -> Array:
     return keep | (~jnp.any(keep) & (jnp.arange(probs.size) == last_largest))
 
 
-def _largest_where(holds: Any) -> Array:
-    """The largest uint32 for which `holds` is true, for a test that is true up to some number and false after."""
+def _largest_where(holds: Any, values: Array) -> Array:
+    """The largest uint32 for which `holds`, a test of `values`, is true; true up to some number and false after."""
 
     def try_bit(i: Array, found: Array) -> Array:
         candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, found)
 
-    return lax.fori_loop(0, 32, try_bit, jnp.uint32(0))
+    return lax.fori_loop(0, 32, try_bit, vary_like(jnp.uint32(0), values))

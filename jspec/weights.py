@@ -6,17 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from convert.config import LlamaConfig
 from convert.loading import stream
 from jspec.llama import Llama
 from jspec.quantizer import check_kind, matrices, pack
+from jspec.sharding import Placement, check_placement, place
 
 PAIR = Path(__file__).parent / "pair_data"
 
 
-def load(source: str | Path, dtype: Any = None, quantize: str | None = None) -> Llama:
+def load(
+    source: str | Path, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
+) -> Llama:
     """A model from a checkpoint.
 
     Args:
@@ -25,19 +29,26 @@ def load(source: str | Path, dtype: Any = None, quantize: str | None = None) -> 
         dtype: of weights, activations and cache; float32 on CPU and bfloat16 on GPU and TPU unless given.
         quantize: "int8" stores every matrix as int8, see `quantize`, without ever holding the model unquantised; norms,
             biases, activations and cache keep `dtype`.
+        sharding: where the weights are to lie: a `jax.sharding.Sharding` for all of them, or a function that gives one
+            for a weight's name and shape, such as ``jspec.tensor_parallel(mesh)``. No device ever holds more than its
+            part. Scales of int8 matrices lie where their columns do.
 
     Returns:
-        The model, its weights on the default device.
+        The model, its weights on the default device unless `sharding` is given.
 
     Raises:
         convert.CheckpointError: the source is no Llama checkpoint, or a damaged one; says what was found and expected.
-        ValueError: an unknown `quantize`, or a weight that is not finite and so cannot be quantised.
+        ValueError: an unknown `quantize`, a weight that is not finite and so cannot be quantised, or a `sharding` that
+            cannot divide a weight.
+        TypeError: `sharding` is none, or gives none.
     """
     if quantize is not None:
         check_kind(quantize)
+    if sharding is not None:
+        check_placement(sharding)
     dtype = jnp.dtype(dtype or default_dtype())
     config, _, arrays = stream(source, dtype, None)
-    return from_arrays(config, arrays, dtype, quantize)
+    return from_arrays(config, arrays, dtype, quantize, sharding)
 
 
 def default_dtype() -> Any:
@@ -46,18 +57,23 @@ def default_dtype() -> Any:
 
 
 def from_arrays(
-    config: LlamaConfig, arrays: Iterable[tuple[str, Any]], dtype: Any, quantize: str | None = None
+    config: LlamaConfig,
+    arrays: Iterable[tuple[str, Any]],
+    dtype: Any,
+    quantize: str | None = None,
+    sharding: Placement | None = None,
 ) -> Llama:
     """A `Llama` of `config` from (name, array) pairs as `convert` names and shapes them.
 
-    They are moved to the device, and quantised if asked for, one by one. Matrices are ``[out, in]`` in `convert` and
+    They are moved to their devices, and quantised if asked for, one by one. Matrices are ``[out, in]`` in `convert` and
     ``[in, out]`` in the model (see `jspec.layers`).
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
     owners = {} if quantize is None else matrices(model)
     for name, array in arrays:
-        leaf, value = leaves.pop(name), jnp.asarray(array, dtype).T
+        leaf = leaves.pop(name)
+        value = jnp.asarray(array, dtype).T if sharding is None else place(name, np.asarray(array, dtype).T, sharding)
         if name in owners:
             pack(owners[name], value, name)
         else:
@@ -67,8 +83,12 @@ def from_arrays(
     return model
 
 
-def demo_pair(dtype: Any = None) -> tuple[Llama, Llama, Any]:
-    """The bundled pair: ``(target, draft, tokenizer)``, small models of Python source code. Works offline."""
+def demo_pair(dtype: Any = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:
+    """The bundled pair: ``(target, draft, tokenizer)``, small models of Python source code. Works offline.
+
+    Arguments are those of `load`.
+    """
     from transformers import AutoTokenizer
 
-    return load(PAIR / "target", dtype), load(PAIR / "draft", dtype), AutoTokenizer.from_pretrained(PAIR / "target")
+    target, draft = (load(PAIR / name, dtype, sharding=sharding) for name in ("target", "draft"))
+    return target, draft, AutoTokenizer.from_pretrained(PAIR / "target")

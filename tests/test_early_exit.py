@@ -32,7 +32,7 @@ def shortened(model, num_layers):
 
 def drafted(drafter, target=None, unread=1, wanted=None, draft_length=None, **sampling):
     """What `drafter` proposes for `TOKENS`, of which the target has read all but the last `unread`."""
-    keys, warp = jax.random.split(jax.random.key(0), 5), toys.warps(jspec.SamplingParams(**sampling), 5)[1]
+    keys, warp = jax.random.split(jax.random.key(3), 5), toys.warps(jspec.SamplingParams(**sampling), 5)[1]
     noise = draft_noise(keys, LENGTHS[:, None] + np.arange(K), 8)
     text = jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K + 1)))
     # What stands behind the text read so far must not matter.

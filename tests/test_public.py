@@ -11,8 +11,8 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["types", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "quantizer", "weights", "accept",
-         "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode", "tokenizer_file", "text",
+ORDER = ["types", "sharding", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "quantizer", "weights",
+         "accept", "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode", "tokenizer_file", "text",
          "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
@@ -67,6 +67,7 @@ def test_the_public_names():
         "load",
         "quantize",
         "speculative_generate",
+        "tensor_parallel",
         "theory",
         "tune",
     ]
@@ -90,7 +91,7 @@ def test_the_signatures_that_callers_rely_on():
     options = ["max_new_tokens", "sampling", "max_draft_tokens", "accept"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.tune) == expected
-    assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize"]
+    assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize", "sharding"]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT)], ids=_name)

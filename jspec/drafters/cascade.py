@@ -13,6 +13,7 @@ from jspec.cache import KVCache, prefill
 from jspec.drafters.base import Context, Verifier, as_draft, cut, put, shared_vocabulary, window
 from jspec.drafters.model import as_drafter
 from jspec.sampling import Seen, add_seen, token_probs
+from jspec.sharding import vary_like
 from jspec.types import Draft, Verdict, check_count, pytree
 
 
@@ -89,7 +90,7 @@ class CascadeDrafter:
         progress = lax.while_loop(
             lambda progress: jnp.any(progress.counts < wanted),
             lambda progress: self._round(progress, inner, num_draft_tokens),
-            progress,
+            vary_like(progress, context.lengths),
         )
         tokens = cut(progress.tokens, context.lengths, num_draft_tokens)
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)

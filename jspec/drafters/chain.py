@@ -9,6 +9,7 @@ from jax import Array, lax
 from jspec.drafters.base import Context, Stateless
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, add_seen, token_probs
+from jspec.sharding import vary_like
 from jspec.types import Draft, pytree
 
 
@@ -54,7 +55,7 @@ class Chain(Stateless):
         everywhere = jnp.ones(context.lengths.size, bool)
         first = _draw(logits, context.seen, everywhere, 0, context)
         loop = lax.scan if context.wanted is None else _scan_while_wanted
-        (carry, _), later = loop(advance, (carry, first), jnp.arange(1, num_draft_tokens))
+        (carry, _), later = loop(advance, vary_like((carry, first), context.lengths), jnp.arange(1, num_draft_tokens))
         tokens, laws = jax.tree.map(
             lambda head, tail: jnp.concatenate([head[None], tail]), (first.token, first.probs), later
         )
@@ -91,5 +92,5 @@ def _scan_while_wanted(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> 
     def wanted(loop: tuple) -> Array:
         return (loop[0] < ks.size) & jnp.any(loop[1][1].goes_on)
 
-    _, carried, outputs = lax.while_loop(wanted, body, (0, carried, outputs))
+    _, carried, outputs = lax.while_loop(wanted, body, (0, carried, vary_like(outputs, first)))
     return carried, outputs

@@ -18,6 +18,7 @@ from convert.unfinished import deleted_in_the_end
 from jspec.drafters.base import Context
 from jspec.drafters.chain import Chain
 from jspec.drafters.tables import checked_tokens
+from jspec.sharding import vary_like
 from jspec.types import check_count
 
 _FORMAT = "jspec datastore 1"
@@ -87,8 +88,8 @@ class RetrievalDrafter(Chain):
 
     def _law(self, tokens: Array) -> Array:
         """Log-frequencies ``float32[B, V]`` of ``tokens[B, M]``, of which those that are -1 do not count."""
-        rows, counted = jnp.arange(tokens.shape[0])[:, None], (tokens >= 0).astype(jnp.float32)
-        counts = jnp.zeros((tokens.shape[0], self.vocab_size), jnp.float32).at[rows, tokens].add(counted)
+        counted, empty = (tokens >= 0).astype(jnp.float32), jnp.zeros(self.vocab_size, jnp.float32)
+        counts = jax.vmap(lambda tokens, more: empty.at[tokens].add(more))(tokens, counted)
         return jnp.log(counts / jnp.maximum(counted.sum(-1, keepdims=True), 1))
 
     def _matches(self, last: Array) -> Array:
@@ -114,7 +115,7 @@ class RetrievalDrafter(Chain):
             smaller = jnp.any((index == _common(before, last)) & (before < last))
             return jnp.where((more <= self.order.size) & smaller, more, rank)
 
-        return lax.fori_loop(0, steps, try_bit, jnp.int32(0))
+        return lax.fori_loop(0, steps, try_bit, vary_like(jnp.int32(0), last))
 
     def _before(self, positions: Array) -> Array:
         """The tokens before ``positions[...]``, the nearest first: ``int32[..., max_ngram]``."""
