@@ -243,6 +243,14 @@ def startup(pair: Pair = "bundled") -> None:
 
 
 @app.command()
+def identity(batch: Batch = 8, new_tokens: NewTokens = 256) -> None:
+    """Texts that depend on batch size, padded width or speculation, in float32 and bfloat16."""
+    from bench import identity
+
+    identity.run(batch, new_tokens)
+
+
+@app.command()
 def interrupts(
     count: Annotated[int, typer.Option("--count", min=1, help="Signals; they take turns over the phases.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Of the moments.")] = 0,

@@ -1,15 +1,19 @@
 """Shared by all tests: toy models, ragged prompts, and the figures that tests report."""
 
 import dataclasses
+import io
 import os
+import sys
 
 import jax
 import jaxlib.version
 import numpy as np
 import pytest
+import text_pair
 
 import convert
-from jspec import Llama
+from jspec import Llama, cli
+from jspec.cli import app as _app  # noqa: F401, loads the commands
 from jspec.weights import from_arrays
 
 TOY = convert.LlamaConfig(
@@ -152,3 +156,30 @@ def prompts():
         return tokens, lengths, jax.random.split(jax.random.key(seed), lengths.size)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders of a tiny target and its draft."""
+    folder = tmp_path_factory.mktemp("sources")
+    return text_pair.write(folder / "target"), text_pair.write(folder / "draft", distance=0.3)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """``run(*arguments, stdin=None)``: exit code, standard output and error of `jspec`, in this process.
+
+    Args:
+        stdin: bytes; None is a terminal.
+    """
+
+    def command(*arguments, stdin=None):
+        source = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
+        source.isatty = lambda: stdin is None
+        monkeypatch.setattr(sys, "stdin", source)
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([str(argument) for argument in arguments])
+        return exit_.value.code or 0, *capsys.readouterr()
+
+    return command

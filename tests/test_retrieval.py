@@ -174,19 +174,6 @@ def test_impossible_sizes_are_refused(arguments, message):
         RetrievalDrafter.from_tokens(*arguments)
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """``run(*arguments)``: exit code, standard output and error of `jspec`, in this process."""
-
-    def command(*arguments):
-        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        return exit_.value.code or 0, *capsys.readouterr()
-
-    return command
-
-
 def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
     """The corpus is what the target writes, so most of the draft is accepted; the vocabulary is the model's."""
     target, store = text_pair.write(tmp_path / "target"), tmp_path / "store.safetensors"

@@ -1,0 +1,91 @@
+"""Mistakes on the command line end in one sentence, before anything slow where that can be."""
+
+import shutil
+
+import pytest
+import text_pair
+
+from jspec import cli
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+MISTAKES = {
+    "unknown option": (["x", "--temprature", 1], 2, "No such option: --temprature"),
+    "not a number": (["x", "--seed", "one"], 2, "--seed"),
+    "below its range": (["x", "--temperature", -1], 2, "--temperature"),
+    "above its range": (["x", "--top-p", 1.5], 2, "--top-p"),
+    "no new tokens": (["x", "--max-new-tokens", 0], 2, "--max-new-tokens"),
+    "no prompt": ([], 2, "Give a prompt"),
+    "not UTF-8": (["x", "a\udcff"], 2, "PROMPT 2 is not UTF-8 text (character 2)"),
+    "length of no draft": (["x", "--plain", "--num-draft-tokens", 4], 2, "leave out --num-draft-tokens"),
+    "target alone": (["x", "--target", "TARGET"], 2, "--target needs --draft"),
+    "draft alone": (["x", "--draft", "DRAFT"], 2, "--draft needs --target"),
+    "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
+    "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder does not exist"),
+    "no such datastore": (["x", "--draft", "no.safetensors"], 1, "no.safetensors does not exist; jspec index makes"),
+    "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 1, "Prompt 2 is empty"),
+    "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
+    "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),
+    "nor a word": (["x", "--num-draft-tokens", "best"], 2, "'best' is neither"),
+    "nothing kept": (["x", "--top-p", 0], 2, "--top-p must be above 0"),
+    "no weights": (["x", "--target", "EMPTY", "--plain"], 1, "safetensors"),
+    "another tokenizer": (["x", "--target", "TARGET", "--draft", "SWAPPED"], 1, "id 40 is"),
+}
+
+
+TUNE_MISTAKES = {
+    "unknown option": (["--temprature", 1], 2, "(see jspec tune --help)"),
+    "no drafts": (["--max-draft-tokens", 0], 2, "--max-draft-tokens"),
+    "no rows": (["--batch", 0], 2, "--batch"),
+    "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
+    "too many models": (["TARGET", "DRAFT", "more"], 2, "more"),
+    "no such model": (["/no/such/folder", "DRAFT"], 1, "/no/such/folder does not exist"),
+    "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 1, "Prompt 1 is empty"),
+    "not UTF-8": (["TARGET", "DRAFT", "--prompt", "\udcff"], 2, "--prompt is not UTF-8 text (character 1)"),
+    "too short": (["TARGET", "DRAFT", "--max-new-tokens", 8], 1, "too short a text"),
+    "too long": (["TARGET", "DRAFT", "--max-new-tokens", 500], 1, "positions"),
+}
+
+
+@pytest.mark.parametrize("mistake", TUNE_MISTAKES)
+def test_mistakes_with_tune_too(mistake, run, sources):
+    arguments, expected_code, phrase = TUNE_MISTAKES[mistake]
+    folders = dict(zip(("TARGET", "DRAFT"), sources, strict=True))
+    code, out, error = run("tune", *(folders.get(argument, argument) for argument in arguments))
+    assert (code, out) == (expected_code, "")
+    assert error.startswith("jspec: ") and error.count("\n") == 1 and phrase in error
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
+    arguments, expected_code, phrase = MISTAKES[mistake]
+    folders = dict(zip(("TARGET", "DRAFT"), sources, strict=True)) | {
+        name: tmp_path / name for name in ("EMPTY", "SWAPPED")
+    }
+    for folder in (folders["EMPTY"], folders["SWAPPED"]):
+        shutil.copytree(sources[1], folder)
+    (folders["EMPTY"] / "model.safetensors").unlink()
+    text_pair.tokenizer(swapped=40).save_pretrained(folders["SWAPPED"])
+    code, out, error = run("generate", *(folders.get(argument, argument) for argument in arguments))
+    assert (code, out) == (expected_code, "")
+    assert error.startswith("jspec: ") and error.count("\n") == 1 and phrase in error
+
+
+@pytest.mark.parametrize(
+    ("stdin", "said"), [(b"", "Standard input is empty"), (b"a\xff", "Standard input is not UTF-8 text (byte 2)")]
+)
+def test_what_is_no_standard_input(run, monkeypatch, stdin, said):
+    monkeypatch.setattr(cli.generate, "prepare_environment", lambda: pytest.fail("it went on"))
+    code, out, error = run("generate", stdin=stdin)
+    assert (code, out) == (2, "") and error.startswith(f"jspec: {said}") and error.count("\n") == 1
+
+
+def test_prompts_are_read_before_models(run, sources, monkeypatch):
+    monkeypatch.setattr(cli.generate, "load_models", lambda *_: pytest.fail("models were loaded"))
+    assert "Prompt 1 is empty" in run("generate", "", "--target", sources[0], "--draft", sources[1])[2]
+
+
+def test_bugs_keep_their_traceback(run, monkeypatch):
+    monkeypatch.setattr(cli.generate, "sources", lambda *arguments: {}["gone"])
+    with pytest.raises(KeyError, match="gone"):
+        cli.main(["generate", "x"])
