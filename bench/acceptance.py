@@ -11,15 +11,15 @@ from bench.report import publish
 from bench.subject import Subject, span
 from jspec import theory
 from jspec.tuning import acceptance_rates
-from jspec.types import NO_DRAFT
 
 
 def acceptance_rate(out: jspec.Output) -> float:
-    """Drafts accepted over drafts judged, of all rows; where a guess was missing, it counts as one that was refused.
+    """Drafts accepted over drafts judged, of all rows; a guess that was missing counts as one that was refused.
 
-    That is the alpha of the theory, in which every round has K drafts.
+    That is the alpha of the theory, in which every round has K drafts. Only limits may have ended the texts.
     """
-    return float(np.sum(out.stats.accepted) / (np.sum(out.stats.judged) + np.sum(out.origins == NO_DRAFT)))
+    survived = np.cumprod(acceptance_rates([jax.device_get(out)]))
+    return float(survived.sum() / (1 + survived[:-1].sum()))
 
 
 def run(subject: Subject, batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:

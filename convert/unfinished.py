@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _folders: set[Path] = set()
@@ -20,7 +20,13 @@ def deleted_in_the_end(folder: Path) -> Iterator[None]:
 
 
 def delete() -> None:
-    """Deletes all such folders, for a process that is about to end in the middle of their blocks."""
+    """Deletes all such folders, for a process that is about to end in the middle of their blocks.
+
+    Each gets another name first, so that its block cannot finish what is being emptied.
+    """
     for folder in tuple(_folders):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)  # a thread may have been writing into it
+        doomed = folder.with_name(f"{folder.name}.deleted")
+        with suppress(OSError):  # it was finished, or is not there yet
+            folder.rename(doomed)
+        for left in (doomed, folder):  # a thread may have been about to write into it
+            shutil.rmtree(left, ignore_errors=True)

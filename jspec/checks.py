@@ -120,7 +120,8 @@ def check_rule(accept: Any) -> Rule:
     if isinstance(accept, str | type) or not hasattr(accept, "judge"):
         raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
                          "or pass an object such as jspec.Lenient(0.5), see jspec.lossy.")  # fmt: skip
-    missing = [name for name in ("exact", "shares_noise") if not isinstance(getattr(accept, name, None), bool)]
+    declared = {name: getattr(accept, name, None) for name in ("exact", "shares_noise")}
+    missing = [name for name, value in declared.items() if not isinstance(value, bool | np.bool_)]
     if missing:
         raise TypeError(f"accept is a {type(accept).__name__} without {' and '.join(missing)}; set each to True or "
                         "False, as described in jspec.accept.Rule.")  # fmt: skip

@@ -83,12 +83,16 @@ def statistics(out: Output, row: int) -> dict[str, Any]:
     """The counts of one request, and what the theory makes of its acceptance rate.
 
     ``acceptance_rate`` is that of the drafts that were judged: those after a rejection never are.
-    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. The measured number is
-    lower where the end of the text cuts the last round off, and differs where acceptance comes in streaks.
+    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate, None where a round had fewer
+    guesses than it supposes. The measured number is lower where the end of the text cuts the last round off, and
+    differs where acceptance comes in streaks.
     """
     tokens, rounds, judged = (int(x[row]) for x in (out.lengths, out.stats.rounds, out.stats.judged))
     accepted_at = out.stats.accepted_at[row].tolist()
     rate = float(out.stats.acceptance_rate[row]) if judged else None
+    # A draft that was kept whole is followed by a bonus.
+    whole = (out.origins[row] == BONUS).sum() <= sum(accepted_at[-1:]) and not (out.origins[row] == NO_DRAFT).any()
+    predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
     return {
         "tokens": tokens,
         "rounds": rounds,
@@ -98,7 +102,7 @@ def statistics(out: Output, row: int) -> dict[str, Any]:
         "accepted_at": accepted_at,
         "acceptance_rate": rate,
         "tokens_per_round": tokens / rounds,
-        "predicted_tokens_per_round": None if rate is None else float(theory.expected_tokens(rate, len(accepted_at))),
+        "predicted_tokens_per_round": predicted,
     }
 
 
@@ -115,10 +119,10 @@ def sentence(done: Completion, seconds: float) -> str:
     counts = f"{stats['tokens']} tokens ({done.finish_reason}) in {stats['rounds']} rounds"
     if stats["acceptance_rate"] is None:
         return f"{counts}; {speed}"
-    return (
-        f"{counts}: {stats['tokens_per_round']:.2f} a round, {stats['predicted_tokens_per_round']:.2f} "
-        f"predicted from {stats['acceptance_rate']:.0%} acceptance; {speed}"
-    )
+    predicted = stats["predicted_tokens_per_round"]
+    theirs = "" if predicted is None else f"{predicted:.2f} predicted from "
+    measured = f"{stats['tokens_per_round']:.2f} a round"
+    return f"{counts}: {measured}, {theirs}{stats['acceptance_rate']:.0%} acceptance; {speed}"
 
 
 def coloured(done: Completion) -> Text:

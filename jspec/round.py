@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Verifier, as_draft, is_foreign, put
+from jspec.drafters.base import Context, Verifier, as_draft, is_foreign, outside, put
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, Warp, add_seen, token_probs
@@ -85,10 +85,8 @@ def play_round(
     record: Record,
 ) -> tuple[State, Record]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
-    draft, drafter_state = _propose(target, drafter, rule, draft_length, request, state)
-    if is_foreign(drafter):  # it costs a look at all laws
-        strange = (draft.tokens == draft.probs.shape[2]) & (draft.probs.sum(-1) != 0)
-        record = dataclasses.replace(record, strange=record.strange | strange.any(1) & ~state.done)
+    draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, request, state)
+    record = dataclasses.replace(record, strange=record.strange | strange & ~state.done)
     with jax.named_scope("verify"):
         hidden, target_probs, cache = _verify(target, draft_length, request, state, draft)
     with jax.named_scope("accept"):
@@ -109,12 +107,12 @@ def play_round(
 
 def _propose(
     target: Any, drafter: Any, rule: Rule, draft_length: int | DraftLength, request: Request, state: State
-) -> tuple[Draft, Any]:
-    """The draft of this round; without a drafter, a draft of no tokens."""
+) -> tuple[Draft, Array, Any]:
+    """The draft of this round, without a drafter one of no tokens; `Record.strange` of it; the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None:
         empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
-        return Draft(jnp.zeros((batch, 0), jnp.int32), empty), state.drafter
+        return Draft(jnp.zeros((batch, 0), jnp.int32), empty), jnp.zeros(batch, bool), state.drafter
     k = most_drafts(draft_length)
     with jax.named_scope("draft"):
         draw = target_noise if rule.shares_noise else draft_noise
@@ -126,7 +124,10 @@ def _propose(
             wanted = jnp.where(state.done, 0, wanted)
             context = dataclasses.replace(context, wanted=wanted, draft_length=draft_length)
         draft, drafter_state = drafter.propose(state.drafter, context, k)
-        return as_draft(draft, context, k), drafter_state
+        mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
+        if is_foreign(drafter):  # it costs a look at all laws
+            strange = (outside(draft) & (draft.probs.sum(-1) != 0)).any(1)
+        return mended, strange, drafter_state
 
 
 def _verify(

@@ -96,7 +96,7 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
 
 def check_placement(sharding: Any) -> None:
     """Raises TypeError unless `sharding` is a `Placement`."""
-    if not isinstance(sharding, Sharding) and not callable(sharding):
+    if isinstance(sharding, type) or not (isinstance(sharding, Sharding) or callable(sharding)):
         raise TypeError(f"sharding must be a jax.sharding.Sharding, or a function that gives one for a weight's name "
                         f"and shape, such as jspec.tensor_parallel(mesh); got {sharding!r}.")  # fmt: skip
 

@@ -59,9 +59,9 @@ def read(directory: Path) -> TokenizerFile | None:
     if config is None or any((directory / name).exists() for name in _LEGACY_FILES):
         return None
     inner = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    known = {token.content for token in inner.get_added_tokens_decoder().values()}
-    if not {config[name] for name in _TOKENS & config.keys()} <= known | {None}:
-        return None  # transformers would add the token, and then find it in texts
+    special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+    if not {config[name] for name in _TOKENS & config.keys()} <= special | {None}:
+        return None  # transformers would add the token, find it in texts, and leave it out of them
     return TokenizerFile(inner, config.get("eos_token"))
 
 

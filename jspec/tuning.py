@@ -16,7 +16,7 @@ import numpy as np
 from jspec import theory
 from jspec.draft_length import doubling
 from jspec.sampling import SamplingParams
-from jspec.types import Output
+from jspec.types import ACCEPTED, PADDING, Output
 
 log = logging.getLogger(__name__)  # says how far it is; the command shows that
 TRIALS = 5
@@ -123,14 +123,18 @@ def _timed(run: Run, num_draft_tokens: int, limit: int, trial: int) -> tuple[flo
 
 
 def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
-    """How often draft k was accepted when it was judged, over all rows: ``float64[K]``, 0 where it never was.
+    """How often draft k was accepted when those before it were, ``float64[K]``, from texts that only a limit ended.
 
-    Positions need not be alike or independent.
+    Positions need not be alike or independent; where there was no guess none was accepted. The last round of a row may
+    be cut off by the limit, behind an accepted draft; what would have come next is not counted.
     """
-    accepted, judged = (
-        np.concatenate([getattr(out.stats, name) for out in outs]).sum(0) for name in ("accepted_at", "judged_at")
-    )
-    return accepted / np.maximum(judged, 1)
+    accepted = np.concatenate([out.stats.accepted_at for out in outs]).sum(0)
+    reached = np.array([sum(out.stats.rounds.sum() for out in outs), *accepted[:-1]])
+    for out in outs:
+        closed = (out.origins != ACCEPTED) & (out.origins != PADDING)  # a round's last token, unless cut off
+        behind = out.lengths - (closed * np.arange(1, closed.shape[1] + 1)).max(1)
+        reached[1:] -= np.bincount(behind, minlength=accepted.size + 1)[1:-1]
+    return np.divide(accepted, reached, out=np.zeros(accepted.size), where=reached > 0)
 
 
 _answers: dict[Any, tuple[list[Callable[[], Any]], Tuning]] = {}

@@ -121,7 +121,7 @@ class Stats:
 
     @property
     def mean_acceptance_length(self) -> Array:
-        """``float32[B]``, accepted drafts a round and one more, the token that the target adds. NaN without a round."""
+        """``float32[B]``, accepted drafts a round, and one for the token that follows them. NaN without a round."""
         return _quotient(self.accepted + self.rounds, self.rounds)
 
 

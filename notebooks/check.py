@@ -33,14 +33,14 @@ def tidy(outputs: list[Any]) -> list[Any]:
 
 def masked(text: str) -> str:
     """`text` with every number as 0, and runs of spaces or of lines as one."""
-    return re.sub(r"([ ─━])\1+", r"\1", re.sub(r"\d+(\.\d+)?", "0", text))
+    return re.sub(r"([ ─━])\1+", r"\1", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", text))
 
 
 def shown(cell: Any) -> list[str]:
     """The lines that stand for what a code cell shows: two runs agree where these are equal."""
     varies, lines = VARIES in cell["metadata"].get("tags", []), []
     for output in tidy(cell["outputs"]):
-        data = {"text/plain": output["text"]} if output["output_type"] == "stream" else output["data"]
+        data = output.get("data") or {"text/plain": output.get("text") or output["ename"]}  # a stream, or an error
         for kind in sorted(data):
             text = data[kind] if kind.startswith("text/") else ""
             lines += [f"{kind}:", *(masked(text) if varies else text).splitlines()]

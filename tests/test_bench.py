@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from test_tune import made
 from typer.testing import CliRunner
 
 import jspec
@@ -31,7 +32,6 @@ from bench import report as reporting
 from bench.__main__ import app
 from convert import RopeConfig
 from jspec import text, theory
-from jspec.types import ACCEPTED, CORRECTED, NO_DRAFT
 from jspec.weights import PAIR
 from pair.corpus import Document
 
@@ -132,16 +132,8 @@ def test_ratios_are_taken_turn_by_turn():
     assert (found.low, found.median, found.high, found.count) == (0.5, 0.5, 0.5, 3)
 
 
-def output(accepted_at, judged_at, rounds, origins=()):
-    """As `jspec.speculative_generate` returns it, with these counts of one request."""
-    accepted_at, judged_at = np.array([accepted_at]), np.array([judged_at])
-    zero = np.zeros(1)
-    stats = jspec.Stats(np.array([rounds]), zero, accepted_at.sum(1), accepted_at, judged_at, zero, zero)
-    return SimpleNamespace(stats=stats, origins=np.array([origins]))
-
-
 def test_acceptance_by_position_is_conditional():
-    figures = acceptance._figures(output([8, 4, 2, 1], [10, 8, 4, 2], rounds=10))
+    figures = acceptance._figures(made([[(0, "c")] * 2 + [(1, "c")] * 4 + [(2, "c")] * 2 + [(3, "c"), (4, "b")]], k=4))
     assert [figures[f"after {n}"] for n in range(4)] == [0.8, 0.5, 0.5, 0.5]
     assert figures["acceptance"] == pytest.approx(1.5 / 2.4)
     assert figures["tokens in the first 4 + 1"] == 2.5
@@ -149,12 +141,14 @@ def test_acceptance_by_position_is_conditional():
 
 def test_a_guess_that_is_missing_counts_as_one_that_was_refused():
     """Or the theorem, whose rounds have K drafts, would promise what lookup cannot keep."""
-    assert acceptance.acceptance_rate(output([3, 0], [4, 2], 6, [NO_DRAFT, ACCEPTED, NO_DRAFT, CORRECTED])) == 3 / 8
+    assert (
+        acceptance.acceptance_rate(made([[(0, "n"), (0, "n"), (1, "b"), (2, "b"), (0, "c"), (0, "c")]], k=2)) == 3 / 8
+    )
 
 
 def test_the_prediction_counts_no_draft_that_was_not_judged():
     """Two rounds of K = 2, all drafts accepted; the limit came before the last one was judged."""
-    row = latency._drafting(output([2, 1], [2, 1], rounds=2), 4, {"draft": 0.25, "3 rows": 1.5})
+    row = latency._drafting(made([[(2, "b"), (1, "-")]], k=2), 4, {"draft": 0.25, "3 rows": 1.5})
     assert row == {"K": 2, "tokens a round": 2.0, "acceptance": 1.0, "cost ratio": 0.25, "predicted": 3 / (0.5 + 1),
                    "with K + 1 rows": 3 / (0.5 + 1.5)}  # fmt: skip
 

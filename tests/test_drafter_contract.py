@@ -7,6 +7,7 @@ from collections.abc import Callable
 import drafters
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jspec
@@ -56,8 +57,12 @@ def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts, to
 
     with pytest.raises(ValueError, match="Wrong drafted ids outside the vocabulary of 61 tokens in row 1; draft the"):
         call(toy(0), Wrong(toy(1), change))
-    out = jax.jit(call)(toy(0), Wrong(toy(1), change))
-    assert ((out.tokens >= 0) & (out.tokens < 61)).all() and (out.origins[1] == NO_DRAFT).all()
+    # As a part of another, and inside a program, nothing can be said: it is no guess, and the text the target's own.
+    plain = jspec.generate(toy(0), *prompts([3, 2]), max_new_tokens=8)
+    nested = jspec.FallbackDrafter(Wrong(toy(1), change), jspec.NGramDrafter(60, 60))
+    for out in (jax.jit(call)(toy(0), Wrong(toy(1), change)), call(toy(0), nested)):
+        assert (out.origins[1] == NO_DRAFT).all()
+        np.testing.assert_array_equal(out.tokens[1], plain.tokens[1])
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -142,6 +142,13 @@ ROW_SETTINGS = (
     {"temperature": 1.5, "frequency_penalty": 1.0, "logit_bias": BIAS, "draft_temperature": 0.6},
 )
 NUM_TOKENS, VOCAB = 3, 8
+COLUMNS = (*toys.SPREAD_PARAMS, "logit_bias")
+
+
+def default(name, row):
+    """What a row has that does not say."""
+    known = {"draft_temperature": row.get("temperature", 1.0), "logit_bias": np.zeros(VOCAB)}
+    return known.get(name, getattr(SamplingParams(), name))
 
 
 @functools.cache
@@ -179,36 +186,37 @@ def exact_law(target, prompt, settings):
 plain = jax.jit(lambda model, tokens: model(tokens))
 
 
-@functools.partial(jax.jit, static_argnames="num_draft_tokens")
-def text_counts(target, draft, tokens, lengths, keys, sampling, num_draft_tokens):
-    """``int[B, 512]``: the texts of ``keys[N, B]``, N calls of the public function under `jax.vmap`."""
+@functools.partial(jax.jit, static_argnames=("rule", "k"))
+def text_counts(target, drafter, tokens, lengths, keys, sampling, rule, k):
+    """``int[B, 512]``: the texts of ``keys[N, B]``, the batch N times over in one call of the public function."""
 
-    def call(keys):
-        return jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=NUM_TOKENS,
-                                          num_draft_tokens=num_draft_tokens, sampling=sampling).tokens  # fmt: skip
+    def copies(part):
+        return jnp.tile(part, (len(keys), *[1] * (part.ndim - 1))) if np.ndim(part) else part
 
-    texts = jax.vmap(call)(keys) @ jnp.asarray([VOCAB**2, VOCAB, 1])
+    out = jspec.speculative_generate(target, drafter, copies(tokens), copies(lengths), keys.ravel(),
+                                     max_new_tokens=NUM_TOKENS, num_draft_tokens=k, accept=rule,
+                                     sampling=jax.tree.map(copies, sampling))  # fmt: skip
+    texts = (out.tokens @ jnp.asarray([VOCAB**2, VOCAB, 1])).reshape(keys.shape)
     rows = jnp.broadcast_to(jnp.arange(keys.shape[1]), texts.shape)
     return jnp.zeros((keys.shape[1], VOCAB**NUM_TOKENS), jnp.int32).at[rows, texts].add(1)
 
 
 def batch_p_values(batch_index, draws, chunk):
-    """p of every row of one batch."""
-    num_draft_tokens, batch, which = BATCHES[batch_index]
+    """p of every row of one batch, in a program without the transforms that no row of it uses."""
+    k, batch, which = BATCHES[batch_index]
     target, drafts = llama_pair()
     prompts, settings = rows_of(batch_index)
     tokens = np.full((batch, max(map(len, PROMPTS))), 5, np.int32)  # padded with a token of the vocabulary
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = jnp.asarray([len(prompt) for prompt in prompts])
-    rows = [filled(1, **row) for row in settings]
-    columns = {name: jnp.concatenate([getattr(row, name) for row in rows]) for name in toys.SPREAD_PARAMS}
-    bias = jnp.asarray([row.get("logit_bias", np.zeros(VOCAB)) for row in settings], jnp.float32)
-    sampling = SamplingParams(**columns, logit_bias=bias)
+    columns = {name: np.array([row.get(name, default(name, row)) for row in settings], np.float32)
+               for name in COLUMNS if any(name in row for row in settings)}  # fmt: skip
     keys = jax.random.split(jax.random.key(100 + batch_index), (draws // chunk, chunk, batch))
     counts = np.zeros((batch, VOCAB**NUM_TOKENS), np.int64)
     for part in keys:
-        counts += np.asarray(text_counts(target, drafts[which], tokens, lengths, part, sampling, num_draft_tokens))
+        counts += np.asarray(text_counts(target, drafts[which], tokens, lengths, part, SamplingParams(**columns),
+                                         "rejection", k))  # fmt: skip
     laws = [exact_law(target, *row) for row in zip(prompts, settings, strict=True)]
     return [oracle.p_value(*pair) for pair in zip(counts, laws, strict=True)]
 

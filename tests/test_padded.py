@@ -11,10 +11,8 @@ from jspec.types import longer_by_padding
 V, PADDED = 61, 64
 DRAFTERS = {
     "model": lambda model, target: model,
-    "fallback": lambda model, target: jspec.FallbackDrafter(jspec.NGramDrafter(2, 2), model),
     "mixture": lambda model, target: jspec.MixtureDrafter(jspec.EarlyExitDrafter(1), model, 0.5),
     "cascade": lambda model, target: jspec.CascadeDrafter(model, jspec.NGramDrafter(1, 1), 2),
-    "small of a cascade": lambda model, target: jspec.CascadeDrafter(target, model, 2),
     "exit of a cascade": lambda model, target: jspec.CascadeDrafter(model, jspec.EarlyExitDrafter(1), 2),
 }
 

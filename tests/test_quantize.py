@@ -145,7 +145,7 @@ def test_an_int8_draft_leaves_the_law_of_the_target(report, quick_compile, draws
     keys = jax.random.split(jax.random.key(300), (draws // chunk, chunk, 3))
     sampling, counts = jspec.SamplingParams(**fields), np.zeros((3, 512), np.int64)
     for part in keys:
-        counts += np.asarray(test_law.text_counts(target, draft, tokens, lengths, part, sampling, 2))
+        counts += np.asarray(test_law.text_counts(target, draft, tokens, lengths, part, sampling, "rejection", 2))
     laws = [test_law.exact_law(target, *row) for row in zip(LAW_PROMPTS, LAW_SETTINGS, strict=True)]
     p_values = [oracle.p_value(*pair) for pair in zip(counts, laws, strict=True)]
     sees = oracle.detectable(draws, counts.shape[1] - 1)

@@ -13,7 +13,7 @@ import jspec
 from jspec import theory, tuning
 from jspec.draft_length import doubling
 from jspec.keys import Purpose, rehearsal, stream
-from jspec.types import ACCEPTED, BONUS, CORRECTED, Output, Stats
+from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 decode = sys.modules["jspec.decode"]
@@ -47,9 +47,9 @@ def test_powers_of_two_and_the_largest_are_measured():
 
 
 def made(rows, k):
-    """An `Output` of `rows`, each a list of rounds; a round is its number of accepted drafts, then "c", "b" or "-"
-    where a correction, a bonus or (cut off by the limit) nothing follows."""
-    after = {"c": [CORRECTED], "b": [BONUS], "-": []}
+    """An `Output` of `rows`, each a list of rounds; a round is its number of accepted drafts, then "c", "b", "n" or "-"
+    where a correction, a bonus, a token without a draft or (cut off by the limit) nothing follows."""
+    after = {"c": [CORRECTED], "b": [BONUS], "n": [NO_DRAFT], "-": []}
     texts = [[o for n, end in rounds for o in [ACCEPTED] * n + after[end]] for rounds in rows]
     origins = np.zeros((len(rows), max(map(len, texts)) + 2), np.int8)
     for row, text in zip(origins, texts, strict=True):
@@ -70,6 +70,14 @@ def test_acceptance_leaves_out_what_the_limit_cut_off():
     # Depth 1: all 8 rounds are judged. Depth 2: of 7, one was cut off. Depth 3: of 4, one was cut off.
     np.testing.assert_array_equal(tuning.acceptance_rates([first, second]), [7 / 8, 4 / 6, 2 / 3])
     np.testing.assert_array_equal(tuning.acceptance_rates([made([[(0, "c")]], k=3)]), [0, 0, 0])
+
+
+def test_where_there_was_no_guess_none_was_accepted():
+    """Whether none at all or none for the rest of a draft: tokens a round are those that were written."""
+    out = made([[(2, "b"), (0, "n"), (0, "n"), (1, "b"), (3, "b"), (1, "c")]], k=3)
+    rates = tuning.acceptance_rates([out])
+    np.testing.assert_array_equal(rates, [4 / 6, 2 / 4, 1 / 2])
+    assert theory.expected_tokens_from_rates(rates) == pytest.approx(out.lengths[0] / 6)
 
 
 class Machine:

@@ -104,9 +104,14 @@ def request(keys, lengths, limit, target_warp: Warp, drafter_warp: Warp, eos_ids
 def first_round(target, drafter, tokens, lengths, keys, warps, num_draft_tokens, rule=RULES["rejection"]):
     """The shipped start and one shipped round: ``(State, Record)``, with no limit or end of text in the way."""
     width = num_draft_tokens + 1
-    asked = request(keys, lengths, width + 1, *warps)
-    state, record = _start(target, drafter, asked, tokens, width + 1, num_draft_tokens)
-    return play_round(target, drafter, rule, num_draft_tokens, asked, state, record)
+
+    @jax.jit
+    def program(target, drafter, tokens, lengths, keys, warps):
+        asked = request(keys, lengths, width + 1, *warps)
+        state, record = _start(target, drafter, asked, tokens, width + 1, num_draft_tokens)
+        return play_round(target, drafter, rule, num_draft_tokens, asked, state, record)
+
+    return program(target, drafter, tokens, lengths, keys, warps)
 
 
 def decode(target, drafter, tokens, lengths, keys, warps, *, max_new_tokens, num_draft_tokens, eos_ids=(-1,),

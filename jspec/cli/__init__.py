@@ -21,6 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as end:
         if arguments is not None:
             raise
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # either may be closed
+            stream.flush()
         os._exit(int(end.code or 0))  # XLA takes half a second to take itself down, deaf to Ctrl-C

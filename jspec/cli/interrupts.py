@@ -27,6 +27,8 @@ def end_at_once() -> None:
     The thread needs the interpreter's lock, which XLA releases while it compiles and runs. A collection of all garbage
     would keep it for a tenth of a second, so there is one seldom.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return  # as a shell asks of what runs in its background
     reader, writer = socket.socketpair()  # not a pipe: on Windows only this works
     writer.setblocking(False)
     signal.signal(signal.SIGINT, lambda *_: None)  # without a handler nothing is reported

@@ -103,10 +103,10 @@ class Drafter(Protocol):
         ...
 
 
-def as_draft(draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
-    """What a drafter has proposed, in the program's dtypes, without the laws of tokens that a row does not want.
+def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
+    """What `drafter` has proposed, in the program's dtypes, without the laws of tokens that a row does not want.
 
-    An id outside the vocabulary becomes V, which has a share in no law and so is refused, as "no guess" is.
+    Nor those of ids outside the vocabulary, which drafters of jspec cannot have: they are no guess.
 
     Raises, while the program is traced:
         TypeError: it is no draft.
@@ -120,13 +120,22 @@ def as_draft(draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
         raise ValueError(f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
                          f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
     # With 64-bit types enabled, a user's arrays are easily wider than the program's.
-    inside = (draft.tokens >= 0) & (draft.tokens < context.vocab_size)
-    tokens = jnp.where(inside, draft.tokens, context.vocab_size).astype(jnp.int32)
-    draft = Draft(tokens, draft.probs.astype(jnp.float32))
-    if context.wanted is None:
-        return draft
-    kept = jnp.arange(num_draft_tokens) < context.wanted[:, None]
-    return Draft(draft.tokens, jnp.where(kept[..., None], draft.probs, 0))
+    draft = Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32))
+    if context.wanted is not None:
+        draft = _kept(draft, jnp.arange(num_draft_tokens) < context.wanted[:, None])
+    if is_foreign(drafter):
+        draft = _kept(draft, ~outside(draft))
+    return draft
+
+
+def outside(draft: Draft) -> Array:
+    """``bool[B, K]``: the tokens that no vocabulary of this size has."""
+    return (draft.tokens < 0) | (draft.tokens >= draft.probs.shape[-1])
+
+
+def _kept(draft: Draft, kept: Array) -> Draft:
+    """`draft` with token 0 and no law where not ``kept[B, K]``."""
+    return Draft(jnp.where(kept, draft.tokens, 0), jnp.where(kept[..., None], draft.probs, 0))
 
 
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
@@ -143,8 +152,8 @@ def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
 
 
 def is_foreign(drafter: Any) -> bool:
-    """Whether `drafter` is of a class from outside jspec."""
-    return drafter is not None and type(drafter).__module__.split(".")[0] != __name__.split(".")[0]
+    """Whether drafts come from a function from outside jspec, as they do not from a `Chain`'s own `propose`."""
+    return drafter is not None and type(drafter).propose.__module__.split(".")[0] != __name__.split(".")[0]
 
 
 class Stateless:

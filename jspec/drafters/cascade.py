@@ -109,7 +109,7 @@ class CascadeDrafter:
                                     verifier=Verifier(self.middle, progress.cache, context.unread),
                                     unread=context.unread + 1)  # fmt: skip
         guess, small = self.small.propose(progress.small, inner, k)
-        guess = as_draft(guess, inner, k)
+        guess = as_draft(self.small, guess, inner, k)
         tokens = put(progress.tokens, guess.tokens, lengths)
         fed, start, last = window(tokens, lengths, context.unread, k)
         hidden, cache = self.middle.forward(fed, progress.cache, start)

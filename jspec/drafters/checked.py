@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context, as_draft
+from jspec.drafters.base import Context, as_draft, outside
 from jspec.probs import at_tokens
 from jspec.types import Draft, Verdict, pytree
 
@@ -39,11 +39,11 @@ class CheckedDrafter:
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
-        seen = as_draft(draft, context, num_draft_tokens)
-        drawn = jnp.where(seen.tokens < context.vocab_size, at_tokens(seen.probs, seen.tokens), 0)
+        seen = as_draft(self, draft, context, num_draft_tokens)
+        drawn = jnp.where(outside(seen), 0, at_tokens(seen.probs, seen.tokens))
         sums, least = seen.probs.sum(-1), seen.probs.min(-1)
         check = functools.partial(_check, type(self.inner).__name__, context.vocab_size)
-        jax.debug.callback(check, draft.tokens, sums, least, drawn)
+        jax.debug.callback(check, seen.tokens, sums, least, drawn)
         return draft, state
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:

@@ -24,7 +24,8 @@ class FallbackDrafter(Duo):
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         first, first_state = self.first.propose(state[0], context, num_draft_tokens)
         second, second_state = self.second.propose(state[1], context, num_draft_tokens)
-        first, second = (as_draft(draft, context, num_draft_tokens) for draft in (first, second))
+        first = as_draft(self.first, first, context, num_draft_tokens)
+        second = as_draft(self.second, second, context, num_draft_tokens)
         guessed = first.probs[:, 0].sum(-1) > 0
 
         def pick(a: Array, b: Array) -> Array:
