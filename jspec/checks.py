@@ -89,7 +89,7 @@ def check_measurable(*arguments: Any) -> None:
                          "pass the number it finds.")  # fmt: skip
 
 
-def as_array(name: str, value: Any) -> Any:
+def as_array(name: str, value: Any, remedy: str = "pad them on the right to one length") -> Any:
     """`value` itself where it is an array; the NumPy array of a list, or where it holds traced values the JAX array."""
     if isinstance(value, np.ndarray | jax.Array):
         return value
@@ -98,7 +98,7 @@ def as_array(name: str, value: Any) -> Any:
     except jax.errors.TracerArrayConversionError:
         return jnp.asarray(value)
     except ValueError:
-        raise ValueError(f"{name} has rows of different lengths; pad them on the right to one length.") from None
+        raise ValueError(f"{name} has rows of different lengths; {remedy}.") from None
 
 
 def _values(x: Any) -> np.ndarray | None:

@@ -200,12 +200,13 @@ def _auto(
 
 def _arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any, Any, Any, Any]:
     """What users may pass as lists, as arrays; one end of text is a sequence of one."""
-    eos_ids = as_array("eos_ids", eos_ids)
+    eos_ids = as_array("eos_ids", eos_ids, "fill the shorter ones up with -1")
     if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
         eos_ids = eos_ids[None]
     if isinstance(sampling, SamplingParams):
         lists = {name: value for name, value in vars(sampling).items() if isinstance(value, list | tuple)}
-        sampling = dataclasses.replace(sampling, **{name: as_array(name, value) for name, value in lists.items()})
+        arrays = {name: as_array(name, value, "give one number for each row") for name, value in lists.items()}
+        sampling = dataclasses.replace(sampling, **arrays)
     return as_array("tokens", tokens), as_array("lengths", lengths), eos_ids, sampling
 
 

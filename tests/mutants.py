@@ -153,7 +153,8 @@ def picked_by_position(patch):
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         first, first_state = self.first.propose(state[0], context, num_draft_tokens)
         second, second_state = self.second.propose(state[1], context, num_draft_tokens)
-        first, second = (base.as_draft(draft, context, num_draft_tokens) for draft in (first, second))
+        first = base.as_draft(self.first, first, context, num_draft_tokens)
+        second = base.as_draft(self.second, second, context, num_draft_tokens)
         guessed = first.probs.sum(-1) > 0
         draft = Draft(jnp.where(guessed[:, :1], first.tokens, second.tokens),
                       jnp.where(guessed[..., None], first.probs, second.probs))  # fmt: skip

@@ -153,7 +153,10 @@ def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
 
 def is_foreign(drafter: Any) -> bool:
     """Whether drafts come from a function from outside jspec, as they do not from a `Chain`'s own `propose`."""
-    return drafter is not None and type(drafter).propose.__module__.split(".")[0] != __name__.split(".")[0]
+    if drafter is None:
+        return False
+    home = type(drafter).propose.__module__ or ""  # code that was run from a string has none
+    return home.split(".")[0] != __name__.split(".")[0]
 
 
 class Stateless:
