@@ -145,7 +145,7 @@ def test_acceptance_leads_to_the_best_length_of_theory():
         np.testing.assert_allclose(share, (weight * rates + 1) / (weight + 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("length", LENGTH_RULES[1::2], ids=lambda length: type(length).__name__)
+@pytest.mark.parametrize("length", LENGTH_RULES, ids=lambda length: type(length).__name__)
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
     """Whatever the sampling parameters, limits and ends of text."""
     target, drafter = toy(0), jspec.ModelDrafter(toy(0, distance=0.1))
