@@ -38,6 +38,8 @@ TOY = convert.LlamaConfig(
 
 # The emitters that XLA had before it changed them, which jaxlib could be asked for until 0.12.
 _OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 12)
+# With a worker on every core, to split a program for parallel compilation is work for nothing.
+_QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
 def pytest_addoption(parser):
@@ -47,7 +49,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Compiling is most of what the tests do, and the older emitters take half the time for it."""
     if _OLDER_EMITTERS and not config.getoption("--as-shipped"):
-        os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+        os.environ["XLA_FLAGS"] = f"{_QUICK_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def pytest_terminal_summary(terminalreporter):

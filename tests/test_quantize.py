@@ -18,6 +18,8 @@ from jspec import weights
 from jspec.layers import Linear
 from jspec.quantizer import matrices
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 GREEDY = jspec.SamplingParams(temperature=0.0)
 KINDS = {
     "untied": {},
@@ -106,7 +108,7 @@ def test_logits_are_those_of_the_dequantised_weights(toy, kind, report):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_activations_and_cache_keep_the_dtype(toy, dtype, report, quick_compile):
+def test_activations_and_cache_keep_the_dtype(toy, dtype, report):
     model = toy(4, num_hidden_layers=2, attention_bias=True)
     quantised = jspec.quantize(jax.tree.map(lambda leaf: leaf.astype(dtype), model), "int8")
     tokens = np.random.default_rng(5).integers(0, 61, (2, 16), dtype=np.int32)
@@ -133,7 +135,7 @@ def test_float16_does_not_overflow_before_the_scale():
 LAW_PROMPTS, LAW_SETTINGS = ((5,), (2, 7), (1, 4, 4, 0, 6, 3, 2)), ({}, {"temperature": 0.5, "top_p": 0.9}, {})
 
 
-def test_an_int8_draft_leaves_the_law_of_the_target(report, quick_compile, draws=32_768, chunk=1024):
+def test_an_int8_draft_leaves_the_law_of_the_target(report, draws=32_768, chunk=1024):
     target, drafts = test_law.llama_pair()
     draft = jspec.quantize(drafts["related"], "int8")
     tokens = np.full((3, 7), 5, np.int32)
@@ -154,7 +156,7 @@ def test_an_int8_draft_leaves_the_law_of_the_target(report, quick_compile, draws
     assert min(p_values) * len(p_values) > oracle.ALPHA
 
 
-def test_greedy_text_with_an_int8_draft_is_plain_text(toy, prompts, report, quick_compile):
+def test_greedy_text_with_an_int8_draft_is_plain_text(toy, prompts, report):
     target = toy(3, num_key_value_heads=4)
     batch = prompts(np.arange(1, 17), seed=6)
     plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=GREEDY).tokens
@@ -242,7 +244,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path, value, hf_name, name):
         jspec.quantize(jspec.load(tmp_path, "float32"), "int8")
 
 
-def test_one_program_serves_all_int8_models_of_a_shape(toy, prompts, compilations, quick_compile):
+def test_one_program_serves_all_int8_models_of_a_shape(toy, prompts, compilations):
     batch = prompts([3, 5], seed=9)
 
     @jax.jit
