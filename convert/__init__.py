@@ -1,4 +1,4 @@
-"""Hugging Face Llama checkpoints <-> flat dictionaries of named arrays; no model code."""
+"""Hugging Face checkpoints of Llama, Mistral, Qwen2 and Qwen3 <-> flat dictionaries of named arrays; no model code."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -33,7 +33,7 @@ def convert(
     dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype; default: as stored.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
-    """Convert a Llama checkpoint between the Hugging Face format and Orbax, checking every tensor."""
+    """Convert a checkpoint between the Hugging Face format and Orbax, checking every tensor."""
     typer.echo(_convert(source, destination, to, dtype, revision))
 
 

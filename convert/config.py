@@ -1,19 +1,19 @@
 """config.json -> LlamaConfig: every field that changes the computed function is read, or refused by name."""
 
 import dataclasses
+import reprlib
 from pathlib import Path
 
+from convert.architectures import FAMILIES, Family
 from convert.errors import CheckpointError
 from convert.fields import Fields, flag, integer, number, token_ids
 from convert.json_file import read_object
 from convert.rope import RopeConfig, parse_rope
 
-# Fields of which one value is supported; leaving the field out (or null) means that value too.
+# What every family has fixed, see `Family.fixed`.
 _FIXED = {
     "hidden_act": "silu",
-    "pretraining_tp": 1,
     "partial_rotary_factor": 1.0,
-    "sliding_window": None,
     "quantization_config": None,
     "auto_map": None,
     "is_encoder_decoder": False,
@@ -23,7 +23,14 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """What the forward pass needs, and nothing else; hashable, so it can be static under `jax.jit`."""
+    """What the forward pass needs, and nothing else; hashable, so it can be static under `jax.jit`.
+
+    Attributes:
+        max_position_embeddings: the longest text; of a model with a sliding window no more than that.
+        attention_bias: q, k, v and o have biases.
+        qkv_bias: q, k and v have biases, whether or not o has one.
+        qk_norm: queries and keys go through a norm over each head, before they are rotated.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -40,22 +47,39 @@ class LlamaConfig:
     rope: RopeConfig
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
 
-def _check_supported(raw: Fields) -> None:
+def _family(raw: Fields) -> Family:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    if model_type != "llama" or architectures not in (None, ["LlamaForCausalLM"]):
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or architectures not in (None, [family.class_name]):
+        known = ", ".join(f"{family.model_type!r} with [{family.class_name!r}]" for family in FAMILIES.values())
         raise CheckpointError(
-            f"model_type is {model_type!r} and architectures is {architectures!r}; only 'llama' with "
-            "['LlamaForCausalLM'] is supported, so choose a Llama checkpoint."
+            f"model_type is {model_type!r} and architectures is {architectures!r}; only {known} are supported, "
+            "so choose a checkpoint of one of these."
         )
-    for key, wanted in _FIXED.items():
+    return family
+
+
+def _check_supported(raw: Fields, fixed: Fields) -> None:
+    for key, wanted in fixed.items():
         value = raw.get(key)
         if value is not None and (value != wanted or isinstance(value, bool) != isinstance(wanted, bool)):
             raise CheckpointError(
                 f"{key} is {value!r}, which changes the computed function; only {wanted!r} is supported, "
                 "so choose a checkpoint without it."
             )
+
+
+def _check_layer_types(raw: Fields) -> None:
+    kinds, layers = raw.get("layer_types"), integer(raw, "num_hidden_layers")
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == kinds.count("full_attention") == layers):
+        raise CheckpointError(
+            f"layer_types is {reprlib.repr(kinds)}; only 'full_attention' in each of the {layers} layers is supported, "
+            "so choose a checkpoint without sliding_attention."
+        )
 
 
 def _heads(raw: Fields) -> tuple[int, int, int]:
@@ -82,12 +106,15 @@ def parse_config(raw: Fields) -> LlamaConfig:
 
     Reads the fields of transformers 5 (`rope_parameters`) and of earlier versions (`rope_theta`,
     `rope_scaling`); `eos_token_id` may be an int, a list or null. Fields that transformers ignores for
-    a Llama model are ignored here too.
+    a model of its family are ignored here too.
 
     Raises:
         CheckpointError: a field is missing, has a wrong value, or asks for a function not supported here.
     """
-    _check_supported(raw)
+    family = _family(raw)
+    raw = {**family.defaults, **raw}
+    _check_supported(raw, {**_FIXED, **family.fixed})
+    _check_layer_types(raw)
     heads, kv_heads, head_dim = _heads(raw)
     bos = token_ids(raw, "bos_token_id")
     if len(bos) > 1:
@@ -100,14 +127,12 @@ def parse_config(raw: Fields) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=integer(raw, "max_position_embeddings"),
         rms_norm_eps=number(raw, "rms_norm_eps"),
         tie_word_embeddings=flag(raw, "tie_word_embeddings"),
-        attention_bias=flag(raw, "attention_bias"),
-        mlp_bias=flag(raw, "mlp_bias"),
         rope=parse_rope(raw),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=token_ids(raw, "eos_token_id"),
+        **{"attention_bias": False, "mlp_bias": False, **family.details(raw)},
     )
 
 

@@ -24,17 +24,17 @@ def integer(raw: Fields, key: str, default: int | None = None) -> int:
     return value
 
 
-def number(raw: Fields, key: str) -> float:
+def number(raw: Fields, key: str, default: float | None = None) -> float:
     """A positive finite number. Raises CheckpointError otherwise."""
-    value = _required(raw, key, None, "a positive number")
+    value = _required(raw, key, default, "a positive number")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"{key} is {value!r}; expected a positive number, {_FIX}.")
     return float(value)
 
 
-def flag(raw: Fields, key: str) -> bool:
-    """True or false, false if left out. Raises CheckpointError otherwise."""
-    value = False if raw.get(key) is None else raw[key]
+def flag(raw: Fields, key: str, default: bool = False) -> bool:
+    """True or false. Raises CheckpointError otherwise."""
+    value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, bool):
         raise CheckpointError(f"{key} is {value!r}; expected true or false, {_FIX}.")
     return value

@@ -20,7 +20,7 @@ def _check_names(found: dict[str, Tensor], expected: dict[str, tuple[int, ...]],
         )
     if unknown:
         raise CheckpointError(
-            f"{directory} has unexpected {listing(unknown)}; a Llama model of this config.json has "
+            f"{directory} has unexpected {listing(unknown)}; a model of this config.json has "
             "no such tensor, so merge adapters or restore the checkpoint's own config.json."
         )
     for name, shape in expected.items():

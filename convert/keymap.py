@@ -2,7 +2,7 @@
 
 Ours are flat dotted names, weights [out, in] as in the source; q, k, v are joined on axis 0, and so are gate
 and up.
-Letters: V vocabulary, E hidden, F intermediate, Q query heads x head size, K key-value heads x head size.
+Letters: V vocabulary, E hidden, F intermediate, D head size, Q query heads x D, K key-value heads x D.
 """
 
 import dataclasses
@@ -11,19 +11,20 @@ from collections.abc import Iterator
 
 from convert.config import LlamaConfig
 
-# ours, its parts in Hugging Face's names with their rows, columns, the config flag that adds a bias
+# ours, its parts in Hugging Face's names with their rows, columns, the config flags of which any adds a bias
 _LINEARS = (
     (
         "self_attn.qkv_proj",
         (("self_attn.q_proj", "Q"), ("self_attn.k_proj", "K"), ("self_attn.v_proj", "K")),
         "E",
-        "attention_bias",
+        ("attention_bias", "qkv_bias"),
     ),
-    ("self_attn.o_proj", (("self_attn.o_proj", "E"),), "Q", "attention_bias"),
-    ("mlp.gate_up_proj", (("mlp.gate_proj", "F"), ("mlp.up_proj", "F")), "E", "mlp_bias"),
-    ("mlp.down_proj", (("mlp.down_proj", "E"),), "F", "mlp_bias"),
+    ("self_attn.o_proj", (("self_attn.o_proj", "E"),), "Q", ("attention_bias",)),
+    ("mlp.gate_up_proj", (("mlp.gate_proj", "F"), ("mlp.up_proj", "F")), "E", ("mlp_bias",)),
+    ("mlp.down_proj", (("mlp.down_proj", "E"),), "F", ("mlp_bias",)),
 )
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS = (("input_layernorm", "E"), ("post_attention_layernorm", "E"))
+_QK_NORMS = (("self_attn.q_norm", "D"), ("self_attn.k_norm", "D"))
 # Old exporters saved these tables; they are recomputed from the config, so they are left out on purpose.
 _BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
 EMBEDDING = "model.embed_tokens.weight"
@@ -52,6 +53,7 @@ def _sizes(config: LlamaConfig) -> dict[str, int]:
         "V": config.vocab_size,
         "E": config.hidden_size,
         "F": config.intermediate_size,
+        "D": config.head_dim,
         "Q": config.num_attention_heads * config.head_dim,
         "K": config.num_key_value_heads * config.head_dim,
     }
@@ -63,11 +65,12 @@ def _entry(name: str, parts: tuple[tuple[str, int], ...], columns: tuple[int, ..
 
 def _layer(config: LlamaConfig, i: int) -> Iterator[Entry]:
     sizes, prefix = _sizes(config), f"layers.{i}."
-    for norm in _NORMS:
+    for norm, size in _NORMS + (_QK_NORMS if config.qk_norm else ()):
         name = f"{prefix}{norm}.weight"
-        yield _entry(name, ((f"model.{name}", sizes["E"]),), ())
-    for ours, theirs, columns, bias in _LINEARS:
-        kinds = [("weight", (sizes[columns],))] + ([("bias", ())] if getattr(config, bias) else [])
+        yield _entry(name, ((f"model.{name}", sizes[size]),), ())
+    for ours, theirs, columns, flags in _LINEARS:
+        biased = any(getattr(config, flag) for flag in flags)
+        kinds = [("weight", (sizes[columns],))] + ([("bias", ())] if biased else [])
         for kind, width in kinds:
             parts = tuple((f"model.{prefix}{part}.{kind}", sizes[rows]) for part, rows in theirs)
             yield _entry(f"{prefix}{ours}.{kind}", parts, width)

@@ -1,25 +1,30 @@
 """The rotary embedding's fields, in the spelling of transformers 5 and in the earlier one."""
 
 import dataclasses
+import math
 from typing import Any
 
 from convert.errors import CheckpointError
-from convert.fields import Fields, integer, number
+from convert.fields import Fields, flag, integer, number
 
+_ORIGINAL = "original_max_position_embeddings"
 _USED = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor",),
 }
 _KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_USED["llama3"]}
+_YARN = {"attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is default, linear or llama3; a field it does not use keeps its default.
+    """Rotary embedding: `kind` is default, linear, llama3 or yarn; a field it does not use keeps its default.
 
     `theta` is the base of the frequencies, `original_max_position_embeddings` counts tokens, factors are
-    ratios.
+    ratios. Of yarn (Peng et al. 2023), `attention_factor` multiplies cosines and sines; between `beta_fast`
+    and `beta_slow` turns in the original context frequencies are blended, `truncate`: from whole dimensions.
     """
 
     theta: float = 10000.0
@@ -28,6 +33,10 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
 def _kind(section: Fields) -> str:
@@ -42,27 +51,60 @@ def _kind(section: Fields) -> str:
     return kind
 
 
-def _section(section: Any, theta: float) -> RopeConfig:
+def _section(section: Any, theta: float, raw: Fields) -> RopeConfig:
     if not isinstance(section, dict):
         raise CheckpointError(f"the rope section is {section!r}; expected an object or null.")
     kind = _kind(section)
-    if unknown := sorted(set(section) - _KNOWN):
+    if unknown := sorted(set(section) - _KNOWN - (_YARN if kind == "yarn" else set())):
         raise CheckpointError(f"the rope section has unsupported {unknown}; choose a checkpoint without it.")
     if section.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"partial_rotary_factor is {section['partial_rotary_factor']!r}; only 1.0 is supported.")
     used: Fields = {key: number(section, key) for key in _USED[kind]}
     if kind == "llama3":
-        used["original_max_position_embeddings"] = integer(section, "original_max_position_embeddings")
+        used[_ORIGINAL] = _original_length(section, raw)
         if used["high_freq_factor"] <= used["low_freq_factor"]:
             raise CheckpointError("high_freq_factor must exceed low_freq_factor; restore the model's own values.")
+    if kind == "yarn":
+        used |= _yarn(section, theta, raw)
     return RopeConfig(theta=theta, kind=kind, **used)
+
+
+def _yarn(section: Fields, theta: float, raw: Fields) -> Fields:
+    """The fields of yarn but for `factor`, with the defaults of transformers."""
+    betas = {key: number(section, key, getattr(RopeConfig, key)) for key in ("beta_fast", "beta_slow")}
+    if betas["beta_fast"] < betas["beta_slow"]:
+        raise CheckpointError("beta_fast must not be less than beta_slow; restore the model's own values.")
+    if theta <= 1:
+        raise CheckpointError(f"rope_theta is {theta}; yarn needs more than 1, as in the model's own config.json.")
+    return betas | {
+        _ORIGINAL: _original_length(section, raw),
+        "attention_factor": number(section, "attention_factor", _attention_factor(section)),
+        "truncate": flag(section, "truncate", RopeConfig.truncate),
+    }
+
+
+def _original_length(section: Fields, raw: Fields) -> int:
+    """In the section or beside it, where transformers looks first; `max_position_embeddings` if in neither."""
+    lengths = {integer(place, _ORIGINAL) for place in (section, raw) if place.get(_ORIGINAL) is not None}
+    if len(lengths) > 1:
+        raise CheckpointError(f"{_ORIGINAL} is given as {sorted(lengths)}; keep the model's own value.")
+    return lengths.pop() if lengths else integer(raw, "max_position_embeddings")
+
+
+def _attention_factor(section: Fields) -> float:
+    """What it is where it is not given: 1 + 0.1 ln(factor), or a quotient of such if both mscales are there."""
+    above_one = 0.1 * math.log(max(number(section, "factor"), 1))
+    scales = [number(section, key) for key in ("mscale", "mscale_all_dim") if section.get(key) is not None]
+    if len(scales) < 2:  # one alone means nothing
+        return 1 + above_one
+    return (1 + above_one * scales[0]) / (1 + above_one * scales[1])
 
 
 def parse_rope(raw: Fields) -> RopeConfig:
     """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), or both if they agree.
 
     Raises:
-        CheckpointError: a kind other than default, linear and llama3, or fields that are missing or at odds.
+        CheckpointError: a kind other than those of `RopeConfig`, or fields that are missing or at odds.
     """
     sections = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
     places = [place for place in [raw, *sections] if isinstance(place, dict)]
@@ -70,7 +112,7 @@ def parse_rope(raw: Fields) -> RopeConfig:
     if len(thetas) > 1:
         raise CheckpointError(f"rope_theta is given as {sorted(thetas)}; keep the model's own value.")
     theta = thetas.pop() if thetas else RopeConfig.theta
-    parsed = {_section(section, theta) for section in sections or [{}]}
+    parsed = {_section(section, theta, raw) for section in sections or [{}]}
     if len(parsed) > 1:
         raise CheckpointError("rope_parameters and rope_scaling disagree; keep the model's own.")
     return parsed.pop()

@@ -235,7 +235,8 @@ def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: in
         if limit is not None and longest > limit:
             raise ValueError(f"The longest prompt ({int(lengths.max())} tokens) and max_new_tokens={max_new_tokens} "
                              f"make {longest} positions, but the {name} model has {limit}; "
-                             "shorten one of them.")  # fmt: skip
+                             "shorten one of them (the limit is its max_position_embeddings, or its sliding window "
+                             "if that is shorter).")  # fmt: skip
 
 
 def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:

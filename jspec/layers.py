@@ -1,4 +1,4 @@
-"""The parts of a Llama: norm, rotary embedding, grouped-query attention, gated MLP. Softmax and norms in float32."""
+"""The parts of a Llama: norm, grouped-query attention, gated MLP. Softmax and norms in float32."""
 
 import math
 from typing import Any
@@ -9,8 +9,9 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from convert.config import LlamaConfig, RopeConfig
+from convert.config import LlamaConfig
 from jspec.cache import visible, write
+from jspec.rope import rotate
 
 
 def _einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
@@ -92,35 +93,6 @@ class RMSNorm(nnx.Module):
         return self.weight[...] * wide.astype(x.dtype)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """``float32[D / 2]`` rotations a position, for rope kinds default, linear and llama3, as in transformers."""
-    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
-    frequencies = frequencies.astype(np.float32)
-    if rope.kind == "default":
-        return frequencies
-    if rope.kind == "linear":
-        return frequencies / np.float32(rope.factor)
-    # llama3: long waves are slowed by the factor, short ones kept, those between blended.
-    wavelengths = 2 * math.pi / frequencies
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    blend = (rope.original_max_position_embeddings / wavelengths - low) / (high - low)
-    blend = np.clip(blend, 0, 1)
-    return ((1 - blend) * frequencies / rope.factor + blend * frequencies).astype(np.float32)
-
-
-def rope_tables(positions: Array, rope: RopeConfig, head_dim: int) -> tuple[Array, Array]:
-    """Cosines and sines ``float32[B, 1, S, D / 2]`` for ``positions[B, S]``."""
-    angles = positions[:, None, :, None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotary embedding of ``x[B, heads, S, D]``, the two halves of D being the pairs (Hugging Face's layout)."""
-    cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention over a preallocated cache; the q, k and v projections are one matrix."""
 
@@ -128,7 +100,9 @@ class Attention(nnx.Module):
         self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         heads, groups, size = self.sizes
         bias = config.attention_bias
-        self.qkv_proj = Linear(config.hidden_size, (heads + 2 * groups) * size, bias, dtype, rngs)
+        self.qkv_proj = Linear(config.hidden_size, (heads + 2 * groups) * size, bias or config.qkv_bias, dtype, rngs)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.o_proj = Linear(heads * size, config.hidden_size, bias, dtype, rngs)
 
     def __call__(
@@ -147,7 +121,7 @@ class Attention(nnx.Module):
             keys: ``[B, G, D, T]``, this layer's part of the cache.
             values: ``[B, G, T, D]``, the same.
             positions: ``int32[B, S]``, consecutive in each row.
-            tables: from `rope_tables`.
+            tables: from `jspec.rope.rope_tables`.
             past: keys, values and ``int32[B]``, how many of their slots count: a cache that is only read, whose
                 positions come before those of `keys` and `values`.
 
@@ -158,6 +132,8 @@ class Attention(nnx.Module):
         batch, steps, _ = x.shape
         qkv = self.qkv_proj(x).reshape(batch, steps, heads + 2 * groups, size).swapaxes(1, 2)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
         # is stored in its key, where the mask takes it away.
         finite = jnp.isfinite(v).all(axis=-1, keepdims=True)

@@ -8,7 +8,8 @@ from jax import Array
 
 from convert.config import LlamaConfig
 from jspec.cache import KVCache, empty_cache
-from jspec.layers import MLP, Attention, Embed, RMSNorm, rope_tables
+from jspec.layers import MLP, Attention, Embed, RMSNorm
+from jspec.rope import rope_tables
 
 
 class DecoderLayer(nnx.Module):
@@ -36,7 +37,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A LlamaForCausalLM.
+    """A LlamaForCausalLM, or a model that is one but for a detail: Mistral, Qwen2, Qwen3.
 
     Args:
         config: sizes and constants, from `convert.read_config`.

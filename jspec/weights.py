@@ -37,7 +37,8 @@ def load(
         The model, its weights on the default device unless `sharding` is given.
 
     Raises:
-        convert.CheckpointError: the source is no Llama checkpoint, or a damaged one; says what was found and expected.
+        convert.CheckpointError: the source is no checkpoint of a supported family, or a damaged one; says what was
+            found and expected.
         ValueError: an unknown `quantize`, a weight that is not finite and so cannot be quantised, or a `sharding` that
             cannot divide a weight.
         TypeError: `sharding` is none, or gives none.

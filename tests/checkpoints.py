@@ -45,7 +45,10 @@ _RAW = {
     "tie_word_embeddings": False,
     "vocab_size": 97,
 }
-# Every feature of the family, one or two at a time.
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "head_dim": 16}
+# Every feature of the families, one or two at a time.
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -55,6 +58,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide_heads": {"head_dim": 16},
     "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     "llama3_rope": {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [2, 5]},
+    "mistral": MISTRAL,
+    "qwen2_tied": QWEN2 | {"tie_word_embeddings": True},
+    "qwen3": QWEN3,
+    "qwen3_bias": QWEN3 | {"attention_bias": True, "tie_word_embeddings": True},
 }
 
 
@@ -72,6 +79,8 @@ def hf_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(raw["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         shapes[layer + "input_layernorm.weight"] = shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
+        if raw["model_type"] == "qwen3":
+            shapes[layer + "self_attn.q_norm.weight"] = shapes[layer + "self_attn.k_norm.weight"] = (head,)
         for name, rows, columns in (
             ("q", query, hidden),
             ("k", key, hidden),
@@ -79,7 +88,7 @@ def hf_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             ("o", hidden, query),
         ):
             shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, columns)
-            if raw["attention_bias"]:
+            if raw["attention_bias"] or (raw["model_type"] == "qwen2" and name != "o"):
                 shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
         for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             shapes[f"{layer}mlp.{name}_proj.weight"] = (rows, columns)
@@ -129,15 +138,15 @@ def make(directory: Path, dtype: Any = np.float32, shards: int = 1, seed: int = 
 
 
 def torch_model(seed: int = 0, **changes: Any) -> Any:
-    """The transformers LlamaForCausalLM for `raw_config(**changes)`, in float32, with spread-out weights.
+    """The transformers model for `raw_config(**changes)`, in float32, with spread-out weights.
 
     The default initialisation has zero biases and unit norms, which would hide a swapped or forgotten one.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**raw_config(**changes))).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw_config(**changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)

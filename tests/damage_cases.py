@@ -254,7 +254,7 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     "mlp bias by mistake": ("single", config(mlp_bias=True), "lacks .*bias"),
     "another architecture": ("single", config(model_type="qwen2"), "model_type is 'qwen2'"),
     "quantised": ("single", config(quantization_config={"quant_method": "gptq"}), "quantization_config is"),
-    "yarn": ("single", config(rope_parameters={"rope_type": "yarn"}), "'yarn' is not supported"),
+    "longrope": ("single", config(rope_parameters={"rope_type": "longrope"}), "'longrope' is not supported"),
     # no safetensors
     **{
         f"only {name}": ("single", pickled(name), "holds only pickle files .*convert them to safetensors")

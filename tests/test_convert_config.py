@@ -103,7 +103,9 @@ def _rope(**changes):
 
 
 REFUSED = {
-    "another_model": ({"model_type": "mistral"}, "model_type is 'mistral'"),
+    "another_model": ({"model_type": "gemma"}, "model_type is 'gemma'"),
+    "no_word_for_a_model": ({"model_type": ["llama"]}, "model_type is .'llama'"),
+    "another_family_s_class": ({"model_type": "mistral"}, "model_type is 'mistral' and architectures is .'LlamaFor"),
     "no_model_type": ({"model_type": ...}, "model_type is None"),
     "another_head": ({"architectures": ["LlamaForSequenceClassification"]}, "only 'llama' with"),
     "base_model": ({"architectures": ["LlamaModel"]}, "architectures is"),
@@ -117,7 +119,7 @@ REFUSED = {
     "partial_rotary_in_rope": (_rope(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     **{
         kind: (_rope(rope_type=kind, factor=2.0), f"rope_type '{kind}' is not supported")
-        for kind in ("dynamic", "yarn", "longrope", "proportional")
+        for kind in ("dynamic", "longrope", "proportional")
     },
     "rope_type_null": (_rope(rope_type=None), "rope_type None is not supported"),
     "rope_untyped": ({"rope_parameters": {"factor": 2.0}}, "names no rope_type"),

@@ -32,10 +32,14 @@ def expected_params(weights: dict[str, np.ndarray], raw: dict) -> dict[str, np.n
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         for same in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             params[ours + same] = weights[theirs + same]
+        if raw["model_type"] == "qwen3":
+            for same in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+                params[ours + same] = weights[theirs + same]
         for kind in ("weight", "bias"):
-            if kind == "weight" or raw["attention_bias"]:
+            if kind == "weight" or raw["attention_bias"] or raw["model_type"] == "qwen2":
                 qkv = [f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv"]
                 params[f"{ours}self_attn.qkv_proj.{kind}"] = join(weights, qkv)
+            if kind == "weight" or raw["attention_bias"]:
                 params[f"{ours}self_attn.o_proj.{kind}"] = weights[f"{theirs}self_attn.o_proj.{kind}"]
             if kind == "weight" or raw["mlp_bias"]:
                 gate_up = [f"{theirs}mlp.{x}_proj.{kind}" for x in ("gate", "up")]
@@ -191,7 +195,7 @@ def test_a_load_imports_nothing_heavy(tmp_path):
 
 
 def test_no_source_file_names_an_unpickler():
-    for file in Path(convert.__file__).parent.glob("*.py"):
+    for file in Path(convert.__file__).parent.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         assert "import pickle" not in text, file
         assert "import torch" not in text, file

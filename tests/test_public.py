@@ -11,9 +11,9 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["types", "sharding", "keys", "probs", "theory", "sampling", "cache", "layers", "llama", "quantizer", "weights",
-         "accept", "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode", "tokenizer_file", "text",
-         "report", "cli"]  # fmt: skip
+ORDER = ["types", "sharding", "keys", "probs", "theory", "sampling", "cache", "rope", "layers", "llama", "quantizer",
+         "weights", "accept", "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode",
+         "tokenizer_file", "text", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 

@@ -1,0 +1,13 @@
+"""Mistral: no biases, and every layer attends over a window where there is one."""
+
+from typing import Any
+
+from convert.architectures.base import Family, within_window
+from convert.fields import Fields
+
+
+def _details(raw: Fields) -> dict[str, Any]:
+    return {"max_position_embeddings": within_window(raw)}
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", _details, defaults={"num_key_value_heads": 8, "sliding_window": 4096})

@@ -1,0 +1,20 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v and nowhere else; a window for some layers where a flag switches it on."""
+
+from typing import Any
+
+from convert.architectures.base import Family, within_window
+from convert.fields import Fields, flag, integer
+
+DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+
+
+def context(raw: Fields) -> int:
+    """`max_position_embeddings`, or the window if it is on and shorter, whichever layers it is for."""
+    return within_window(raw) if flag(raw, "use_sliding_window") else integer(raw, "max_position_embeddings")
+
+
+def _details(raw: Fields) -> dict[str, Any]:
+    return {"max_position_embeddings": context(raw), "qkv_bias": True}
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _details, DEFAULTS, fixed={"use_mrope": False})

@@ -1,0 +1,18 @@
+"""Qwen3: queries and keys are normed head by head, heads have a size of their own; windows as in Qwen2."""
+
+from typing import Any
+
+from convert.architectures.base import Family
+from convert.architectures.qwen2 import DEFAULTS, context
+from convert.fields import Fields, flag
+
+
+def _details(raw: Fields) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": context(raw),
+        "attention_bias": flag(raw, "attention_bias"),
+        "qk_norm": True,
+    }
+
+
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _details, defaults=DEFAULTS | {"head_dim": 128})
