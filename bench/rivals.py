@@ -10,7 +10,8 @@ import numpy as np
 import jspec
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3}
+_YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
+ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": _YARN}
 
 
 def has_twin(model: Any) -> bool:
@@ -19,11 +20,12 @@ def has_twin(model: Any) -> bool:
 
 
 def twin(model: jspec.Llama) -> Any:
-    """`model` as a transformers LlamaForCausalLM in float32 on the CPU, or in bfloat16 where there is a GPU."""
+    """`model` in transformers, in float32 on the CPU, or in bfloat16 where there is a GPU."""
     import torch
     import transformers
 
     config = model.config
+    family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     same = {name for name in transformers.LlamaConfig().to_dict() if hasattr(config, name)}
     sizes = {name: value for name, value in dataclasses.asdict(config).items() if name in same}
     rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
@@ -31,7 +33,8 @@ def twin(model: jspec.Llama) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     state = {name: torch.tensor(array, dtype=dtype) for name, array in hf_arrays(model).items()}
-    other: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rope_parameters=rope))
+    theirs = transformers.AutoConfig.for_model(family, **sizes, rope_parameters=rope)
+    other: Any = transformers.AutoModelForCausalLM.from_config(theirs)
     other.load_state_dict(state, strict=not config.tie_word_embeddings)
     other.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return other.to(device, dtype).eval()
@@ -48,8 +51,9 @@ def hf_arrays(model: jspec.Llama) -> dict[str, np.ndarray]:
     arrays = {f"{name}.weight": _host(module.weight[...]) for name, module in found.items()}
     for i, layer in enumerate(model.layers):
         prefix, attention, mlp = f"model.layers.{i}.", layer.self_attn, layer.mlp
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            arrays[f"{prefix}{name}.weight"] = _host(getattr(layer, name).weight[...])
+        norms = {name: getattr(layer, name) for name in ("input_layernorm", "post_attention_layernorm")}
+        norms |= {f"self_attn.{name}": getattr(attention, name) for name in ("q_norm", "k_norm")}
+        arrays |= {f"{prefix}{name}.weight": _host(norm.weight[...]) for name, norm in norms.items() if norm}
         for linear, parts, names in (
             (attention.qkv_proj, cuts, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             (mlp.gate_up_proj, 2, ("mlp.gate_proj", "mlp.up_proj")),

@@ -72,7 +72,8 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
 
     As in Megatron-LM (Shoeybi et al. 2019) the projections that open attention and MLP are cut by what they put out,
     those that close them by what they take in; embedding and head are cut by the hidden size, so that the law of a
-    token is whole on every device. Norms are on all of them. XLA divides caches and activations accordingly.
+    token is whole on every device. Norms are on all of them, those of queries and keys too. XLA divides caches and
+    activations accordingly.
 
     Args:
         mesh: may have other axes, over which weights are copied.

@@ -26,6 +26,7 @@ NEW, K = 8, 2
 EXCHANGES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
 TARGET = toys.tiny_llama(0)
 DRAFT = toys.tiny_llama(1, 1, related_to=TARGET)
+QWEN = toys.tiny_llama(2, qkv_bias=True, qk_norm=True)
 
 
 @functools.cache
@@ -203,7 +204,7 @@ def called():
 
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-PLAIN, RICH = ((TARGET, None), request(), {}), ((lawless(), DRAFT), request(rich=True), {})
+PLAIN, RICH = ((QWEN, None), request(), {}), ((lawless(), DRAFT), request(rich=True), {})
 RULES = "block", "coupled", jspec.Lenient(0.5)
 LENGTHS = jspec.UpTo(K), jspec.WhileConfident(K), jspec.Heuristic(K), jspec.ByAcceptance(K)
 QUICK = {

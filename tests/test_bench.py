@@ -69,10 +69,19 @@ def test_an_unknown_pair_is_refused():
         pairs.pair("llama")
 
 
-def test_the_rival_is_the_same_model(toy, report):
+LLAMA3 = RopeConfig(kind="llama3", factor=8.0, original_max_position_embeddings=4)
+YARN = RopeConfig(kind="yarn", factor=8.0, original_max_position_embeddings=16, attention_factor=1.2, truncate=False)
+RIVALS = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "rope": LLAMA3},
+    "qwen2": {"qkv_bias": True, "rope": YARN},
+    "qwen3": {"qk_norm": True, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("family", RIVALS)
+def test_the_rival_is_the_same_model(family, toy, report):
     torch = pytest.importorskip("torch")
-    rope = RopeConfig(kind="llama3", factor=8.0, original_max_position_embeddings=4)
-    model = toy(0, attention_bias=True, mlp_bias=True, rope=rope)
+    model = toy(0, **RIVALS[family])
     with torch.no_grad():
         theirs = rivals.twin(model)(torch.tensor(TOKENS)).logits.numpy()
     difference = float(np.abs(theirs - logits(model)).max())

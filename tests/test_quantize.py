@@ -25,6 +25,7 @@ KINDS = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen": {"qkv_bias": True, "qk_norm": True},
     "tied, biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
 }
 apply = jax.jit(lambda model, tokens: model(tokens))

@@ -49,8 +49,12 @@ def markov_pair(seed, vocab_size=8, scale=1.2):
     return tuple(MarkovModel(jnp.asarray(table, jnp.float32)) for table in tables)
 
 
-def llama_config(num_layers, vocab_size=8):
-    """A Llama of `vocab_size` tokens, hidden size 16, two query heads on one key/value head."""
+def llama_config(num_layers, vocab_size=8, **details):
+    """A Llama of `vocab_size` tokens, hidden size 16, two query heads on one key/value head.
+
+    Args:
+        details: what it has of other families, such as qk_norm.
+    """
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
@@ -67,16 +71,17 @@ def llama_config(num_layers, vocab_size=8):
         rope=RopeConfig(),
         bos_token_id=None,
         eos_token_ids=(),
+        **details,
     )
 
 
-def tiny_llama(seed, num_layers=2, related_to=None, closeness=0.9):
+def tiny_llama(seed, num_layers=2, related_to=None, closeness=0.9, **details):
     """A random Llama with laws far from uniform, in which context and position matter.
 
     Args:
         related_to: a Llama with at least as many layers, whose weights are mixed in with weight `closeness`.
     """
-    model = nnx.eval_shape(lambda: Llama(llama_config(num_layers), rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Llama(llama_config(num_layers, **details), rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
     known = {} if related_to is None else dict(nnx.to_flat_state(nnx.state(related_to)))
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
