@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.accept import RULES, Rule
 from jspec.sampling import SamplingParams
-from jspec.types import longer_by_padding
+from jspec.types import same_but_for_padding
 
 # Name: what is allowed, the test of a NumPy array of values.
 RANGES = {
@@ -181,7 +181,7 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
         raise TypeError(f"draft is a {type(drafter).__name__}, which is no pytree; decorate the class with "
                         "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True).")  # fmt: skip
     size = drafter.vocab_size
-    if size not in (None, vocab_size) and not longer_by_padding(size, vocab_size):
+    if size is not None and not same_but_for_padding(size, vocab_size):
         raise ValueError(f"The draft's vocabulary has {size} tokens and the target's {vocab_size}; "
                          "use a draft that shares the target's tokenizer.")  # fmt: skip
 

@@ -33,6 +33,11 @@ def longer_by_padding(size: int, vocab_size: int) -> bool:
     return vocab_size < size <= vocab_size + 512 and size % 64 == 0
 
 
+def same_but_for_padding(size: int, other: int) -> bool:
+    """Whether two models, by the sizes of their vocabularies, look as if they shared a tokenizer."""
+    return size == other or longer_by_padding(size, other) or longer_by_padding(other, size)
+
+
 def check_between(name: str, value: Any, low: float, high: float) -> None:
     """Raise ValueError unless ``low < value <= high``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < float(value) <= high:

@@ -79,7 +79,7 @@ class Drafter(Protocol):
 
     @property
     def vocab_size(self) -> int | None:
-        """V, which must be the target's, or None for any. A `Chain` may pad it with further rows, which are cut off."""
+        """V, which must be the target's, or None for any. Of a `Chain` it may be the target's but for padding."""
         ...
 
     @property
@@ -149,6 +149,19 @@ def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
         raise ValueError(f"{drafter} combines vocabularies of {' and '.join(map(str, known))} tokens; "
                          "use drafters that share the target's tokenizer.")  # fmt: skip
     return known[0] if known else None
+
+
+def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
+    """``[..., V]`` from logits whose vocabulary is V but for rows that pad one of the two.
+
+    Rows that pad the draft's are no tokens and are cut off; of those that pad the target's the draft has no idea, so
+    that it never drafts them.
+    """
+    logits = logits[..., :vocab_size]
+    missing = vocab_size - logits.shape[-1]
+    if not missing:
+        return logits
+    return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
 
 
 def is_foreign(drafter: Any) -> bool:

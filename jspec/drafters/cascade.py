@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jspec.accept import judge_coupled
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context, Verifier, as_draft, cut, put, shared_vocabulary, window
+from jspec.drafters.base import Context, Verifier, as_draft, cut, fit_vocabulary, put, shared_vocabulary, window
 from jspec.drafters.model import as_drafter
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.sharding import vary_like
@@ -114,7 +114,7 @@ class CascadeDrafter:
         fed, start, last = window(tokens, lengths, context.unread, k)
         hidden, cache = self.middle.forward(fed, progress.cache, start)
         hidden = jnp.take_along_axis(hidden, (last[:, None] + jnp.arange(k + 1))[..., None], axis=1)
-        logits = self.middle.logits(hidden)[..., : context.vocab_size]  # rows that pad a vocabulary are no tokens
+        logits = fit_vocabulary(self.middle.logits(hidden), context.vocab_size)
         probs = token_probs(logits, context.warp, progress.seen, guess.tokens)
         verdict = judge_coupled(noise, guess, probs)
         emitted = cut(put(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted), lengths, k + 1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.drafters.base import Context, Stateless
+from jspec.drafters.base import Context, Stateless, fit_vocabulary
 from jspec.probs import at_tokens
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.sharding import vary_like
@@ -64,7 +64,7 @@ class Chain(Stateless):
 
 def _draw(logits: Array, seen: Seen | None, goes_on: Array, k: Array | int, context: Context) -> _Drawn:
     """Draft token k; without a law in rows that do not want it."""
-    logits = logits[:, : context.vocab_size]  # rows that pad a vocabulary are no tokens
+    logits = fit_vocabulary(logits, context.vocab_size)
     probs = token_probs(logits[:, None], context.warp, seen)[:, 0]
     token = context.draw(k, probs)
     if context.wanted is not None:

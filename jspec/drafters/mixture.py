@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context
+from jspec.drafters.base import Context, fit_vocabulary
 from jspec.drafters.chain import Chain
 from jspec.drafters.duo import Duo
 from jspec.types import pytree
@@ -64,7 +64,7 @@ class MixtureDrafter(Duo, Chain):
         return zip((self.first, self.second), states, strict=True)
 
     def _mix(self, first: Array, second: Array, context: Context) -> Array:
-        first, second = (part[:, : context.vocab_size] for part in (first, second))  # the rest pads a vocabulary
+        first, second = (fit_vocabulary(part, context.vocab_size) for part in (first, second))
         weight = jnp.asarray(self.weight, jnp.float32)
         laws = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
         mixed = jnp.logaddexp(jnp.log(weight) + laws[0], jnp.log1p(-weight) + laws[1])
