@@ -73,6 +73,6 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
-    """Lossless speculative decoding of Llama models in JAX."""
+    """Lossless speculative decoding of Llama-family models in JAX."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
