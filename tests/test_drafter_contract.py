@@ -45,24 +45,34 @@ def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, messag
         )
 
 
-@pytest.mark.parametrize("token", [-1, 61, 10**6])
-def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts, token):
-    """Not even -1, which is the last entry of a law to NumPy; inside `jax.jit` they are no guess."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "token"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Outside(jspec.ModelDrafter):
+    """Drafts `token` in row 1, by a law that has mass everywhere."""
 
-    def change(draft):
-        return Draft(draft.tokens.at[1, 0].set(token), jnp.full(draft.probs.shape, 1 / 61))
+    token: jax.Array
+
+    def propose(self, state, context, num_draft_tokens):
+        draft, state = super().propose(state, context, num_draft_tokens)
+        return Draft(draft.tokens.at[1, 0].set(self.token), jnp.full(draft.probs.shape, 1 / 61)), state
+
+
+def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts):
+    """Not even -1, which is the last entry of a law to NumPy; inside `jax.jit` they are no guess."""
 
     def call(target, drafter):
         return jspec.speculative_generate(target, drafter, *prompts([3, 2]), max_new_tokens=8, num_draft_tokens=1)
 
-    with pytest.raises(ValueError, match="Wrong drafted ids outside the vocabulary of 61 tokens in row 1; draft the"):
-        call(toy(0), Wrong(toy(1), change))
-    # As a part of another, and inside a program, nothing can be said: it is no guess, and the text the target's own.
-    plain = jspec.generate(toy(0), *prompts([3, 2]), max_new_tokens=8)
-    nested = jspec.FallbackDrafter(Wrong(toy(1), change), jspec.NGramDrafter(60, 60))
-    for out in (jax.jit(call)(toy(0), Wrong(toy(1), change)), call(toy(0), nested)):
-        assert (out.origins[1] == NO_DRAFT).all()
-        np.testing.assert_array_equal(out.tokens[1], plain.tokens[1])
+    plain, inside = jspec.generate(toy(0), *prompts([3, 2]), max_new_tokens=8), jax.jit(call)
+    for token in (-1, 61, 10**6):
+        drafter = Outside(toy(1), jnp.asarray(token, jnp.int32))
+        with pytest.raises(ValueError, match="Outside drafted ids outside the vocabulary of 61 tokens in row 1; draft"):
+            call(toy(0), drafter)
+        # As a part of another, and inside a program, nothing can be said: no guess, and the text is the target's own.
+        nested = jspec.FallbackDrafter(drafter, jspec.NGramDrafter(60, 60))
+        for out in (inside(toy(0), drafter), call(toy(0), nested)):
+            assert (out.origins[1] == NO_DRAFT).all()
+            np.testing.assert_array_equal(out.tokens[1], plain.tokens[1])
 
 
 @pytest.mark.parametrize(("make", "message"), [

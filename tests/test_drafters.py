@@ -61,25 +61,35 @@ def test_a_drafter_may_learn_from_what_was_discarded(report):
     assert p > oracle.ALPHA
 
 
-def test_a_cascade_drafts_what_its_middle_model_would(report, toy, prompts):
+SMALLS = {
+    "itself": lambda middle, small: jspec.ModelDrafter(middle),
+    "model": lambda middle, small: jspec.ModelDrafter(small),
+    "ngram": lambda middle, small: jspec.NGramDrafter(),
+    "cascade": lambda middle, small: jspec.CascadeDrafter(small, jspec.NGramDrafter(2), 1),
+}
+
+
+def check_cascades(report, toy, prompts, cases):
     """Text, laws and counts are those of ``ModelDrafter(middle)``, whatever drafts for the middle."""
     target, middle, small = toy(0), toy(0, distance=0.1), toy(0, distance=0.2)
     batch, options = prompts([9, 1, 5, 3, 2]), {"max_new_tokens": 32, "num_draft_tokens": 4}
     sampling = jspec.SamplingParams(temperature=np.array([1, 0.7, 0, 1.2, 1]), repetition_penalty=1.1)
     expected = drafters.generate(target, middle, batch, sampling=sampling, **options)
-    smalls = {
-        "itself": jspec.ModelDrafter(middle),
-        "model": jspec.ModelDrafter(small),
-        "ngram": jspec.NGramDrafter(),
-        "cascade": jspec.CascadeDrafter(small, jspec.NGramDrafter(2), 1),
-    }
-    for part in smalls.values():
-        for k in (1, 3):
-            drafter = jspec.CascadeDrafter(middle, part, num_small_draft_tokens=k)
-            out = drafters.generate(target, drafter, batch, sampling=sampling, **options)
-            np.testing.assert_array_equal(out.tokens, expected.tokens)
-            np.testing.assert_array_equal(out.stats.accepted_at, expected.stats.accepted_at)
-    report(cascades=2 * len(smalls), tokens=int(expected.lengths.sum()), accepted=int(expected.stats.accepted.sum()))
+    for name, k in cases:
+        drafter = jspec.CascadeDrafter(middle, SMALLS[name](middle, small), num_small_draft_tokens=k)
+        out = drafters.generate(target, drafter, batch, sampling=sampling, **options)
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+        np.testing.assert_array_equal(out.stats.accepted_at, expected.stats.accepted_at)
+    report(cascades=len(cases), tokens=int(expected.lengths.sum()), accepted=int(expected.stats.accepted.sum()))
+
+
+def test_a_cascade_drafts_what_its_middle_model_would(report, toy, prompts):
+    check_cascades(report, toy, prompts, [("itself", 3), ("model", 1), ("model", 3), ("ngram", 3), ("cascade", 1)])
+
+
+@pytest.mark.slow
+def test_a_cascade_drafts_what_its_middle_model_would_in_full(report, toy, prompts):
+    check_cascades(report, toy, prompts, [(name, k) for name in SMALLS for k in (1, 2, 3)])
 
 
 @pytree
@@ -128,7 +138,9 @@ def worst_law(k, small_k):
     return max(ERRORS)
 
 
-@pytest.mark.parametrize(("k", "small_k"), [(3, 0), (3, 2), (4, 3), (4, 5)])
+@pytest.mark.parametrize(
+    ("k", "small_k"), [(3, 0), (4, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(3, 2), (4, 5)])]
+)
 def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k):
     error = worst_law(k, small_k)
     # The planted bug: it reads as many tokens as if it had written all drafts itself.

@@ -11,7 +11,6 @@ import toys
 from flax import nnx
 
 import jspec
-from jspec.accept import RULES
 from jspec.cache import prefill
 from jspec.decode import _decode
 from jspec.drafters.base import Context, Verifier
@@ -44,8 +43,10 @@ def drafted(drafter, target=None, unread=1, wanted=None, draft_length=None, **sa
     return jax.device_get(propose(drafter, context))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(("rule", "k"), [
+    ("rejection", 1), ("block", 3), ("coupled", 3),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("rejection", 3), ("block", 1), ("coupled", 1)]),
+])  # fmt: skip
 def test_it_drafts_what_the_first_layers_would_as_a_model(report, rule, k):
     target, batch = toys.tiny_llama(10, 3), (TOKENS, LENGTHS, jax.random.split(jax.random.key(1), 5))
     options = {"max_new_tokens": 40, "num_draft_tokens": k, "accept": rule}
