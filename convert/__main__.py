@@ -1,4 +1,4 @@
-"""`python -m convert SRC DST`: Hugging Face -> Orbax, or with `--to hf` the way back. `jspec convert` is the same."""
+"""`python -m convert SRC DST`: Hugging Face or GGUF -> Orbax, or with `--to hf` the way back; so is `jspec convert`."""
 
 import enum
 import functools
@@ -27,13 +27,13 @@ class Format(enum.StrEnum):
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory or hub id (org/model).")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory, GGUF file or hub id.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
     to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
     dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype; default: as stored.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
-    """Convert a checkpoint between the Hugging Face format and Orbax, checking every tensor."""
+    """Convert a checkpoint between the Hugging Face format and Orbax, or from GGUF, checking every tensor."""
     typer.echo(_convert(source, destination, to, dtype, revision))
 
 

@@ -14,7 +14,8 @@ class Checkpoint:
     Attributes:
         config: what the forward pass needs.
         params: flat dotted name -> array, exactly the names and shapes of `shapes(config)`, all of one dtype.
-        directory: where it was read from; config.json and the tokenizer's files are there.
+        directory: where it was read from; config.json and the tokenizer's files are there, or in the GGUF file
+            that it is.
     """
 
     config: LlamaConfig

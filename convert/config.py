@@ -4,9 +4,11 @@ import dataclasses
 import reprlib
 from pathlib import Path
 
+from convert import gguf_header
 from convert.architectures import FAMILIES, Family
 from convert.errors import CheckpointError
 from convert.fields import Fields, flag, integer, number, token_ids
+from convert.gguf_config import raw_config
 from convert.json_file import read_object
 from convert.rope import RopeConfig, parse_rope
 
@@ -136,14 +138,29 @@ def parse_config(raw: Fields) -> LlamaConfig:
     )
 
 
-def read_config(directory: str | Path) -> LlamaConfig:
-    """`parse_config` of `directory`/config.json.
+def read_config(source: str | Path) -> LlamaConfig:
+    """`parse_config` of `source`/config.json, or of what the GGUF file `source` says instead.
 
     Raises:
-        CheckpointError: as `parse_config`, or the file is missing or not a JSON object.
+        CheckpointError: as `parse_config`, or the file is missing, not a JSON object, or a damaged GGUF file.
     """
-    path = Path(directory) / "config.json"
-    raw = read_object(path)
+    path = Path(source)
+    if path.is_file():
+        return gguf_config(gguf_header.read(path))
+    path /= "config.json"
+    return _parse(read_object(path), path)
+
+
+def gguf_config(header: gguf_header.Header) -> LlamaConfig:
+    """`read_config` of a GGUF file whose header was read.
+
+    Raises:
+        CheckpointError: as `read_config`.
+    """
+    return _parse(raw_config(header), header.file)
+
+
+def _parse(raw: Fields, path: Path) -> LlamaConfig:
     try:
         return parse_config(raw)
     except CheckpointError as error:

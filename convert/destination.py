@@ -1,5 +1,6 @@
 """A directory that appears complete or not at all, and the small files that travel with the weights."""
 
+import json
 import os
 import secrets
 import shutil
@@ -7,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from convert import gguf_header, gguf_tokenizer
 from convert.errors import CheckpointError
+from convert.gguf_config import raw_config
 from convert.safetensors_reader import INDEX
 from convert.source import PARTIAL
 from convert.store import DESCRIPTION
@@ -38,7 +41,15 @@ def new_directory(destination: Path) -> Iterator[Path]:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copies configuration and tokenizer files byte for byte, config.json last: without it nothing loads."""
+    """Copies configuration and tokenizer files byte for byte, config.json last: without it nothing loads.
+
+    Of a GGUF file, which has their content inside, they are written.
+    """
+    if source.is_file():
+        header = gguf_header.read(source)
+        gguf_tokenizer.write(header, target)
+        (target / "config.json").write_text(json.dumps(raw_config(header), indent=2) + "\n", encoding="utf-8")
+        return
     names = {file.name for pattern in _CARRIED for file in source.glob(pattern) if file.is_file()}
     for name in sorted(names - {INDEX, DESCRIPTION}, key=lambda name: (name == "config.json", name)):
         shutil.copyfile(source / name, target / name)

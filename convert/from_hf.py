@@ -1,6 +1,6 @@
 """Hugging Face directory -> our arrays, one at a time, strictly by the table in keymap.py."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,26 +8,31 @@ import numpy as np
 from convert import dtypes, keymap
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError, listing
-from convert.safetensors_reader import Tensor, read_rows, row_chunks, scan
+from convert.safetensors_reader import Tensor, row_chunks, scan
 
 
-def _check_names(found: dict[str, Tensor], expected: dict[str, tuple[int, ...]], directory: Path) -> None:
+def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """Holds names and shapes of `source`, a directory or a GGUF file, against those of its config.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or misshapen.
+    """
     missing, unknown = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {listing(missing)}, expected by its config.json; download the "
+            f"{source} lacks {listing(missing)}, expected by its configuration; download the "
             "checkpoint again or restore its own config.json."
         )
     if unknown:
         raise CheckpointError(
-            f"{directory} has unexpected {listing(unknown)}; a model of this config.json has "
+            f"{source} has unexpected {listing(unknown)}; a model of this configuration has "
             "no such tensor, so merge adapters or restore the checkpoint's own config.json."
         )
     for name, shape in expected.items():
         if found[name].shape != shape:
             raise CheckpointError(
                 f"{name} in {found[name].file} has shape {list(found[name].shape)}, expected "
-                f"{list(shape)} by config.json; restore the file that belongs to the other."
+                f"{list(shape)} by its configuration; restore the file that belongs to the other."
             )
 
 
@@ -35,13 +40,26 @@ def _check_tied_head(found: dict[str, Tensor], directory: Path) -> None:
     """A tied checkpoint may repeat the embedding as its head; any other head would be dropped in silence."""
     head, embedding = found[keymap.HEAD], found[keymap.EMBEDDING]
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
-        read_rows(head, rows).tobytes() == read_rows(embedding, rows).tobytes()
+        head.read(rows).tobytes() == embedding.read(rows).tobytes()
         for rows in row_chunks(head.shape, head.dtype.itemsize)
     )
     if not same:
         raise CheckpointError(
             f"{directory} has tie_word_embeddings true but its {keymap.HEAD} differs from "
             f"{keymap.EMBEDDING}; set tie_word_embeddings to false if the head was trained apart."
+        )
+
+
+def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
+    """Refuses more layers than `source` can have, or the table of a damaged config could fill the memory.
+
+    Raises:
+        CheckpointError: there are more.
+    """
+    if config.num_hidden_layers > num_tensors:
+        raise CheckpointError(
+            f"{source} has {num_tensors} tensors, but its configuration says num_hidden_layers "
+            f"{config.num_hidden_layers}; restore the checkpoint's own config.json."
         )
 
 
@@ -54,15 +72,11 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
         CheckpointError: a tensor is missing, unknown, misshapen, or doubtful (a tied head that differs).
     """
     scanned = scan(directory)
-    if config.num_hidden_layers > len(scanned):  # or the table of a damaged config could fill the memory
-        raise CheckpointError(
-            f"{directory} has {len(scanned)} tensors, but config.json says num_hidden_layers "
-            f"{config.num_hidden_layers}; restore the checkpoint's own config.json."
-        )
+    check_depth(config, len(scanned), directory)
     found = {name: tensor for name, tensor in scanned.items() if name not in keymap.ignored(config)}
     expected = keymap.hf_shapes(config)
     repeats_head = config.tie_word_embeddings and keymap.HEAD in found
-    _check_names(found, expected | ({keymap.HEAD: expected[keymap.EMBEDDING]} if repeats_head else {}), directory)
+    check_names(found, expected | ({keymap.HEAD: expected[keymap.EMBEDDING]} if repeats_head else {}), directory)
     if repeats_head:
         _check_tied_head(found, directory)
     return found
@@ -98,5 +112,5 @@ def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> It
 def _fill(out: np.ndarray, tensor: Tensor) -> None:
     for rows in row_chunks(tensor.shape, tensor.dtype.itemsize):
         with np.errstate(over="ignore"):  # check_cast tells it better than a warning
-            out[rows] = read_rows(tensor, rows)
+            out[rows] = tensor.read(rows)
         dtypes.check_cast(out[rows], tensor.dtype, tensor.name)

@@ -3,19 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-from convert import from_hf, store
+from convert import from_hf, keymap, store
 from convert.config import LlamaConfig
-from convert.safetensors_reader import metadata
+from convert.safetensors_reader import SINGLE, metadata
 
 Layout = dict[str, Any]  # file name -> {"metadata": the header's free text, "tensors": Hugging Face names}
 
 
 def read(directory: Path, config: LlamaConfig) -> Layout:
-    """The layout of a Hugging Face directory, or the one that a converted directory remembers.
+    """The layout of a Hugging Face directory, or the one that a converted directory remembers; for GGUF, one file.
 
     Raises:
         CheckpointError: the directory is damaged.
     """
+    if directory.is_file():
+        return {SINGLE: {"metadata": {"format": "pt"}, "tensors": list(keymap.hf_shapes(config))}}
     if store.is_store(directory):
         return store.describe(directory)["files"]
     layout: Layout = {}

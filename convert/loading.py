@@ -1,4 +1,4 @@
-"""Reads any kind of checkpoint: Hugging Face directory, hub id, converted directory."""
+"""Reads any kind of checkpoint: Hugging Face directory, hub id, converted directory, GGUF file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,22 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from convert import dtypes, from_hf, safetensors_reader, store
+from convert import dtypes, from_gguf, from_hf, gguf_header, safetensors_reader, store
 from convert.checkpoint import Checkpoint
-from convert.config import LlamaConfig, read_config
+from convert.config import LlamaConfig, gguf_config, read_config
 from convert.source import resolve
 
 Arrays = Iterator[tuple[str, np.ndarray]]
 
 
 def load(source: str | Path, dtype: Any = None, revision: str | None = None) -> Checkpoint:
-    """Reads a Hugging Face directory, a hub id or a converted directory into NumPy arrays.
+    """Reads a Hugging Face directory, a hub id, a converted directory or a GGUF file into NumPy arrays.
 
     Needs the memory of the arrays in the target dtype and that of about one array more.
 
     Args:
-        source: the directory, or a hub id `org/model`.
-        dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored one.
+        source: the directory, the GGUF file, or a hub id `org/model`.
+        dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored one. None is float32 for a GGUF
+            file that is quantised or mixes dtypes, as nearly all do: so every value is kept.
         revision: branch, tag or commit of a hub id.
 
     Raises:
@@ -39,6 +40,11 @@ def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaC
     """
     target = None if dtype is None else dtypes.parse(dtype)
     directory = resolve(source, revision)
+    if directory.is_file():
+        header = gguf_header.read(directory)
+        config = gguf_config(header)
+        found = from_gguf.tensors(header, config)
+        return config, directory, from_hf.stream(found, config, target or from_gguf.usual_dtype(found))
     if store.is_store(directory):
         store.verify(directory)
         config = read_config(directory)

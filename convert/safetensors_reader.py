@@ -32,6 +32,14 @@ class Tensor:
     dtype: np.dtype
     shape: tuple[int, ...]
 
+    def read(self, rows: slice) -> np.ndarray:
+        """A copy of those rows, in the stored dtype.
+
+        The file is mapped anew each time (65 us): mapped pages count as memory in use until they are unmapped.
+        """
+        with _opened(self.file) as handle:
+            return handle.get_slice(self.name)[rows]
+
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
@@ -89,6 +97,11 @@ def _refuse_no_weights(directory: Path) -> None:
             f"{directory} holds only pickle files ({listing(pickles)}), which can run code when read "
             "and are never opened here; convert them to safetensors, for instance with "
             "transformers' save_pretrained."
+        )
+    if models := [file.name for file in directory.glob("*.gguf")]:
+        raise CheckpointError(
+            f"{directory} holds {listing(models)} and no *.safetensors file; name the GGUF file itself, as in "
+            f"{directory / sorted(models)[0]}."
         )
     raise CheckpointError(
         f"{directory} holds no *.safetensors file; expected {SINGLE}, or shards with {INDEX}: download the weights too."
@@ -156,12 +169,3 @@ def row_chunks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
     step = max(1, _CHUNK_BYTES // max(1, itemsize * math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))
-
-
-def read_rows(tensor: Tensor, rows: slice) -> np.ndarray:
-    """A copy of those rows, in the stored dtype.
-
-    The file is mapped anew each time (65 us): mapped pages count as memory in use until they are unmapped.
-    """
-    with _opened(tensor.file) as handle:
-        return handle.get_slice(tensor.name)[rows]

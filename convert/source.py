@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a directory as it stands, or a Hugging Face hub id, downloaded."""
+"""Where a checkpoint is: a directory or GGUF file as it stands, or a Hugging Face hub id, downloaded."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from convert.errors import CheckpointError, brief
 
 PARTIAL = ".partial-"
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt"]
 # A checkpoint lies in the root of its repository; folders (original/, onnx/) hold the same weights again.
@@ -13,16 +14,21 @@ _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """The local directory of `source`: itself if it exists, else the snapshot of the hub id `org/name`.
+    """The local place of `source`: itself if it exists, else the snapshot of the hub id `org/name`.
 
     Raises:
-        CheckpointError: neither a directory nor a hub id that can be downloaded; `revision` with a directory.
+        CheckpointError: neither a directory, nor a GGUF file, nor a hub id that can be downloaded; `revision` with what
+            is local.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         return _local(path, revision)
+    if path.is_file() and path.suffix.lower() == GGUF:
+        return _unrevised(path, revision)
     if path.exists():
-        raise CheckpointError(f"{path} is a file; expected the directory that holds config.json and the weights.")
+        raise CheckpointError(
+            f"{path} is a file; expected the directory that holds config.json and the weights, or a *{GGUF} file."
+        )
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(
             f"{source} does not exist and is no hub id; expected a checkpoint directory or a name like 'org/model'."
@@ -30,11 +36,17 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     return _download(source, revision)
 
 
-def _local(path: Path, revision: str | None) -> Path:
+def _unrevised(path: Path, revision: str | None) -> Path:
     if revision is not None:
+        kind = "directory" if path.is_dir() else "file"
         raise CheckpointError(
-            f"revision {revision!r} was given with the directory {path}; only hub ids have revisions, so leave it out."
+            f"revision {revision!r} was given with the {kind} {path}; only hub ids have revisions, so leave it out."
         )
+    return path
+
+
+def _local(path: Path, revision: str | None) -> Path:
+    _unrevised(path, revision)
     if PARTIAL in path.resolve().name:
         raise CheckpointError(f"{path} was left by a conversion that was stopped; delete it and convert again.")
     try:

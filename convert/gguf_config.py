@@ -1,0 +1,179 @@
+"""The metadata of a GGUF file -> the config.json that the same model has on the Hugging Face hub."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from convert.errors import CheckpointError, listing
+from convert.gguf_header import Header
+from convert.gguf_vocabulary import vocabulary
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How the GGUF files of a `general.architecture` differ from Hugging Face.
+
+    Attributes:
+        model_type: as in config.json, and so `class_name`.
+        interleaved: the rows of q and k lie pairwise within each head, for llama.cpp turns neighbours against each
+            other, Hugging Face one half of a head against the other.
+        biases: flag of config.json -> tensor of the first layer that is there if the flag is true; what the
+            architecture always has needs none.
+    """
+
+    model_type: str
+    class_name: str
+    interleaved: bool
+    biases: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", True, {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    ),
+}
+# The rest of the key -> config.json; what is not in a table is refused.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_ROPE_FIELDS = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scale_linear": "factor",  # older files
+}
+_READ_APART = {"vocab_size", "rope.freq_base", "rope.dimension_count", "attention.value_length"}
+_FIXED = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.attn_factor": 1.0, "attention.causal": True}
+_UNUSED = {"rope.scaling.finetuned"}
+# Those of every Llama 3; files have only the factors that come of them.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def architecture(header: Header) -> Architecture:
+    """What `header` says it is.
+
+    Raises:
+        CheckpointError: one that is not supported, or no model.
+    """
+    name = header.metadata.get("general.architecture")
+    if (kind := header.metadata.get("general.type", "model")) != "model":
+        raise CheckpointError(f"{header.file} has general.type {kind!r}; expected 'model': choose that file.")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{header.file} has general.architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}."
+        )
+    return ARCHITECTURES[name]
+
+
+def raw_config(header: Header) -> dict[str, Any]:
+    """The content of config.json, for `convert.parse_config` to check.
+
+    Ids of eot and eom end a text, too: the files know one eos only.
+
+    Raises:
+        CheckpointError: a key is unknown, or says what config.json cannot.
+    """
+    kind, words = architecture(header), vocabulary(header)
+    prefix = f"{header.metadata['general.architecture']}."
+    fields = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    _check_known(fields, prefix, header)
+    raw = {name: fields[key] for key, name in _FIELDS.items() if key in fields}
+    raw |= {flag: name in header.tensors for flag, name in kind.biases.items()}
+    rotated = fields.get("rope.dimension_count")
+    raw |= {"head_dim": rotated} if rotated is not None and "head_dim" not in raw else {}
+    if (head_dim := raw.get("head_dim")) != rotated and isinstance(rotated, int) and head_dim:
+        raw["partial_rotary_factor"] = rotated / head_dim
+    ends = [i for i in dict.fromkeys(words.ids.get(name) for name in ("eos", "eot", "eom")) if i is not None]
+    return raw | {
+        "model_type": kind.model_type,
+        "architectures": [kind.class_name],
+        "vocab_size": _vocab_size(fields.get("vocab_size"), len(words.tokens), header),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_parameters": _rope(fields, header),
+        "hidden_act": "silu",
+        "bos_token_id": words.ids.get("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+
+
+def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
+    known = _FIELDS.keys() | _ROPE_FIELDS.keys() | _READ_APART | _FIXED.keys() | _UNUSED
+    misspelt = {key for key in header.metadata if key[len(prefix) :] in known and not key.startswith(prefix)}
+    if unknown := {prefix + key for key in fields.keys() - known} | misspelt:
+        raise CheckpointError(
+            f"{header.file} has {listing(unknown)}, which may change the computed function and is not supported; "
+            "choose a model without it."
+        )
+    for key, wanted in _FIXED.items():
+        if fields.get(key, wanted) != wanted:
+            raise CheckpointError(f"{header.file} has {key} {fields[key]!r}; only {wanted!r} is supported.")
+    if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
+        raise CheckpointError(
+            f"{header.file} has attention.value_length {fields['attention.value_length']!r} and attention.key_length "
+            f"{fields.get('attention.key_length')!r}; only heads of one size are supported."
+        )
+
+
+def _vocab_size(said: Any, tokens: int, header: Header) -> Any:
+    """Models may have room for more tokens than there are."""
+    if isinstance(said, int) and tokens > said:
+        raise CheckpointError(f"{header.file} has {tokens} tokens, but vocab_size {said}; download it again.")
+    return tokens if said is None else said
+
+
+def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
+    theta = fields.get("rope.freq_base", 10000.0)
+    scaling = {name: fields[key] for key, name in _ROPE_FIELDS.items() if key in fields}
+    if ROPE_FACTORS in header.tensors:
+        return {"rope_theta": theta, "rope_type": "llama3"} | _llama3(theta, scaling, header)
+    kind = scaling.pop("rope_type", "linear" if "rope.scale_linear" in fields else "none")
+    if kind == "none":  # whatever else it says of scaling, there is none
+        return {"rope_theta": theta, "rope_type": "default"}
+    if kind == "linear":
+        scaling.pop("original_max_position_embeddings", None)
+    return {"rope_theta": theta, "rope_type": kind} | scaling
+
+
+def _llama3(theta: Any, scaling: dict[str, Any], header: Header) -> dict[str, Any]:
+    """Llama 3's fields, if they give the factors by which this file divides the frequencies.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    stored = header.tensors[ROPE_FACTORS]
+    found = np.fromfile(header.file, "<f4", math.prod(stored.shape), offset=stored.offset).astype(np.float64)
+    original = scaling.get("original_max_position_embeddings", _LLAMA3["original_max_position_embeddings"])
+    fields = {"factor": float(found.max()), **_LLAMA3, "original_max_position_embeddings": original}
+    plain = stored.kind.name == "F32" and scaling.get("rope_type", "none") == "none" and fields["factor"] > 0
+    numbers = all(isinstance(value, int | float) and value > 0 for value in (theta, original))
+    if not (plain and numbers) or not np.allclose(found, _factors(theta, found.size, **fields), rtol=1e-4, atol=0):
+        raise CheckpointError(
+            f"{ROPE_FACTORS} in {header.file} is not what Llama 3 scales its positions by, as far as the file says; "
+            "choose the checkpoint that the file was made of."
+        )
+    return fields
+
+
+def _factors(
+    theta: float,
+    count: int,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> np.ndarray:
+    """``[count]``: by what each frequency is divided, from 1 where it turns often to `factor` where it does not."""
+    turns = original_max_position_embeddings * theta ** (-np.arange(count) / count) / (2 * math.pi)
+    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
