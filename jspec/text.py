@@ -51,10 +51,14 @@ class Batch:
 def load_tokenizer(source: str | os.PathLike) -> Any:
     """The tokenizer beside a checkpoint: that of transformers, or one that gives the same ids and texts in less time.
 
+    That of a GGUF file is inside, with its chat template.
+
     Raises:
         convert.CheckpointError: the source has no tokenizer files, or they cannot be read.
     """
     directory = convert.resolve(source if isinstance(source, str) else os.fspath(source))
+    if directory.is_file():
+        return tokenizer_file.from_gguf(directory)
     if not any(directory.glob("tokenizer*")):
         raise convert.CheckpointError(
             f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
@@ -132,12 +136,13 @@ def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
     Raises:
         ValueError: a file is not UTF-8, or all are empty.
     """
-    tokenizer, config = load_tokenizer(source), convert.resolve(source) / "config.json"
+    tokenizer, place = load_tokenizer(source), convert.resolve(source)
     rows = tokenizer([_read(file) for file in files], add_special_tokens=False, verbose=False)["input_ids"]
     if not any(rows):
         raise ValueError("The files have no text in them; give at least one that has.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    vocab_size = convert.read_config(config.parent).vocab_size if config.exists() else len(tokenizer)
+    described = place.is_file() or (place / "config.json").exists()
+    vocab_size = convert.read_config(place).vocab_size if described else len(tokenizer)
     return np.concatenate([np.array(row + end, np.int32) for row in rows]), vocab_size
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of which tokenizer.json says everything, read without transformers, whose import takes seconds."""
+"""Tokenizers of which tokenizer.json or a GGUF file says all, read without transformers, whose import takes seconds."""
 
 import json
 from collections.abc import Sequence
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from convert import gguf_header, gguf_tokenizer
 
 # What tokenizer_config.json may hold for that: a class that takes tokenizer.json as it is, tokens that are in there,
 # and what changes neither ids nor text. Of anything else transformers knows what it means.
@@ -20,13 +22,15 @@ class TokenizerFile:
 
     Attributes:
         eos_token_id: None where there is no such token.
+        chat_template: what makes one text of a conversation, if there is one.
     """
 
-    def __init__(self, inner: Tokenizer, eos_token: str | None) -> None:
+    def __init__(self, inner: Tokenizer, config: dict[str, Any], chat_template: str | None) -> None:
         inner.no_truncation()
         inner.no_padding()
-        self._inner = inner
-        self.eos_token_id = None if eos_token is None else inner.token_to_id(eos_token)
+        self._inner, self.chat_template = inner, chat_template
+        self._named = {name: config[name] for name in _TOKENS & config.keys() if config[name] is not None}
+        self.eos_token_id = inner.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
         """The ids of one text or of several; nothing is said of long ones, whatever `verbose` is."""
@@ -40,6 +44,22 @@ class TokenizerFile:
     ) -> str:
         """The text of `ids`; spaces stay as they are, for `read` leaves other tokenizers to transformers."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], add_generation_prompt: bool = False, tokenize: bool = True
+    ) -> dict[str, Any] | str:
+        """The messages ("role", "content") as one text, or its ids; with the start of the answer, if wanted.
+
+        Raises:
+            ValueError: there is no template.
+        """
+        if self.chat_template is None:
+            raise ValueError("The tokenizer has no chat template; use a checkpoint that was made for chats.")
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {"chat_template": self.chat_template, "add_generation_prompt": add_generation_prompt, **self._named}
+        (text,), _ = render_jinja_template([conversation], **options)
+        return self(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:
         """Every token, added ones included, with its id."""
@@ -62,11 +82,21 @@ def read(directory: Path) -> TokenizerFile | None:
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     if not {config[name] for name in _TOKENS & config.keys()} <= special | {None}:
         return None  # transformers would add the token, find it in texts, and leave it out of them
-    return TokenizerFile(inner, config.get("eos_token"))
+    return TokenizerFile(inner, config, config.get("chat_template"))
+
+
+def from_gguf(file: Path) -> TokenizerFile:
+    """The tokenizer in a GGUF file.
+
+    Raises:
+        convert.CheckpointError: it is missing, damaged, or of a kind that is not known.
+    """
+    inner, config = gguf_tokenizer.build(gguf_header.read(file))
+    return TokenizerFile(inner, config, config.get("chat_template"))
 
 
 def _config(directory: Path) -> dict[str, Any] | None:
-    """tokenizer_config.json, if it leaves everything to a tokenizer.json beside it."""
+    """tokenizer_config.json, if it leaves everything to a tokenizer.json beside it; the chat template is in it."""
     try:
         config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,5 +105,7 @@ def _config(directory: Path) -> dict[str, Any] | None:
         return None
     if config.pop("clean_up_tokenization_spaces", False) or config.get("tokenizer_class") not in _CLASSES:
         return None
-    strings = all(isinstance(config[name], str | None) for name in _TOKENS & config.keys())
+    if (template := directory / "chat_template.jinja").is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    strings = all(isinstance(config[name], str | None) for name in (_TOKENS | {"chat_template"}) & config.keys())
     return config if strings and config.keys() <= _TOKENS | _HARMLESS else None

@@ -86,6 +86,26 @@ def test_so_is_what_older_versions_have_written(tmp_path):
     assert tokenizer_file.read(tmp_path) is None
 
 
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_chats_are_written_as_transformers_writes_them(tmp_path, place):
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    text_pair.tokenizer(bos=True).save_pretrained(tmp_path)
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text(template)
+    else:
+        change(tmp_path, place, chat_template=template)
+    light, whole = text.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(light, tokenizer_file.TokenizerFile) and light.chat_template == whole.chat_template == template
+    chat = [{"role": "user", "content": " the\n "}, {"role": "assistant", "content": "a"}]
+    for start in (False, True):
+        options = {"add_generation_prompt": start}
+        written = [one.apply_chat_template(chat, tokenize=False, **options) for one in (light, whole)]
+        assert written[0] == written[1] and written[0].endswith("<assistant>") == start
+        ids = [one.apply_chat_template(chat, **options)["input_ids"] for one in (light, whole)]
+        assert ids[0] == ids[1]
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_and_what_is_not_there(tmp_path, name):
     text_pair.tokenizer().save_pretrained(tmp_path)

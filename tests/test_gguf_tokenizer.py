@@ -1,0 +1,168 @@
+"""The tokenizer in a GGUF file gives the ids and texts that transformers makes of it, and so does what is written."""
+
+import json
+from pathlib import Path
+
+import gguf_files
+import numpy as np
+import pytest
+from test_tokenizer_file import strings
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+import convert
+from convert import CheckpointError
+from jspec import text, tokenizer_file
+
+END, START, TOOL = "<|endoftext|>", "<|start|>", "<|tool call|>"
+SENTENCE_KEYS = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": None, "tokenizer.ggml.merges": None}
+# What a vocabulary of each kind may say of itself.
+KINDS = {
+    "gpt2": {"tokenizer.ggml.pre": "gpt-2"},
+    "gpt2 unnamed": {"tokenizer.ggml.pre": None, "tokenizer.ggml.add_bos_token": None},
+    "smollm": {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.add_bos_token": False},
+    "llama3": {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": True},
+    "qwen2": {"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.bos_token_id": None},
+    "tekken": {"tokenizer.ggml.pre": "tekken", "tokenizer.ggml.add_eos_token": True},
+    "sentencepiece": SENTENCE_KEYS | {"tokenizer.ggml.add_bos_token": None},
+    "sentencepiece with merges": SENTENCE_KEYS | {"tokenizer.ggml.merges": ["▁ t", "h e", "▁t he"]},
+}
+CHAT = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": f"What is {END}? ñ 漢"}]
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """Keys of a trained byte-level vocabulary."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=[END, START], initial_alphabet=gguf_files.LETTERS, show_progress=False
+    )
+    inner.train([str(path) for path in sorted(Path(__file__).parent.glob("test_g*.py"))], trainer)
+    tokens = [inner.id_to_token(i) for i in range(inner.get_vocab_size())] + [TOOL, "<|more|>", "<¿ñ 漢>"]
+    merges = [" ".join(pair) for pair in json.loads(inner.to_str())["model"]["merges"]]
+    kinds = [3, 3, *[1] * (len(tokens) - 5), 4, 4, 3]
+    return {"tokens": tokens, "token_type": kinds, "merges": merges, "bos_token_id": 1, "padding_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """Keys of a vocabulary with scores: single characters, parts of words, bytes."""
+    rng = np.random.default_rng(0)
+    words = Path(__file__).read_text(encoding="utf-8").split()
+    parts = sorted({word[:i] for word in words for i in range(2, min(len(word), 9))} - {"<s>"})
+    letters = sorted({letter for word in words for letter in word})
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁t", "▁the", "he", *letters, *parts]
+    tokens = list(dict.fromkeys([*tokens, *(f"▁{part}" for part in parts[::2]), "<|more|>"]))
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 260), 4]
+    scores = [0.0, 0.0, 0.0, *np.round(rng.uniform(-400, 0, len(tokens) - 3)).tolist()]  # some are equal
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return {"tokens": tokens, "token_type": kinds, "scores": list(map(np.float32, scores)), **ids}
+
+
+def prefixed(words):
+    return {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+
+
+@pytest.fixture(params=KINDS)
+def file(request, tmp_path, byte_level, sentencepiece):
+    words = sentencepiece if request.param.startswith("sentencepiece") else byte_level
+    keys = prefixed(words) | KINDS[request.param]
+    return gguf_files.model(tmp_path / "x.gguf", keys, vocab_size=len(words["tokens"]), num_hidden_layers=1)[0]
+
+
+def check_same(ours, theirs, texts, ids):
+    for special in (True, False):
+        encoded = ours(texts, add_special_tokens=special)["input_ids"]
+        assert encoded == theirs(texts, add_special_tokens=special, verbose=False)["input_ids"]
+    for skip in (True, False):
+        options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+        assert [ours.decode(row, **options) for row in ids] == [theirs.decode(row, **options) for row in ids]
+    assert ours.get_vocab() == theirs.get_vocab() and len(ours) == len(theirs)
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.chat_template == theirs.chat_template
+    for start in (False, True):
+        rendered = [
+            one.apply_chat_template(CHAT, add_generation_prompt=start, tokenize=False) for one in (ours, theirs)
+        ]
+        assert rendered[0] == rendered[1]
+        chats = [one.apply_chat_template(CHAT, add_generation_prompt=start)["input_ids"] for one in (ours, theirs)]
+        assert chats[0] == chats[1]
+
+
+def test_ids_and_texts_are_those_of_transformers(file, tmp_path, report):
+    pytest.importorskip("torch")
+    from transformers import AutoTokenizer
+
+    texts = [one.replace(gguf_files.TOKENS[0], END) for one in strings(1300)] + [
+        f"a{TOOL} {START}<¿ñ 漢> b",
+        "",
+        " ",
+        "\n\n1",
+    ]
+    ours = text.load_tokenizer(file)
+    rows = np.random.default_rng(1).integers(0, len(ours), (200, 20)).tolist()
+    check_same(ours, AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name), texts, rows)
+    convert.save(convert.load(file), tmp_path / "store")
+    written = text.load_tokenizer(tmp_path / "store")
+    assert isinstance(written, tokenizer_file.TokenizerFile)
+    check_same(written, AutoTokenizer.from_pretrained(tmp_path / "store"), texts[:300], rows[:50])
+    assert written(texts)["input_ids"] == ours(texts)["input_ids"]
+    report(texts=len(texts), tokens=len(ours))
+
+
+def test_llama3_starts_with_bos_and_takes_words_that_are_tokens(tmp_path, byte_level):
+    """As llama.cpp does, whose files leave it out; transformers does neither."""
+    pair = next(merge for merge in byte_level["merges"] if merge.isascii() and merge.replace(" ", "").isalpha())
+    word = pair.replace(" ", "")
+    merges = [merge for merge in byte_level["merges"] if merge != pair]
+    keys = prefixed(byte_level | {"merges": merges, "add_bos_token": None})
+    found = {}
+    for pre in ("gpt-2", "llama-bpe"):
+        words = keys | {"tokenizer.ggml.pre": pre}
+        file, _ = gguf_files.model(
+            tmp_path / f"{pre}.gguf", words, vocab_size=len(byte_level["tokens"]), num_hidden_layers=1
+        )
+        found[pre] = text.load_tokenizer(file)(word)["input_ids"]
+    assert found["llama-bpe"] == [1, byte_level["tokens"].index(word)]
+    assert 1 not in found["gpt-2"] and len(found["gpt-2"]) > 1
+
+
+def test_no_token_is_made_up(tmp_path, byte_level):
+    """Transformers adds GPT-2's end of text to vocabularies without it: an id that no model has."""
+    tokens = ["<|mine|>", *byte_level["tokens"][1:]]
+    file, _ = gguf_files.model(
+        tmp_path / "x.gguf", prefixed(byte_level | {"tokens": tokens}), vocab_size=len(tokens), num_hidden_layers=1
+    )
+    tokenizer = text.load_tokenizer(file)
+    assert len(tokenizer) == len(tokens) and max(tokenizer(END)["input_ids"]) < len(tokens)
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"tokenizer.ggml.add_space_prefix": False}, "adds no space before a text"),
+        ({"tokenizer.ggml.remove_extra_whitespaces": True}, "changes texts before they are split"),
+        ({"tokenizer.ggml.scores": None}, "has neither scores nor merges"),
+        ({"tokenizer.ggml.scores": [np.float32(1)]}, "and 1 scores for"),
+    ],
+)
+def test_what_else_sentencepiece_can_do_is_refused(tmp_path, sentencepiece, keys, message):
+    words = prefixed(sentencepiece) | SENTENCE_KEYS | keys
+    size = len(sentencepiece["tokens"])
+    file, _ = gguf_files.model(tmp_path / "x.gguf", words, vocab_size=size, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=message):
+        text.load_tokenizer(file)
+
+
+def test_a_corpus_in_its_tokens(tmp_path):
+    file, _ = gguf_files.model(tmp_path / "x.gguf", num_hidden_layers=1)
+    (tmp_path / "a.txt").write_text("the end")
+    tokens, vocab_size = text.corpus(str(file), [tmp_path / "a.txt"])
+    assert vocab_size == len(gguf_files.TOKENS) and tokens[-1] == 0
+    assert text.load_tokenizer(file).decode(tokens[:-1]) == "the end"
+
+
+def test_no_chat_template(tmp_path):
+    file, _ = gguf_files.model(tmp_path / "x.gguf", {"tokenizer.chat_template": None}, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="has no chat template"):
+        text.load_tokenizer(file).apply_chat_template(CHAT)
