@@ -228,7 +228,7 @@ def llamacpp(
     k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
-    """Passes of the target and greedy decoding against llama.cpp; needs llama-cpp-python and gguf."""
+    """Passes of the target and greedy decoding against llama.cpp; needs llama-cpp-python."""
     from bench import llamacpp
 
     llamacpp.run(pair, k, repeats)

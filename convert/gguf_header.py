@@ -21,6 +21,7 @@ _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 # Beyond any model: what a damaged header can cost in memory and time.
 _MOST = 2**21
 _LONGEST = 2**26
+_LONGEST_NAME = 2**8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,8 @@ class _Reader:
 
     def named(self, what: Any) -> tuple[str, Any]:
         name, at = self.string(), self.at
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise ValueError(f"{name[:20]!r} for a name before byte {at}")
         try:
             return name, what()
         except ValueError as error:
@@ -141,7 +144,9 @@ def _preamble(reader: _Reader, file: Path) -> tuple[int, int]:
 def _check_whole(metadata: dict[str, Any], file: Path) -> None:
     parts = metadata.get("split.count", 1)
     if parts not in (0, 1):
-        raise CheckpointError(f"{file} is one of {parts} parts; join them with llama-gguf-split --merge first.")
+        raise CheckpointError(
+            f"{file} is one of {str(parts)[:20]} parts; join them with llama-gguf-split --merge first."
+        )
 
 
 def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
@@ -156,7 +161,7 @@ def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
 def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any) -> dict[str, Stored]:
     """The tensors with their place in the file, where they lie one after another, as llama.cpp also demands."""
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {alignment!r}, no power of two")
+        raise ValueError(f"general.alignment is {str(alignment)[:20]!r}, no power of two")
     start = end = reader.at + -reader.at % alignment
     tensors, last = {}, reader.at
     for name, (number, shape, offset) in infos.items():
