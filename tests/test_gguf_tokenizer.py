@@ -54,7 +54,7 @@ def sentencepiece():
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁t", "▁the", "he", *letters, *parts]
     tokens = list(dict.fromkeys([*tokens, *(f"▁{part}" for part in parts[::2]), "<|more|>"]))
     kinds = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 260), 4]
-    scores = [0.0, 0.0, 0.0, *np.round(rng.uniform(-400, 0, len(tokens) - 3)).tolist()]  # some are equal
+    scores = [0.0, 0.0, 0.0, *np.round(rng.uniform(-9, 0, len(tokens) - 3)).tolist()]  # most are equal
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     return {"tokens": tokens, "token_type": kinds, "scores": list(map(np.float32, scores)), **ids}
 
