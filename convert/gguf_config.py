@@ -140,9 +140,13 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
     kind = scaling.pop("rope_type", "linear" if "rope.scale_linear" in fields else "none")
     if kind == "none":  # whatever else it says of scaling, there is none
         return {"rope_theta": theta, "rope_type": "default"}
-    if kind == "linear":
-        scaling.pop("original_max_position_embeddings", None)
-    return {"rope_theta": theta, "rope_type": kind} | scaling
+    if kind != "linear":
+        raise CheckpointError(
+            f"rope.scaling.type {kind!r} is not supported in a GGUF file, {header.file}; only 'none' and 'linear' are, and "
+            "Llama 3's factors, so choose the checkpoint that the file was made of."
+        )
+    scaling.pop("original_max_position_embeddings", None)
+    return {"rope_theta": theta, "rope_type": "linear"} | scaling
 
 
 def _llama3(theta: Any, scaling: dict[str, Any], header: Header) -> dict[str, Any]:

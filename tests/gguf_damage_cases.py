@@ -144,7 +144,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "sliding window": (key("llama.attention.sliding_window", 16), "has llama.attention.sliding_window"),
     "experts": (key("llama.expert_count", 8), "expert_count 8; only 0"),
-    "yarn": (key("llama.rope.scaling.type", "yarn"), "'yarn' is not supported"),
+    "yarn": (key("llama.rope.scaling.type", "yarn"), "'yarn' is not supported in a GGUF file"),
     "linear without factor": (key("llama.rope.scaling.type", "linear"), "factor is missing"),
     # the tokenizer
     "no tokens": (without("tokenizer.ggml.tokens"), "has 0 tokens for a tokenizer 'gpt2'"),

@@ -30,7 +30,7 @@ LENGTH_RULES = (
     (jspec.Heuristic(2), "cascade", "rejection"), (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
 ], ids=str)  # fmt: skip
 def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
-    p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length, first_batch=3)
+    p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length)
     check_texts(report, p_values, 8_192, len(LENGTH_RULES))
 
 

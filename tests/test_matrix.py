@@ -29,17 +29,15 @@ def pair():
     return target, toys.tiny_llama(11, 1, related_to=target)
 
 
-def batches():
-    """Each setting alone on the longest prompt, and a ragged batch in which the settings take turns."""
-    for settings in SETTINGS:
-        yield [PROMPTS[2]], [settings]
-    yield list(PROMPTS), [SETTINGS[i % len(SETTINGS)] for i in range(len(PROMPTS))]
+def ragged(count):
+    """A batch of the first `count` prompts, in which the settings take turns; three meet every setting."""
+    return list(PROMPTS[:count]), [SETTINGS[i % len(SETTINGS)] for i in range(count)]
 
 
-def text_p_values(drafter, rule, draws, k, first_batch=0):
-    """(number of the batch, row) -> p-value of its texts against the target's enumerated law."""
+def text_p_values(drafter, rule, draws, k, batches=None):
+    """(number of the batch, row) -> p-value of its texts against the target's enumerated law; without, `ragged` of 3."""
     target, p_values = pair()[0], {}
-    for number, (prompts, settings) in list(enumerate(batches()))[first_batch:]:
+    for number, (prompts, settings) in enumerate(batches or [ragged(3)]):
         tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -62,28 +60,30 @@ def check_texts(report, p_values, draws, tests):
     assert p_values[worst] > alpha
 
 
-def check_matrix(report, name, draws, rules=RULES, first_batch=0):
+def check_matrix(report, name, draws, rules, batches=None):
     drafter, p_values = drafters.make(name, *pair()), {}
     for rule in rules:
-        found = text_p_values(drafter, rule, draws, K, first_batch)
+        found = text_p_values(drafter, rule, draws, K, batches)
         p_values |= {(rule, *where): p for where, p in found.items()}
     check_texts(report, p_values, draws, len(drafters.NAMES))
 
 
 @pytest.mark.parametrize("name", drafters.NAMES)
 def test_three_tokens_have_the_target_joint_law(report, name):
-    """In the ragged batch, and without "coupled"; the slow test leaves out nothing.
+    """In a ragged batch, and without "coupled"; the slow test leaves out nothing.
 
     Coupled texts are those of plain decoding, in a batch or alone, which the test after the slow one holds every
     drafter to, token for token.
     """
-    check_matrix(report, name, 8_192, [rule for rule in RULES if rule != "coupled"], first_batch=len(SETTINGS))
+    check_matrix(report, name, 8_192, [rule for rule in RULES if rule != "coupled"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.NAMES)
 def test_three_tokens_have_the_target_joint_law_at_length(report, name):
-    check_matrix(report, name, 200_000)
+    """In a larger batch, too, and each setting alone on the longest prompt."""
+    alone = [([PROMPTS[2]], [settings]) for settings in SETTINGS]
+    check_matrix(report, name, 200_000, RULES, [*alone, ragged(len(PROMPTS))])
 
 
 def check_coupled(report, toy, prompts, name, requests, lengths, alone=()):
