@@ -2,8 +2,8 @@
 
 What a cell shows must be the same to the letter. Of pictures only the kind is compared, for their bytes depend on
 fonts. In cells with the tag "varies" (times, versions) every number counts as the same, and so does a longer run of
-spaces or lines, which tables draw around longer numbers. Standard error is no part of it. With --update, cells whose
-outputs differ get those of the fresh run, and all others stay as they are.
+spaces or lines, which tables draw around longer numbers. Standard error is no part of it. With --update, a notebook
+of which a cell differs gets all outputs of the fresh run: what one cell measured another speaks of.
 """
 
 import argparse
@@ -58,6 +58,13 @@ def differences(committed: Any, fresh: Any) -> dict[int, str]:
     return found
 
 
+def take_over(committed: Any, fresh: Any) -> None:
+    """Give every code cell of `committed` what it shows in `fresh`, so that all outputs are of one run."""
+    for old, new in zip(committed["cells"], fresh["cells"], strict=True):
+        if old["cell_type"] == "code":
+            old["execution_count"], old["outputs"] = new["execution_count"], tidy(new["outputs"])
+
+
 def check(file: Path, update: bool) -> bool:
     """Whether, in the end, the outputs of `file` are those of a run of all its cells in a new kernel."""
     import nbformat
@@ -69,20 +76,18 @@ def check(file: Path, update: bool) -> bool:
     found = differences(committed, fresh)
     for number, difference in found.items():
         print(f"{file}: what cell {number} shows is not what was committed\n{difference}")
-    if update:
-        for number, (old, new) in enumerate(zip(committed.cells, fresh.cells, strict=True)):
-            if old.cell_type == "code":
-                old.execution_count = new.execution_count
-                old.outputs = tidy(new.outputs if number in found else old.outputs)
+    if update and found:
+        take_over(committed, fresh)
         nbformat.write(committed, file)
-    print(f"{file}: {len(found)} of {len(fresh.cells)} cells {'updated' if update else 'differ'}")
+    updated = "; all outputs are those of this run now" if update and found else ""
+    print(f"{file}: {len(found)} of {len(fresh['cells'])} cells differ{updated}")
     return update or not found
 
 
 def main() -> None:
     """Exit with 1 and the command that mends it, if outputs are stale."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="write the outputs that differ into the files")
+    parser.add_argument("--update", action="store_true", help="write the outputs of a file that differs")
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK")
     options = parser.parse_args()
     stale = [str(file) for file in options.notebooks if not check(file, options.update)]

@@ -29,7 +29,8 @@ def drawn(**data):
 def notebook(*outputs, tags=()):
     """One code cell with `outputs`, behind a cell of text."""
     return {"cells": [{"cell_type": "markdown", "metadata": {}, "source": ""},
-                      {"cell_type": "code", "metadata": {"tags": [*tags]}, "outputs": [*outputs]}]}  # fmt: skip
+                      {"cell_type": "code", "metadata": {"tags": [*tags]}, "outputs": [*outputs],
+                       "execution_count": None}]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,38 @@ def test_where_numbers_vary_words_and_shape_do_not():
 def test_joining_pieces_leaves_the_notebook_alone():
     outputs = [printed("a\n"), printed("b\n")]
     assert check.tidy(outputs) == [printed("a\nb\n")] and outputs == [printed("a\n"), printed("b\n")]
+
+
+@pytest.fixture
+def updated(monkeypatch, tmp_path):
+    """``updated(committed, fresh)``: what two cells, the first of which varies, show in the file after --update."""
+
+    def made(figure, text):
+        cells = notebook(printed(figure), tags=["varies"])["cells"] + notebook(printed(text))["cells"]
+        return {"cells": cells}
+
+    def update(committed, fresh):
+        file = tmp_path / "made.ipynb"
+        file.write_text(json.dumps(made(*committed)))
+        client = SimpleNamespace(
+            NotebookClient=lambda nb, **_: SimpleNamespace(execute=lambda: nb.update(made(*fresh)))
+        )
+        files = SimpleNamespace(
+            read=lambda file, as_version: json.loads(file.read_text()),
+            write=lambda nb, file: file.write_text(json.dumps(nb)),
+        )
+        monkeypatch.setitem(sys.modules, "nbclient", client)
+        monkeypatch.setitem(sys.modules, "nbformat", files)
+        assert check.check(file, update=True)
+        return [cell["outputs"][0]["text"] for cell in json.loads(file.read_text())["cells"] if "outputs" in cell]
+
+    return update
+
+
+def test_outputs_are_of_one_run(updated):
+    """Figures count as the same, but not beside another cell's of another run."""
+    assert updated(["K = 4", "a"], ["K = 1", "b"]) == ["K = 1", "b"]
+    assert updated(["K = 4", "a"], ["K = 1", "a"]) == ["K = 4", "a"]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
