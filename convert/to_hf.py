@@ -38,6 +38,14 @@ def _write_index(directory: Path, views: dict[str, np.ndarray], layout: Layout) 
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def _save(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
+    """As `save_file`, but the umask says who may read it, as of every other file: safetensors lets the owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(views, path, metadata)
+    path.chmod(mode)
+
+
 def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, layout: Layout) -> None:
     """Writes the safetensors files of `layout`, and their index if there is more than model.safetensors.
 
@@ -47,7 +55,7 @@ def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, l
     views = _views(params, config)
     for file, content in layout.items():
         try:
-            save_file({name: views[name] for name in content["tensors"]}, directory / file, content["metadata"])
+            _save(directory / file, {name: views[name] for name in content["tensors"]}, content["metadata"])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{directory / file} could not be written ({error}); check the disk.") from error
     if set(layout) != {SINGLE}:

@@ -5,6 +5,7 @@ import filecmp
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -183,6 +184,19 @@ def test_params_and_config_must_match(tmp_path, saver):
     with pytest.raises(CheckpointError, match="config differs"):
         saver(dataclasses.replace(loaded, config=other), tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_the_umask_says_who_may_read(tmp_path, saver, umask):
+    loaded = convert.load(make(tmp_path / "hf", shards=2))
+    before = os.umask(umask)
+    try:
+        saver(loaded, tmp_path / "out")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) > 6 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
 @contextmanager
