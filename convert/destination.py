@@ -33,11 +33,25 @@ def new_directory(destination: Path) -> Iterator[Path]:
     temporary = destination.with_name(f".{destination.name}{PARTIAL}{secrets.token_hex(4)}")
     try:
         with deleted_in_the_end(temporary):
-            temporary.mkdir(parents=True)
+            _make(temporary)
             yield temporary
             temporary.rename(destination)
     except OSError as error:
         raise CheckpointError(f"{destination} could not be written ({error}); check the disk.") from error
+
+
+def _make(folder: Path) -> None:
+    """Creates `folder` and those above it; the error names what people know, not a temporary name.
+
+    Raises:
+        CheckpointError: one of them cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"nothing can be created in {folder.parent} ({error.strerror}); choose a place that exists and is writable."
+        ) from error
 
 
 def carry(source: Path, target: Path) -> None:

@@ -54,12 +54,14 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     That of a GGUF file is inside, with its chat template.
 
     Raises:
-        convert.CheckpointError: the source has no tokenizer files, or they cannot be read.
+        convert.CheckpointError: the source is no checkpoint, has no tokenizer files, or they cannot be read.
     """
     directory = convert.resolve(source if isinstance(source, str) else os.fspath(source))
     if directory.is_file():
         return tokenizer_file.from_gguf(directory)
     if not any(directory.glob("tokenizer*")):
+        if not (directory / "config.json").exists():
+            raise convert.CheckpointError(f"{directory} has no config.json; expected the directory of a checkpoint.")
         raise convert.CheckpointError(
             f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
         )

@@ -21,7 +21,9 @@ MISTAKES = {
     "target alone": (["x", "--target", "TARGET"], 2, "--target needs --draft"),
     "draft alone": (["x", "--draft", "DRAFT"], 2, "--draft needs --target"),
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
-    "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder does not exist"),
+    "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder is no directory here"),
+    "a name of the hub's first days": (["x", "--target", "gpt2", "--plain"], 1, "hub ids have the form 'org/model'"),
+    "no checkpoint": (["x", "--target", "NOTHING", "--plain"], 1, "NOTHING has no config.json"),
     "no such datastore": (["x", "--draft", "no.safetensors"], 1, "no.safetensors does not exist; jspec index makes"),
     "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 1, "Prompt 2 is empty"),
     "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
@@ -39,7 +41,7 @@ TUNE_MISTAKES = {
     "no rows": (["--batch", 0], 2, "--batch"),
     "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
     "too many models": (["TARGET", "DRAFT", "more"], 2, "more"),
-    "no such model": (["/no/such/folder", "DRAFT"], 1, "/no/such/folder does not exist"),
+    "no such model": (["/no/such/folder", "DRAFT"], 1, "/no/such/folder is no directory here"),
     "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 1, "Prompt 1 is empty"),
     "not UTF-8": (["TARGET", "DRAFT", "--prompt", "\udcff"], 2, "--prompt is not UTF-8 text (character 1)"),
     "too short": (["TARGET", "DRAFT", "--max-new-tokens", 8], 1, "too short a text"),
@@ -60,8 +62,10 @@ def test_mistakes_with_tune_too(mistake, run, sources):
 def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
     arguments, expected_code, phrase = MISTAKES[mistake]
     folders = dict(zip(("TARGET", "DRAFT"), sources, strict=True)) | {
-        name: tmp_path / name for name in ("EMPTY", "SWAPPED")
+        name: tmp_path / name for name in ("EMPTY", "SWAPPED", "NOTHING")
     }
+    folders["NOTHING"].mkdir()
+    (folders["NOTHING"] / "notes.txt").touch()
     for folder in (folders["EMPTY"], folders["SWAPPED"]):
         shutil.copytree(sources[1], folder)
     (folders["EMPTY"] / "model.safetensors").unlink()

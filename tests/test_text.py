@@ -41,6 +41,12 @@ def test_tokenizer_files_are_missed_by_name(tmp_path):
         text.load_tokenizer(tmp_path)
 
 
+def test_a_place_that_is_no_checkpoint_is_not_one_without_a_tokenizer(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(convert.CheckpointError, match=r"has no config.json; expected the directory of a checkpoint"):
+        text.load_tokenizer(tmp_path)
+
+
 def test_damaged_tokenizer_is_one_sentence(tmp_path):
     text_pair.tokenizer().save_pretrained(tmp_path)
     whole = (tmp_path / "tokenizer.json").read_text()
