@@ -117,14 +117,17 @@ def check_rule(accept: Any) -> Rule:
     """
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
+    if isinstance(accept, type) and hasattr(accept, "judge"):
+        raise TypeError(f"accept is the class {accept.__name__}; pass an object of it, such as "
+                        f"{accept.__name__}(...), see jspec.lossy.")  # fmt: skip
     if isinstance(accept, str | type) or not hasattr(accept, "judge"):
         raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
                          "or pass an object such as jspec.Lenient(0.5), see jspec.lossy.")  # fmt: skip
     declared = {name: getattr(accept, name, None) for name in ("exact", "shares_noise")}
     missing = [name for name, value in declared.items() if not isinstance(value, bool | np.bool_)]
     if missing:
-        raise TypeError(f"accept is a {type(accept).__name__} without {' and '.join(missing)}; set each to True or "
-                        "False, as described in jspec.accept.Rule.")  # fmt: skip
+        raise TypeError(f"accept is of type {type(accept).__name__}, without {' and '.join(missing)}; set each to "
+                        "True or False, as described in jspec.accept.Rule.")  # fmt: skip
     _check_hashable("accept", accept)
     return accept
 
@@ -156,11 +159,11 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
     missing = [name for name in ("most", "needs_confidence", "init", "goes_on", "update")
                if not hasattr(num_draft_tokens, name)]  # fmt: skip
     if missing:
-        raise TypeError(f"num_draft_tokens is a {kind} without {', '.join(missing)}; see jspec.draft_length.")
+        raise TypeError(f"num_draft_tokens is of type {kind}, without {', '.join(missing)}; see jspec.draft_length.")
     _check_whole(f"{kind}.most", num_draft_tokens.most)
     _check_hashable("num_draft_tokens", num_draft_tokens)
     if num_draft_tokens.needs_confidence and not hasattr(drafter, "step"):
-        raise ValueError(f"{kind} asks how sure the draft is of each token, which a {type(drafter).__name__} does not "
+        raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
                          "say; use it with a model or another jspec.drafters.Chain, or "
                          f"num_draft_tokens=jspec.UpTo({num_draft_tokens.most}).")  # fmt: skip
 
@@ -168,17 +171,17 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
 def _check_target(target: Any) -> None:
     missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
     if missing:
-        raise TypeError(f"target is a {type(target).__name__} without {', '.join(missing)}; "
+        raise TypeError(f"target is of type {type(target).__name__}, without {', '.join(missing)}; "
                         "pass a model, as jspec.load(...) returns it.")  # fmt: skip
 
 
 def _check_drafter(drafter: Any, vocab_size: int) -> None:
     missing = [name for name in ("init", "propose", "commit", "vocab_size") if not hasattr(drafter, name)]
     if missing:
-        raise TypeError(f"draft is a {type(drafter).__name__} without {', '.join(missing)}; "
+        raise TypeError(f"draft is of type {type(drafter).__name__}, without {', '.join(missing)}; "
                         "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip
     if jax.tree_util.all_leaves([drafter]):
-        raise TypeError(f"draft is a {type(drafter).__name__}, which is no pytree; decorate the class with "
+        raise TypeError(f"draft is of type {type(drafter).__name__}, which is no pytree; decorate the class with "
                         "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True).")  # fmt: skip
     size = drafter.vocab_size
     if size is not None and not same_but_for_padding(size, vocab_size):
@@ -241,7 +244,7 @@ def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: in
 
 def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
     if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be a jspec.SamplingParams, not a {type(sampling).__name__}.")
+        raise TypeError(f"sampling must be a jspec.SamplingParams, not of type {type(sampling).__name__}.")
     for name, (allowed, test) in RANGES.items():
         value = getattr(sampling, name)
         if name.startswith("draft_") and value is None:
@@ -257,7 +260,8 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
         return
     if not _is_number(bias) or np.shape(bias) not in ((vocab_size,), (batch, vocab_size)):
         raise ValueError(f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V); "
-                         f"got {_describe(bias)}.")  # fmt: skip
+                         f"got {_describe(bias)}; for a few tokens set their entries of "
+                         f"np.zeros({vocab_size}).")  # fmt: skip
     values = _values(bias)
     if values is not None:
         values = _rounded("logit_bias", values)

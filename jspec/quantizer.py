@@ -14,7 +14,7 @@ from jspec.layers import Embed, Linear
 from jspec.llama import Llama
 
 
-def quantize(model: Llama, kind: str) -> Llama:
+def quantize(model: Llama, kind: str = "int8") -> Llama:
     """A copy of `model` with int8 matrices, ``W ~ W8 scale`` with ``scale[out] = max |W[:, out]| / 127``.
 
     So a weight moves by ``scale / 2`` at most. Norms and biases are shared with `model`, and so are matrices that are

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from convert import dtypes
 from convert.config import LlamaConfig
 from convert.loading import stream
 from jspec.llama import Llama
@@ -48,7 +49,7 @@ def load(
         check_kind(quantize)
     if sharding is not None:
         check_placement(sharding)
-    dtype = jnp.dtype(dtype or default_dtype())
+    dtype = dtypes.parse(default_dtype() if dtype is None else dtype)
     config, _, arrays = stream(source, dtype, None)
     return from_arrays(config, arrays, dtype, quantize, sharding)
 

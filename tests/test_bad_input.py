@@ -68,7 +68,7 @@ CASES = [
     ("target", [None, "model", {}], "pass a model, as jspec.load"),
     ("draft", [None, "model", lambda *_: None], "pass a jspec.Llama or a drafter"),
     # sampling
-    ("sampling", [None, {"temperature": 1.0}, 0.7], "must be a jspec.SamplingParams, not a"),
+    ("sampling", [None, {"temperature": 1.0}, 0.7], "must be a jspec.SamplingParams, not of type"),
     ("temperature", [-1.0, -1e-9, np.nan, np.inf, 1e39, _with(np.ones(3), 1, -0.5)], "temperature must be at least 0"),
     ("draft_temperature", [-1.0, np.nan, np.inf], "draft_temperature must be at least 0 and finite, or None"),
     ("top_k", [-1, 2.5, np.nan, np.array([1, 2, -3])], "top_k must be a whole number, 0"),
@@ -98,7 +98,11 @@ CASES = [
         )
     ],
     ("temperature", [None], "temperature must be a number"),
-    ("logit_bias", [np.zeros(V - 1), np.zeros((2, V)), 0.5, {3: -1.0}], r"must have shape \[61\] or \[3, 61\]"),
+    (
+        "logit_bias",
+        [np.zeros(V - 1), np.zeros((2, V)), 0.5, {3: -1.0}],
+        r"must have shape \[61\] or \[3, 61\] .*set their entries of np.zeros\(61\)",
+    ),
     (
         "logit_bias",
         [np.full(V, np.nan), _with(np.zeros((3, V)), (1, 2), np.inf), np.full(V, 1e39)],
@@ -106,10 +110,11 @@ CASES = [
     ),
     ("logit_bias", [np.full(V, -np.inf), _with(np.zeros((3, V)), 1, -np.inf)], "leave at least one possible"),
     # the rest
-    ("accept", ["typical", "", None, ["rejection"], jspec.Lenient], r"is not an acceptance rule; choose one of \["),
-    ("accept", [Undeclared()], "accept is a Undeclared without exact and shares_noise; set each to True or False"),
-    ("accept", [Undeclared(exact=True)], "accept is a Undeclared without shares_noise; set"),
-    ("accept", [Undeclared(exact="yes", shares_noise=False)], "accept is a Undeclared without exact; set"),
+    ("accept", ["typical", "", None, ["rejection"], int], r"is not an acceptance rule; choose one of \["),
+    ("accept", [jspec.Lenient], r"accept is the class Lenient; pass an object of it, such as Lenient\(\.\.\.\)"),
+    ("accept", [Undeclared()], "accept is of type Undeclared, without exact and shares_noise; set each to True"),
+    ("accept", [Undeclared(exact=True)], "accept is of type Undeclared, without shares_noise; set"),
+    ("accept", [Undeclared(exact="yes", shares_noise=False)], "accept is of type Undeclared, without exact; set"),
     ("eos_ids", [[V], (-1,), [3, 10**6], _with(np.zeros((3, 2), int), (0, 0), -2)], "outside the vocabulary"),
     ("eos_ids", [V, -1, np.int64(V)], "outside the vocabulary"),
     (
@@ -194,6 +199,13 @@ def test_bad_input_to_tune_too(models, no_device_work, name, value, message):
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         jspec.tune(**{**models, **good, name: value})
     assert _is_one_sentence(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float8", "int32", np.int8, object()])
+def test_a_dtype_that_no_model_has(dtype):
+    with pytest.raises(ValueError, match="is not supported; expected one of float32, bfloat16, float16") as caught:
+        jspec.load("no/such/model", dtype=dtype)
+    assert _is_one_sentence(caught.value)
 
 
 def test_how_many_were_tried(report):

@@ -261,9 +261,9 @@ def test_mistakes_are_named(toy, prompts):
     ):
         with pytest.raises(ValueError, match=message):
             make()
-    for length, message in ((jspec.WhileConfident(4), "how sure the draft is of each token, which a NGramDrafter does"),
+    for length, message in ((jspec.WhileConfident(4), "how sure the draft is of each token, which NGramDrafter does"),
                             (jspec.UpTo, r"an object such as jspec.UpTo\(8\)"),
-                            (SimpleNamespace(wanted=1, most=2), "is a SimpleNamespace without needs_confidence, init"),
+                            (SimpleNamespace(wanted=1, most=2), "SimpleNamespace, without needs_confidence, init"),
                             (Loose(2), r"Loose\(most=2\) cannot be hashed")):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):
             jspec.speculative_generate(toy(0), jspec.NGramDrafter(), *prompts([3]), max_new_tokens=4,

@@ -137,8 +137,8 @@ class Bare(Flat):
 def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
     target, batch = toy(0), prompts([3, 2])
     assert drafters.generate(target, Flat(jnp.zeros(61)), batch, max_new_tokens=8).stats.drafted.all()
-    for drafter, message in ((Unregistered(), "a Unregistered, which is no pytree; decorate the class"),
-                             (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got a tuple"),
+    for drafter, message in ((Unregistered(), "type Unregistered, which is no pytree; decorate the class"),
+                             (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got tuple"),
                              ):  # fmt: skip
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)

@@ -161,8 +161,8 @@ def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
     with pytest.raises(TypeError, match="draft is the class NGramDrafter; pass an object of it"):
         jspec.FallbackDrafter(jspec.NGramDrafter, draft)
     for drafter, message in ((jspec.NGramDrafter, r"draft is the class NGramDrafter; pass an object of it"),
-                             (jspec.ModelDrafter(jspec.NGramDrafter()), "model is a NGramDrafter; pass a model"),
-                             (jspec.CascadeDrafter(jspec.ModelDrafter(draft), draft), "middle is a ModelDrafter; pass"),
+                             (jspec.ModelDrafter(jspec.NGramDrafter()), "model is of type NGramDrafter; pass"),
+                             (jspec.CascadeDrafter(jspec.ModelDrafter(draft), draft), "middle is of type ModelDraf"),
                              ):  # fmt: skip
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)

@@ -91,6 +91,7 @@ def test_the_signatures_that_callers_rely_on():
     options = ["max_new_tokens", "sampling", "max_draft_tokens", "accept"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.tune) == expected
+    assert inspect.signature(jspec.quantize).parameters["kind"].default == "int8"
     assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize", "sharding"]
 
 

@@ -113,7 +113,7 @@ def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int
         ValueError: its shapes are not those that were asked for.
     """
     if not isinstance(draft, Draft):
-        raise TypeError(f"propose must return (jspec.drafters.Draft, state); got a {type(draft).__name__} first.")
+        raise TypeError(f"propose must return (jspec.drafters.Draft, state); got {type(draft).__name__} first.")
     shape = [context.lengths.size, num_draft_tokens]
     tokens, probs = list(draft.tokens.shape), list(draft.probs.shape)
     if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):

@@ -58,7 +58,7 @@ class CascadeDrafter:
     @property
     def vocab_size(self) -> int | None:
         if not hasattr(self.middle, "config"):
-            raise TypeError(f"middle is a {type(self.middle).__name__}; pass a model, as jspec.load(...) returns it.")
+            raise TypeError(f"middle is of type {type(self.middle).__name__}; pass a model, such as jspec.load(...).")
         return shared_vocabulary(type(self).__name__, self.middle.config.vocab_size, self.small.vocab_size)
 
     @property

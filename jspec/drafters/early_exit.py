@@ -54,7 +54,7 @@ class EarlyExitDrafter(Chain):
         """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
         verifier = context.verifier
         if not hasattr(verifier.model, "layers"):
-            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and a {type(verifier.model).__name__} "
+            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and {type(verifier.model).__name__} "
                             "has no `layers`; use another drafter.")  # fmt: skip
         depth = len(verifier.model.layers)
         if self.num_layers > depth:

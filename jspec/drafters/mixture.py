@@ -34,8 +34,8 @@ class MixtureDrafter(Duo, Chain):
         for name in ("first", "second"):
             part = getattr(self, name)
             if hasattr(part, "propose") and not hasattr(part, "step"):
-                raise TypeError(f"{name} is a {type(part).__name__}, which does not give its law token by token, as a "
-                                "mixture needs it; use a jspec.drafters.Chain, or FallbackDrafter.")  # fmt: skip
+                raise TypeError(f"{name} is of type {type(part).__name__}, which does not give its law token by token, "
+                                "as a mixture needs it; use a jspec.drafters.Chain, or FallbackDrafter.")  # fmt: skip
         if isinstance(self.weight, numbers.Real | str):
             _check_weight(self.weight)
             object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program

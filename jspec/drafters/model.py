@@ -21,7 +21,7 @@ class ModelDrafter(Chain):
     @property
     def vocab_size(self) -> int:
         if not hasattr(self.model, "config"):
-            raise TypeError(f"model is a {type(self.model).__name__}; pass a model, as jspec.load(...) returns it.")
+            raise TypeError(f"model is of type {type(self.model).__name__}; pass a model, such as jspec.load(...).")
         return self.model.config.vocab_size
 
     @property
