@@ -87,9 +87,10 @@ def statistics(out: Output, row: int) -> dict[str, Any]:
     guesses than it supposes. The measured number is lower where the end of the text cuts the last round off, and
     differs where acceptance comes in streaks.
     """
-    tokens, rounds, judged = (int(x[row]) for x in (out.lengths, out.stats.rounds, out.stats.judged))
+    counts = out.lengths, out.stats.rounds, out.stats.judged, out.stats.accepted
+    tokens, rounds, judged, accepted = (int(count[row]) for count in counts)
     accepted_at = out.stats.accepted_at[row].tolist()
-    rate = float(out.stats.acceptance_rate[row]) if judged else None
+    rate = accepted / judged if judged else None
     # A draft that was kept whole is followed by a bonus.
     whole = (out.origins[row] == BONUS).sum() <= sum(accepted_at[-1:]) and not (out.origins[row] == NO_DRAFT).any()
     predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
@@ -98,7 +99,7 @@ def statistics(out: Output, row: int) -> dict[str, Any]:
         "rounds": rounds,
         "drafted": int(out.stats.drafted[row]),
         "judged": judged,
-        "accepted": int(out.stats.accepted[row]),
+        "accepted": accepted,
         "accepted_at": accepted_at,
         "acceptance_rate": rate,
         "tokens_per_round": tokens / rounds,
@@ -152,12 +153,14 @@ def legend(marks: bool = False) -> Text:
 def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
     """Cost, yield and predicted speed of plain decoding and of every K, the fastest marked."""
     title = ", ".join(f"{name} {value}" for name, value in conditions.items())
-    table = Table(title=title, caption="~ interpolated; tokens/s of each text", box=box.SIMPLE_HEAD)
+    lengths = range(len(found.round_seconds) + 1)
+    timed = {0, *doubling(len(found.round_seconds))}
+    notes = ["~ interpolated"] if timed < {*lengths} else []
+    table = Table(title=title, caption="; ".join([*notes, "tokens/s of each text"]), box=box.SIMPLE_HEAD)
     for title in ("K", "ms/round", "tokens/round", "tokens/s", "speed-up", ""):
         table.add_column(title, justify="right", no_wrap=True)
     costs, yields = (found.plain_seconds, *found.round_seconds), (1.0, *found.expected_tokens)
-    speedups, timed = (1.0, *found.speedups), {0, *doubling(len(found.round_seconds))}
-    for k, (seconds, tokens, speedup) in enumerate(zip(costs, yields, speedups, strict=True)):
+    for k, seconds, tokens, speedup in zip(lengths, costs, yields, (1.0, *found.speedups), strict=True):
         best = k == found.num_draft_tokens
         cost = f"{'' if k in timed else '~'}{seconds * 1e3:.3g}"
         cells = ("plain" if k == 0 else str(k), cost, f"{tokens:.2f}", f"{tokens / seconds:.0f}", f"{speedup:.2f}x")

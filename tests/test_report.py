@@ -47,7 +47,7 @@ def test_counts_stand_beside_the_theory():
         "judged": 5,
         "accepted": 3,
         "accepted_at": [2, 1],
-        "acceptance_rate": pytest.approx(rate),
+        "acceptance_rate": rate,  # to the last digit
         "tokens_per_round": 2.0,
         "predicted_tokens_per_round": pytest.approx(float(theory.expected_tokens(rate, 2))),
     }
@@ -105,10 +105,16 @@ def test_tuning_is_a_table_and_a_sentence():
     found = Tuning(3, 1.25, 0.010, (0.016, 0.018, 0.020, 0.022), (1.5, 2.0, 2.5, 2.7))
     screen = Console(width=80, record=True, file=io.StringIO())
     screen.print(report.tuning_table(found, {"batch": 4, "device": "cpu"}))
-    lines = [line.split() for line in screen.export_text().splitlines()]
+    lines = [line.split() for line in screen.export_text(clear=False).splitlines()]
     assert ["batch", "4,", "device", "cpu"] in lines and ["plain", "10", "1.00", "100", "1.00x"] in lines
     assert ["1", "16", "1.50", "94", "0.94x"] in lines and ["3", "~20", "2.50", "125", "1.25x", "<-", "best"] in lines
+    assert "~ interpolated; tokens/s of each text" in screen.export_text(clear=False)
     assert report.advice(found) == "use num_draft_tokens=3 (1.25x plain)"
+
+
+def test_where_all_lengths_were_timed_nothing_is_called_interpolated():
+    found = Tuning(2, 1.25, 0.010, (0.016, 0.018), (1.5, 2.0))
+    assert report.tuning_table(found, {}).caption == "tokens/s of each text"
 
 
 def test_tuning_may_advise_against_drafts():
