@@ -107,7 +107,8 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
     rows = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
     if not rows or not all(rows):
         number = next((i for i, row in enumerate(rows, 1) if not row), 1)
-        raise ValueError(f"Prompt {number} is empty, and the tokenizer adds no start token; give it some text.")
+        which = f"Prompt {number}" if len(rows) > 1 else "The prompt"
+        raise ValueError(f"{which} is empty, and the tokenizer adds no start token; give it some text.")
     shape = _bucket(len(rows)), _bucket(max(map(len, rows)), _LEAST_WIDTH)
     tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
     for i in range(shape[0]):

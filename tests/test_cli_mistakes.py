@@ -25,7 +25,8 @@ MISTAKES = {
     "a name of the hub's first days": (["x", "--target", "gpt2", "--plain"], 1, "hub ids have the form 'org/model'"),
     "no checkpoint": (["x", "--target", "NOTHING", "--plain"], 1, "NOTHING has no config.json"),
     "no such datastore": (["x", "--draft", "no.safetensors"], 1, "no.safetensors does not exist; jspec index makes"),
-    "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 1, "Prompt 2 is empty"),
+    "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 2, "Prompt 2 is empty"),
+    "empty prompts": (["", "x"], 2, "PROMPT 1 is empty; give it some text. (see jspec"),
     "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
     "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),
     "nor a word": (["x", "--num-draft-tokens", "best"], 2, "'best' is neither"),
@@ -42,7 +43,7 @@ TUNE_MISTAKES = {
     "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
     "too many models": (["TARGET", "DRAFT", "more"], 2, "more"),
     "no such model": (["/no/such/folder", "DRAFT"], 1, "/no/such/folder is no directory here"),
-    "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 1, "Prompt 1 is empty"),
+    "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 2, "The prompt is empty"),
     "not UTF-8": (["TARGET", "DRAFT", "--prompt", "\udcff"], 2, "--prompt is not UTF-8 text (character 1)"),
     "too short": (["TARGET", "DRAFT", "--max-new-tokens", 8], 1, "too short a text"),
     "too long": (["TARGET", "DRAFT", "--max-new-tokens", 500], 1, "positions"),
@@ -86,7 +87,13 @@ def test_what_is_no_standard_input(run, monkeypatch, stdin, said):
 
 def test_prompts_are_read_before_models(run, sources, monkeypatch):
     monkeypatch.setattr(cli.generate, "load_models", lambda *_: pytest.fail("models were loaded"))
-    assert "Prompt 1 is empty" in run("generate", "", "--target", sources[0], "--draft", sources[1])[2]
+    assert "The prompt is empty" in run("generate", "", "--target", sources[0], "--draft", sources[1])[2]
+
+
+def test_an_empty_prompt_of_the_bundled_pair_loads_nothing(run, monkeypatch):
+    monkeypatch.setattr(cli.generate, "prepare_environment", lambda: pytest.fail("it went on"))
+    code, out, error = run("generate", "")
+    assert (code, out) == (2, "") and error.startswith("jspec: PROMPT is empty; give it")
 
 
 def test_bugs_keep_their_traceback(run, monkeypatch):

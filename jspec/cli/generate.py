@@ -12,6 +12,7 @@ from jspec.cli.shared import (
     STORE,
     UsageError,
     check_prompts,
+    encode,
     load_models,
     load_tokenizer,
     option,
@@ -80,7 +81,7 @@ def generate(
         option(
             "--num-draft-tokens",
             "N",
-            "Tokens guessed a round (at most, by a datastore); auto: as measured.",
+            "Tokens guessed a round (at most, by a datastore); auto: as measured first, in a minute or more.",
             parser=_length,
             show_default=str(_DRAFTED),
         ),
@@ -89,6 +90,8 @@ def generate(
 ) -> None:
     """Continue each PROMPT, all as one batch; without any, standard input, taken whole, is the prompt.
 
+    Put -- before prompts if one begins with a dash.
+
     The text goes to standard output, on a terminal in colours that show where every token came from; figures
     go to standard error.
     """
@@ -96,13 +99,16 @@ def generate(
         raise UsageError("--top-p must be above 0; 1 is off.")
     if plain and num_draft_tokens is not None:
         raise UsageError("--plain decodes without a draft; leave out --num-draft-tokens.")
+    may_be_empty = target is not None
     target, draft = sources(target, draft, plain)
     if prompts:
-        check_prompts(prompts, "PROMPT")
+        check_prompts(prompts, "PROMPT", may_be_empty)
     else:
         prompts = [_standard_input()]
     prepare_environment()
     times: dict[str, float] = {}
+    if num_draft_tokens == "auto":
+        typer.echo("auto: measuring for a minute or more; `jspec tune` once and pass its number to save that", err=True)
     with status_line() as say:
         with timed(times, "import"):
             from jspec import decode, report, text  # noqa: F401, decode imports what decoding needs
@@ -110,7 +116,7 @@ def generate(
         say("Loading")
         with timed(times, "load"):
             tokenizer = load_tokenizer(target, draft)
-            batch = text.encode(tokenizer, prompts)
+            batch = encode(tokenizer, prompts)
             models = load_models(target, draft)
         eos_ids = text.eos_ids(models[0], tokenizer)
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -134,7 +140,7 @@ def _standard_input() -> str:
         raise UsageError(f"Standard input is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
     if not text:
         raise UsageError("Standard input is empty; give a prompt there, or as an argument.")
-    check_prompts([text], "Standard input")
+    check_prompts([text], "Standard input", may_be_empty=False)
     return text
 
 

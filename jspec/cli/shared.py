@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from jspec.text import Batch
 
 STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
 
@@ -22,13 +25,19 @@ def option(names: str, metavar: str | None, text: str, **checks: Any) -> Any:
     return typer.Option(*names.split(), metavar=metavar, help=text, **checks)
 
 
-def check_prompts(prompts: Sequence[str], where: str) -> None:
-    """Refuse what was no UTF-8 and is a lone surrogate now: no tokenizer takes that, and no output."""
+def check_prompts(prompts: Sequence[str], where: str, may_be_empty: bool) -> None:
+    """Refuse what was no UTF-8 and is a lone surrogate now: no tokenizer takes that, and no output.
+
+    Args:
+        may_be_empty: as with a tokenizer that starts every text with a token; that of the bundled pair does not.
+    """
     for number, prompt in enumerate(prompts, 1):
+        place = f"{where} {number}" if len(prompts) > 1 else where
+        if not prompt and not may_be_empty:
+            raise UsageError(f"{place} is empty; give it some text.")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            place = f"{where} {number}" if len(prompts) > 1 else where
             raise UsageError(f"{place} is not UTF-8 text (character {error.start + 1}); convert it first.") from error
 
 
@@ -90,6 +99,16 @@ def prepare_environment() -> None:
         return  # a home that cannot be written: compile every time
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def encode(tokenizer: Any, prompts: Sequence[str]) -> "Batch":
+    """`prompts` as one batch; an empty one is a wrong option here."""
+    from jspec import text
+
+    try:
+        return text.encode(tokenizer, prompts)
+    except ValueError as error:
+        raise UsageError(error) from error
 
 
 def load_tokenizer(target: str, draft: str | None) -> Any:

@@ -9,6 +9,7 @@ import typer
 from jspec.cli.shared import (
     UsageError,
     check_prompts,
+    encode,
     load_models,
     load_tokenizer,
     option,
@@ -26,7 +27,9 @@ def tune(
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="Directory or hub id [default: the bundled one].")
     ] = None,
-    draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
+    draft: Annotated[
+        str | None, typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer; or datastore.")
+    ] = None,
     prompts: Annotated[
         list[str] | None,
         option("--prompt", "TEXT", "Text to continue; may be given again [default: some Python].", show_default=False),
@@ -35,7 +38,15 @@ def tune(
         int | None, option("--batch", "N", "Texts at once; prompts repeat [default: one for each prompt].", min=1)
     ] = None,
     temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
-    max_new_tokens: Annotated[int, option("--max-new-tokens -n", "N", "Limit of the texts to come.", min=1)] = 128,
+    max_new_tokens: Annotated[
+        int,
+        option(
+            "--max-new-tokens -n",
+            "N",
+            "Limit of the texts to come; at least 4 times --max-draft-tokens and 4 more.",
+            min=1,
+        ),
+    ] = 128,
     max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "The most to consider.", min=1)] = 8,
     as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
 ) -> None:
@@ -44,9 +55,10 @@ def tune(
     The answer holds for this device, batch size and kind of text.
     """
     if target and not draft:
-        raise UsageError("TARGET needs DRAFT, a smaller model with the same tokenizer.")
+        raise UsageError("TARGET needs DRAFT, a smaller model with the same tokenizer, or a datastore.")
+    may_be_empty = target is not None
     target, draft = sources(target, draft, plain=False)
-    check_prompts(prompts or [], "--prompt")
+    check_prompts(prompts or [], "--prompt", may_be_empty)
     prepare_environment()
     with status_line() as say:
         import jax
@@ -56,7 +68,7 @@ def tune(
 
         say("Loading")
         rows = text.repeated(prompts or text.EXAMPLE_PROMPTS, batch)
-        encoded = text.encode(load_tokenizer(target, draft), rows)
+        encoded = encode(load_tokenizer(target, draft), rows)
         found = _tune(load_models(target, draft), encoded, temperature, max_new_tokens, max_draft_tokens)
     conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
     if as_json:
