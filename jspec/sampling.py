@@ -26,14 +26,14 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy decoding.
-        top_k: keep the k most likely tokens (and ties with the last of them); 0 is off.
+        top_k: keep the k most likely tokens (and ties with the last of them); 0 is off, and so is V or more.
         top_p: keep the most likely tokens whose mass reaches this; in (0, 1]; 1 is off.
         min_p: keep tokens at least this times as likely as the likeliest; in [0, 1]; 0 is off.
         repetition_penalty: divides positive and multiplies negative logits of every token in prompt or text; 1 is off.
         presence_penalty: subtracted from the logit of every token already generated; 0 is off.
         frequency_penalty: subtracted from a token's logit as often as it was generated; 0 is off.
         logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``; -inf forbids a token; None is off.
-        max_tokens: a limit of new tokens for each request, below ``max_new_tokens``; 0 is off.
+        max_tokens: a limit of new tokens for each request; 0 is off. ``max_new_tokens`` stays the limit of all.
         draft_temperature, draft_top_p: the draft's own; None means the target's. They change speed, never the law.
     """
 
