@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,13 @@ def test_outputs_are_of_one_run(updated):
     """Figures count as the same, but not beside another cell's of another run."""
     assert updated(["K = 4", "a"], ["K = 1", "b"]) == ["K = 1", "b"]
     assert updated(["K = 4", "a"], ["K = 1", "a"]) == ["K = 4", "a"]
+
+
+def test_the_profile_races_the_length_it_found():
+    outputs = json.dumps([cell.get("outputs") for cell in NOTEBOOKS["profile"]["cells"]])
+    ((best, speedup),) = re.findall(r"best K, 0 for plain decoding: (\d+) \(predicted speed-up ([\d.]+)\)", outputs)
+    ((raced, predicted),) = re.findall(r"K = (\d+): predicted ([\d.]+)", outputs)
+    assert (raced, predicted) == (best, speedup) or (best, raced) == ("0", "4")
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
