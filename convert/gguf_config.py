@@ -142,8 +142,8 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_type": "default"}
     if kind != "linear":
         raise CheckpointError(
-            f"rope.scaling.type {kind!r} is not supported in a GGUF file, {header.file}; only 'none' and 'linear' are, and "
-            "Llama 3's factors, so choose the checkpoint that the file was made of."
+            f"rope.scaling.type {kind!r} is not supported in a GGUF file, {header.file}; only 'none' and 'linear' "
+            "are, and Llama 3's factors, so choose the checkpoint that the file was made of."
         )
     scaling.pop("original_max_position_embeddings", None)
     return {"rope_theta": theta, "rope_type": "linear"} | scaling

@@ -35,7 +35,7 @@ def ragged(count):
 
 
 def text_p_values(drafter, rule, draws, k, batches=None):
-    """(number of the batch, row) -> p-value of its texts against the target's enumerated law; without, `ragged` of 3."""
+    """(number of the batch, row) -> p-value of its texts against the target's enumerated law."""
     target, p_values = pair()[0], {}
     for number, (prompts, settings) in enumerate(batches or [ragged(3)]):
         tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
