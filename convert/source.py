@@ -30,7 +30,7 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
             f"{path} is a file; expected the directory that holds config.json and the weights, or a *{GGUF} file."
         )
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise CheckpointError(f"{source} is no directory here; hub ids have the form 'org/model'.")
+        raise CheckpointError(f"{source} is neither a directory nor a file here; hub ids have the form 'org/model'.")
     return _download(source, revision)
 
 

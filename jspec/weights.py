@@ -26,7 +26,7 @@ def load(
 
     Args:
         source: a Hugging Face directory (config.json and safetensors), a Hugging Face hub id such as
-            "meta-llama/Llama-3.2-1B", a directory written by ``python -m convert``, or a GGUF file, whose weights are
+            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file, whose weights are
             dequantised.
         dtype: of weights, activations and cache; float32 on CPU and bfloat16 on GPU and TPU unless given.
         quantize: "int8" stores every matrix as int8, see `quantize`, without ever holding the model unquantised; norms,

@@ -94,7 +94,7 @@ def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, co
     [
         ("gap", {"draft": None}, "--target and --draft go together"),
         ("gap", {"target": None}, "--target and --draft go together"),
-        ("gap", {"target": "no-such-folder"}, "no-such-folder is no directory here"),
+        ("gap", {"target": "no-such-folder"}, "no-such-folder is neither a directory nor a file here"),
         ("gap", {"target": None, "draft": None}, "109m has random weights and no tokenizer"),
         ("rules", {"draft": "lookup"}, "needs a draft model"),
     ],

@@ -107,15 +107,15 @@ def test_every_bit_of_the_manifest_counts(bases):
 
 
 PLACES = {
-    "absent": ("{tmp}/absent", "is no directory here"),
-    "absent relative": ("./absent", "is no directory here"),
-    "one word": ("llama", "is no directory here; hub ids have the form 'org/model'"),
-    "three parts": ("a/b/c", "is no directory here; hub ids have the form 'org/model'"),
-    "spaces": ("my org/my model", "is no directory here; hub ids have the form 'org/model'"),
+    "absent": ("{tmp}/absent", "is neither a directory nor a file here"),
+    "absent relative": ("./absent", "is neither a directory nor a file here"),
+    "one word": ("llama", "is neither a directory nor a file here; hub ids have the form 'org/model'"),
+    "three parts": ("a/b/c", "is neither a directory nor a file here; hub ids have the form 'org/model'"),
+    "spaces": ("my org/my model", "is neither a directory nor a file here; hub ids have the form 'org/model'"),
     "a file": ("{tmp}/base/model.safetensors", "is a file"),
     "a config": ("{tmp}/base/config.json", "is a file"),
     "a directory of checkpoints": ("{tmp}", "holds no .*safetensors file"),
-    "a dangling link": ("{tmp}/link", "is no directory here"),
+    "a dangling link": ("{tmp}/link", "is neither a directory nor a file here"),
 }
 
 

@@ -153,7 +153,7 @@ def test_a_damaged_tokenizer_is_refused_when_it_is_asked_for(tmp_path):
 
 def test_places_that_are_no_file(tmp_path):
     (tmp_path / "x.gguf").mkdir()
-    for place, message in ((tmp_path / "x.gguf", "is empty"), (tmp_path / "y.gguf", "does not exist")):
+    for place, message in ((tmp_path / "x.gguf", "is empty"), (tmp_path / "y.gguf", "is neither a directory")):
         with pytest.raises(CheckpointError, match=message):
             convert.load(place)
 

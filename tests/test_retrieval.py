@@ -200,7 +200,7 @@ def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
     (b"a\xff", [], 1, "text is not UTF-8 text (byte 1)"),
     (b"a", ["--output", "store"], 2, "--output must end in .safetensors"),
     (b"a", ["--output", "/no/such/x.safetensors"], 1, "/no/such is no folder"),
-    (b"a", ["--tokenizer", "/no/such"], 1, "/no/such is no directory here"),
+    (b"a", ["--tokenizer", "/no/such"], 1, "/no/such is neither a directory nor a file here"),
     (b"a", ["--max-ngram", 1], 2, "--max-ngram"),
     (b"a", ["nothing"], 2, "'nothing' does not exist"),
 ])  # fmt: skip
