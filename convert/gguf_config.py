@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,9 @@ _FIELDS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_ROPE_FIELDS = {
-    "rope.scaling.type": "rope_type",
-    "rope.scaling.factor": "factor",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scale_linear": "factor",  # older files
-}
+_ORIGINAL = "rope.scaling.original_context_length"
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second in older files
+_SCALING = {"rope.scaling.type", _ORIGINAL, *_FACTORS}
 _READ_APART = {"vocab_size", "rope.freq_base", "rope.dimension_count", "attention.value_length"}
 _FIXED = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.attn_factor": 1.0, "attention.causal": True}
 _UNUSED = {"rope.scaling.finetuned"}
@@ -92,7 +90,8 @@ def raw_config(header: Header) -> dict[str, Any]:
     raw |= {flag: name in header.tensors for flag, name in kind.biases.items()}
     rotated = fields.get("rope.dimension_count")
     raw |= {"head_dim": rotated} if rotated is not None and "head_dim" not in raw else {}
-    if (head_dim := raw.get("head_dim")) != rotated and isinstance(rotated, int) and head_dim:
+    head_dim = raw.get("head_dim")
+    if head_dim != rotated and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
         raw["partial_rotary_factor"] = rotated / head_dim
     ends = [i for i in dict.fromkeys(words.ids.get(name) for name in ("eos", "eot", "eom")) if i is not None]
     return raw | {
@@ -108,7 +107,7 @@ def raw_config(header: Header) -> dict[str, Any]:
 
 
 def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
-    known = _FIELDS.keys() | _ROPE_FIELDS.keys() | _READ_APART | _FIXED.keys() | _UNUSED
+    known = _FIELDS.keys() | _SCALING | _READ_APART | _FIXED.keys() | _UNUSED
     misspelt = {key for key in header.metadata if key[len(prefix) :] in known and not key.startswith(prefix)}
     if unknown := {prefix + key for key in fields.keys() - known} | misspelt:
         raise CheckpointError(
@@ -117,11 +116,11 @@ def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
         )
     for key, wanted in _FIXED.items():
         if fields.get(key, wanted) != wanted:
-            raise CheckpointError(f"{header.file} has {key} {fields[key]!r}; only {wanted!r} is supported.")
+            raise CheckpointError(f"{header.file} has {key} {reprlib.repr(fields[key])}; only {wanted!r} is supported.")
     if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
         raise CheckpointError(
-            f"{header.file} has attention.value_length {fields['attention.value_length']!r} and attention.key_length "
-            f"{fields.get('attention.key_length')!r}; only heads of one size are supported."
+            f"{header.file} has attention.value_length {reprlib.repr(fields['attention.value_length'])} and "
+            f"attention.key_length {reprlib.repr(fields.get('attention.key_length'))}; expected heads of one size."
         )
 
 
@@ -133,23 +132,32 @@ def _vocab_size(said: Any, tokens: int, header: Header) -> Any:
 
 
 def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
-    theta = fields.get("rope.freq_base", 10000.0)
-    scaling = {name: fields[key] for key, name in _ROPE_FIELDS.items() if key in fields}
+    theta, kind = fields.get("rope.freq_base", 10000.0), _kind_of_scaling(fields, header)
     if ROPE_FACTORS in header.tensors:
-        return {"rope_theta": theta, "rope_type": "llama3"} | _llama3(theta, scaling, header)
-    kind = scaling.pop("rope_type", "linear" if "rope.scale_linear" in fields else "none")
+        return {"rope_theta": theta, "rope_type": "llama3"} | _llama3(theta, kind, fields.get(_ORIGINAL), header)
     if kind == "none":  # whatever else it says of scaling, there is none
         return {"rope_theta": theta, "rope_type": "default"}
     if kind != "linear":
         raise CheckpointError(
-            f"rope.scaling.type {kind!r} is not supported in a GGUF file, {header.file}; only 'none' and 'linear' "
-            "are, and Llama 3's factors, so choose the checkpoint that the file was made of."
+            f"rope.scaling.type {reprlib.repr(kind)} is not supported in a GGUF file, {header.file}; only 'none' and "
+            "'linear' are, and Llama 3's factors, so choose the checkpoint that the file was made of."
         )
-    scaling.pop("original_max_position_embeddings", None)
-    return {"rope_theta": theta, "rope_type": "linear"} | scaling
+    factor = next((fields[key] for key in _FACTORS if key in fields), None)
+    return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
 
 
-def _llama3(theta: Any, scaling: dict[str, Any], header: Header) -> dict[str, Any]:
+def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
+    """What the file says, or linear where all it gives is a factor, as llama.cpp has it."""
+    factors = [fields[key] for key in _FACTORS if key in fields]
+    if factors[1:] and factors[0] != factors[1]:
+        raise CheckpointError(
+            f"{header.file} scales positions by {' and by '.join(map(reprlib.repr, factors))}, under its newer and its "
+            "older key; choose the checkpoint that the file was made of."
+        )
+    return fields.get("rope.scaling.type", "linear" if factors and factors[0] not in (0, 1) else "none")
+
+
+def _llama3(theta: Any, kind: Any, original: Any, header: Header) -> dict[str, Any]:
     """Llama 3's fields, if they give the factors by which this file divides the frequencies.
 
     Raises:
@@ -157,9 +165,9 @@ def _llama3(theta: Any, scaling: dict[str, Any], header: Header) -> dict[str, An
     """
     stored = header.tensors[ROPE_FACTORS]
     found = np.fromfile(header.file, "<f4", math.prod(stored.shape), offset=stored.offset).astype(np.float64)
-    original = scaling.get("original_max_position_embeddings", _LLAMA3["original_max_position_embeddings"])
+    original = _LLAMA3["original_max_position_embeddings"] if original is None else original
     fields = {"factor": float(found.max()), **_LLAMA3, "original_max_position_embeddings": original}
-    plain = stored.kind.name == "F32" and scaling.get("rope_type", "none") == "none" and fields["factor"] > 0
+    plain = stored.kind.name == "F32" and kind == "none" and fields["factor"] > 0
     numbers = all(isinstance(value, int | float) and value > 0 for value in (theta, original))
     if not (plain and numbers) or not np.allclose(found, _factors(theta, found.size, **fields), rtol=1e-4, atol=0):
         raise CheckpointError(

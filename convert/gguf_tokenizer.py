@@ -1,9 +1,9 @@
 """A GGUF file's tokenizer, as transformers makes it of the file, in a tenth of the time and without torch.
 
-That is what a test holds it to. Two things come from llama.cpp instead, where transformers leaves Llama 3's way: its
-vocabularies start every text with BOS unless the file says otherwise, and take a word that is a token as it is.
-As in transformers, chat templates besides the first are left out, and "smollm" splits as GPT-2 does, which parts from
-the model's own tokenizer where several spaces or line ends come before a digit.
+That is what a test holds it to. Three things come from llama.cpp instead, where transformers leaves the way of the
+models: vocabularies of Llama 3 start every text with BOS unless the file says otherwise, and take a word that is a
+token as it is; and "smollm" splits off every digit before anything else, so that white space before one stays whole.
+As in transformers, chat templates besides the first are left out.
 """
 
 import json
@@ -25,14 +25,16 @@ _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_END}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_DIGIT = r"\p{N}"  # what is left is split as by GPT-2
 _TEKKEN = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
 # tokenizer.ggml.pre -> the pattern of a word; None is GPT-2's own.
-_SPLITS = {
-    **dict.fromkeys((None, "default", "gpt-2", "smollm", "mpt", "olmo", "jais", "phi-2")),
+_SPLITS: dict[str | None, str | None] = {
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2")),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
+    "smollm": _DIGIT,
 }
 _AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"}
 
@@ -82,7 +84,7 @@ def _byte_level(words: Vocabulary) -> Tokenizer:
     model = models.BPE(vocab=vocab, merges=_merges(words), fuse_unk=False, ignore_merges=as_it_is)
     tokenizer = Tokenizer(model)
     pattern = _SPLITS[words.pre]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern in (None, _DIGIT))
     split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), behavior="isolated")]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level]) if split else byte_level
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,12 +1,14 @@
 """What a GGUF file says of its tokenizer, checked; gguf_tokenizer.py makes one of it."""
 
 import dataclasses
+import math
 from typing import Any
 
 from convert.errors import CheckpointError, listing
 from convert.gguf_header import Header
 
 _PREFIX = "tokenizer.ggml."
+_LONGEST_TOKEN = 4096
 # Special tokens: ours -> the key's.
 IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
@@ -87,17 +89,25 @@ class _Fields:
             )
 
 
+def _is_finite(score: Any) -> bool:
+    return isinstance(score, float) and math.isfinite(score)
+
+
 def _fault(words: Vocabulary, known: _Fields) -> str | None:
     """What is wrong with the tokenizer, if anything."""
     count = len(words.tokens)
     if words.kind not in ("gpt2", "llama") or not count:
-        return f"has {count} tokens for a tokenizer {words.kind!r}, expected tokens for 'gpt2' or 'llama'"
+        return f"has {count} tokens for a tokenizer {words.kind[:40]!r}, expected tokens for 'gpt2' or 'llama'"
     if not all(type(token) is str for token in words.tokens) or len(set(words.tokens)) != count:
         return "has a token twice, or tokens that are no text"
+    if max(map(len, words.tokens)) > _LONGEST_TOKEN:  # merges are sought in every token
+        return f"has a token of more than {_LONGEST_TOKEN} characters"
     if wrong := [name for name, i in words.ids.items() if not 0 <= i < count]:
         return f"has {wrong[0]}_token_id {words.ids[wrong[0]]}, with {count} tokens"
     if len(words.types) not in (0, count) or len(words.scores) not in (0, count):
         return f"has {len(words.types)} token types and {len(words.scores)} scores for {count} tokens"
+    if not all(isinstance(kind, int) for kind in words.types) or not all(map(_is_finite, words.scores)):
+        return "has token types or scores that are no numbers"
     if words.kind == "gpt2" and words.merges is None:
         return "has no tokenizer.ggml.merges"
     if words.kind == "llama" and words.merges is None and not words.scores:

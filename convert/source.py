@@ -1,8 +1,9 @@
-"""Where a checkpoint is: a directory or GGUF file as it stands, or a Hugging Face hub id, downloaded."""
+"""Where a checkpoint is: a directory or GGUF file as it stands, a model with a name, a Hugging Face hub id."""
 
 import re
 from pathlib import Path
 
+from convert import names
 from convert.errors import CheckpointError, brief
 
 PARTIAL = ".partial-"
@@ -14,11 +15,13 @@ _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """The local place of `source`: itself if it exists, else the snapshot of the hub id `org/name`.
+    """The local place of `source`: itself if it exists, else that of a name (`convert.names`) or hub id `org/name`.
+
+    A name is looked for on this machine first, and the hub is asked only where it is not there.
 
     Raises:
-        CheckpointError: neither a directory, nor a GGUF file, nor a hub id that can be downloaded; `revision` with what
-            is local.
+        CheckpointError: neither a directory, nor a GGUF file, nor a name or hub id that can be had; `revision` with
+            what is local.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -29,9 +32,23 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"{path} is a file; expected the directory that holds config.json and the weights, or a *{GGUF} file."
         )
+    if source in names.MODELS:
+        return _named(str(source), revision)
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise CheckpointError(f"{source} is neither a directory nor a file here; hub ids have the form 'org/model'.")
+        raise CheckpointError(names.unknown(str(source)))
     return _download(source, revision)
+
+
+def _named(name: str, revision: str | None) -> Path:
+    model = names.MODELS[name]
+    if revision is None and (found := names.find(name)):
+        return found
+    try:
+        return _download(model.repo_id, revision)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{name} is not on this machine; get it by `{model.command}`, for the hub did not give it: {error}"
+        ) from error
 
 
 def _unrevised(path: Path, revision: str | None) -> Path:

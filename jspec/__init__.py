@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from jspec.llama import Llama
     from jspec.lossy import Lenient, Threshold, TopK, Typical
+    from jspec.names import pretrained
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
     from jspec.sharding import tensor_parallel
@@ -55,6 +56,7 @@ __all__ = [
     "demo_pair",
     "generate",
     "load",
+    "pretrained",
     "quantize",
     "speculative_generate",
     "tensor_parallel",
@@ -89,6 +91,7 @@ _HOMES = {
     "Typical": "jspec.lossy",
     "demo_pair": "jspec.weights",
     "load": "jspec.weights",
+    "pretrained": "jspec.names",
     "quantize": "jspec.quantizer",
     "generate": "jspec.decode",
     "speculative_generate": "jspec.decode",

@@ -145,12 +145,23 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "sliding window": (key("llama.attention.sliding_window", 16), "has llama.attention.sliding_window"),
     "experts": (key("llama.expert_count", 8), "expert_count 8; only 0"),
     "yarn": (key("llama.rope.scaling.type", "yarn"), "'yarn' is not supported in a GGUF file"),
+    "heads in words": (
+        lambda p: p.keys.update(dict.fromkeys(("llama.attention.key_length", "llama.attention.value_length"), "8")),
+        "head_dim is '8'",
+    ),
+    "two factors": (
+        lambda p: p.keys.update({"llama.rope.scaling.factor": np.float32(2), "llama.rope.scale_linear": np.float32(4)}),
+        "scales positions by 2.0 and by 4.0",
+    ),
     "linear without factor": (key("llama.rope.scaling.type", "linear"), "factor is missing"),
     # the tokenizer
     "no tokens": (without("tokenizer.ggml.tokens"), "has 0 tokens for a tokenizer 'gpt2'"),
     "no tokenizer": (key("tokenizer.ggml.model", "none"), "a tokenizer 'none', expected tokens for 'gpt2' or 'llama'"),
     "no kind of tokenizer": (without("tokenizer.ggml.model"), "a tokenizer 'none'"),
     "no merges": (without("tokenizer.ggml.merges"), "has no tokenizer.ggml.merges"),
+    "endless token": (key("tokenizer.ggml.tokens", ["x" * 5000, *map(str, range(11))]), "a token of more than 4096"),
+    "types in words": (key("tokenizer.ggml.token_type", ["a"] * 12), "types or scores that are no numbers"),
+    "scores NaN": (key("tokenizer.ggml.scores", [np.float32(np.nan)] * 12), "types or scores that are no numbers"),
     "token twice": (key("tokenizer.ggml.tokens", ["<|end|>"] * 12), "has a token twice"),
     "tokens are numbers": (key("tokenizer.ggml.tokens", list(range(12))), "tokens that are no text"),
     "tokens are one text": (key("tokenizer.ggml.tokens", "abc"), "tokenizer.ggml.tokens in .* is 'abc'; expected list"),

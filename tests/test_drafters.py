@@ -139,7 +139,7 @@ def worst_law(k, small_k):
 
 
 @pytest.mark.parametrize(
-    ("k", "small_k"), [(3, 0), (4, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(3, 2), (4, 5)])]
+    ("k", "small_k"), [(3, 0), (4, 5), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(3, 2), (4, 3)])]
 )
 def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k):
     error = worst_law(k, small_k)

@@ -165,6 +165,13 @@ def test_linear_positions(tmp_path):
     assert (rope.kind, rope.factor) == ("linear", 4.0)
     older = scaled(tmp_path / "older.gguf", {"llama.rope.scale_linear": np.float32(4)})
     assert convert.load(older).config.rope == rope
+    untyped = scaled(tmp_path / "untyped.gguf", {"llama.rope.scaling.factor": np.float32(4)})
+    assert convert.load(untyped).config.rope == rope
+    once = scaled(tmp_path / "once.gguf", {"llama.rope.scaling.factor": np.float32(1)})
+    assert convert.load(once).config.rope == convert.RopeConfig()
+    factors = np.asarray(llama3_factors(10000.0, 64, **LLAMA3), np.float32)
+    with pytest.raises(CheckpointError, match="is not what Llama 3 scales"):  # by both
+        convert.load(scaled(tmp_path / "both.gguf", {"llama.rope.scaling.factor": np.float32(4)}, factors))
     none = scaled(tmp_path / "none.gguf", {"llama.rope.scaling.type": "none"})
     assert convert.load(none).config.rope == convert.RopeConfig()
 

@@ -137,11 +137,12 @@ def test_flipped_bits_of_the_structure_are_refused_or_change_nothing(tmp_path, r
 def test_a_damaged_tokenizer_is_refused_when_it_is_asked_for(tmp_path):
     for key, value, message in (
         ("tokenizer.ggml.pre", "deepseek-llm", "tokenizer.ggml.pre 'deepseek-llm', a way to split texts"),
+        ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre None, a way to split texts"),
         ("tokenizer.ggml.merges", ["a b c"], "the merge 'a b c' is not of two tokens"),
         ("tokenizer.ggml.merges", ["a z"], "cannot be read: .*z"),
     ):
         parts = good()
-        parts.keys[key] = value
+        parts.keys = {name: one for name, one in (parts.keys | {key: value}).items() if one is not None}
         file = tmp_path / "x.gguf"
         file.write_bytes(parts.bytes())
         assert convert.load(file).params

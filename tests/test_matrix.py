@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 SETTINGS = ({"temperature": 0.0}, {"temperature": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.4})
 # Some prompts repeat themselves, so that lookup has something to find.
-PROMPTS = ((5,), (2, 7, 2), (4, 4, 0, 4), (6, 1, 6, 1), (3, 3))
+PROMPTS = ((6, 1, 6, 1), (5,), (4, 4, 0, 4), (2, 7, 2), (3, 3))
 K = 2
 
 
@@ -135,8 +135,8 @@ def test_alone_as_in_a_batch(report, toy, prompts, name):
     report(requests=len(lengths), tokens=int(together.lengths.sum()), accepted=int(together.stats.accepted.sum()))
 
 
-# These contain the others: a model, an exit, both tables and a cascade are parts of them.
-CONTAINING = ("ngram", "unigram", "fallback", "mixture", "nested cascade")
+# These contain the others: a model, an exit of its own, both tables and a cascade are parts of them.
+CONTAINING = ("ngram", "unigram", "retrieval", "fallback", "mixture", "nested cascade", "cascade of exits")
 
 
 @pytest.mark.parametrize(("name", "rule"), [

@@ -13,7 +13,7 @@ ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["types", "sharding", "keys", "probs", "theory", "sampling", "cache", "rope", "layers", "llama", "quantizer",
          "weights", "accept", "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode",
-         "tokenizer_file", "text", "report", "cli"]  # fmt: skip
+         "tokenizer_file", "text", "names", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -65,6 +65,7 @@ def test_the_public_names():
         "demo_pair",
         "generate",
         "load",
+        "pretrained",
         "quantize",
         "speculative_generate",
         "tensor_parallel",

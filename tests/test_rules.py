@@ -19,7 +19,7 @@ from jspec.probs import choose
 from jspec.sampling import SamplingParams
 from jspec.types import BONUS, Draft
 
-quick = pytest.mark.usefixtures("quick_compile")  # the others draw from programs as optimised as those of users
+quick = pytest.mark.usefixtures("quick_compile")  # the laws are drawn from programs as optimised as those of users
 
 LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15))
 

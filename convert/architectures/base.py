@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from convert.fields import Fields, integer
+from convert.rope import parse_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,17 @@ class Family:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def positions(raw: Fields) -> int:
+    """`max_position_embeddings`, or what yarn stretches the original context to, where config.json says less."""
+    longest, rope = integer(raw, "max_position_embeddings"), parse_rope(raw)
+    return max(longest, int(rope.factor * rope.original_max_position_embeddings)) if rope.kind == "yarn" else longest
+
+
 def within_window(raw: Fields) -> int:
-    """The longest text in which each token sees all before it: `max_position_embeddings`, or `sliding_window` if less.
+    """The longest text in which each token sees all before it: `positions`, or `sliding_window` if less.
 
     Attention over a window is not built; up to its length it is full attention, and longer texts are refused by the
     limit of positions.
     """
-    longest = integer(raw, "max_position_embeddings")
+    longest = positions(raw)
     return min(longest, integer(raw, "sliding_window", longest))

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from convert.architectures.base import Family
-from convert.fields import Fields, flag, integer
+from convert.architectures.base import Family, positions
+from convert.fields import Fields, flag
 
 
 def _details(raw: Fields) -> dict[str, Any]:
     return {
-        "max_position_embeddings": integer(raw, "max_position_embeddings"),
+        "max_position_embeddings": positions(raw),
         "attention_bias": flag(raw, "attention_bias"),
         "mlp_bias": flag(raw, "mlp_bias"),
     }

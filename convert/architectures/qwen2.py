@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from convert.architectures.base import Family, within_window
-from convert.fields import Fields, flag, integer
+from convert.architectures.base import Family, positions, within_window
+from convert.fields import Fields, flag
 
 DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def context(raw: Fields) -> int:
-    """`max_position_embeddings`, or the window if it is on and shorter, whichever layers it is for."""
-    return within_window(raw) if flag(raw, "use_sliding_window") else integer(raw, "max_position_embeddings")
+    """`positions`, or the window if it is on and shorter, whichever layers it is for."""
+    return within_window(raw) if flag(raw, "use_sliding_window") else positions(raw)
 
 
 def _details(raw: Fields) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jspec.draft_length import DraftLength
 from jspec.probs import choose
 from jspec.sampling import Seen, Warp
-from jspec.types import Draft, Verdict, longer_by_padding
+from jspec.types import Draft, Verdict, longer_by_padding, same_but_for_padding
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "cache"], meta_fields=["unread"])
@@ -156,7 +156,13 @@ def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
 
     Rows that pad the draft's are no tokens and are cut off; of those that pad the target's the draft has no idea, so
     that it never drafts them.
+
+    Raises:
+        ValueError: the two differ by more than that.
     """
+    if not same_but_for_padding(logits.shape[-1], vocab_size):
+        raise ValueError(f"A draft's logits have {logits.shape[-1]} columns and the target's vocabulary {vocab_size} "
+                         "tokens; expected as many, but for padding.")  # fmt: skip
     logits = logits[..., :vocab_size]
     missing = vocab_size - logits.shape[-1]
     if not missing:

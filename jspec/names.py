@@ -1,0 +1,30 @@
+"""A model by its name, with what goes with it."""
+
+from typing import Any
+
+from convert.names import MODELS
+from jspec.drafters import NGramDrafter
+from jspec.llama import Llama
+from jspec.sharding import Placement
+from jspec.text import load_tokenizer
+from jspec.weights import load
+
+
+def pretrained(
+    name: str, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
+) -> tuple[Llama, NGramDrafter, Any]:
+    """``(target, drafter, tokenizer)`` of a known model, such as "smollm2": `jspec models` lists them.
+
+    The drafter is lookup (`NGramDrafter`), which needs no weights; the tokenizer has the model's chat template.
+
+    Args:
+        name: it is looked for on this machine before the hub is asked.
+        dtype, quantize, sharding: as for `load`.
+
+    Raises:
+        ValueError: no model is known by that name; any other source is for `load`.
+        convert.CheckpointError: the model is not on this machine and cannot be downloaded; says how to get it.
+    """
+    if name not in MODELS:
+        raise ValueError(f"{name!r} is none of the known models, {', '.join(MODELS)}; use jspec.load for others.")
+    return load(name, dtype, quantize, sharding), NGramDrafter(), load_tokenizer(name)
