@@ -32,8 +32,10 @@ def _print_table(found: dict[str, Path | None]) -> None:
 
     from convert import names
 
-    table = Table("name", "on the hub", "size", "licence", "drafter", "here, or how to get it", box=None)
+    table = Table("name", "size", "licence", "here, or how to get it", box=None, pad_edge=False)
     for name, model in names.MODELS.items():
         place = model.command if found[name] is None else "here"
-        table.add_row(name, model.repo_id, model.parameters, model.licence, "lookup", place)
-    Console(highlight=False).print(table)
+        table.add_row(name, model.parameters, model.licence, place)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\njspec.pretrained drafts by lookup for all of them.")
