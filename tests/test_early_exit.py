@@ -123,7 +123,11 @@ def test_mistakes_are_named(toy, prompts):
         (lambda: exit_(2, (0, 1)), ValueError, "skipped leaves none of 2 layers"),
         (lambda: exit_(2, 0), ValueError, r"skipped must be indices of layers, such as \(3, 5\); got 0"),
         (lambda: jspec.MixtureDrafter(toy(0), toy(1), "x"), ValueError, "weight must be one number between 0 and 1"),
-        (lambda: jspec.MixtureDrafter(toy(0), lookup, 0.5), TypeError, "second is of type NGramDrafter, which does not give"),
+        (
+            lambda: jspec.MixtureDrafter(toy(0), lookup, 0.5),
+            TypeError,
+            "second is of type NGramDrafter, which does not",
+        ),
         (
             lambda: jspec.MixtureDrafter(toy(0), toy(1), 1.5),
             ValueError,
