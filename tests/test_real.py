@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import real
+from checkpoints import raw_config
 from test_convert_load import expected_params
 from test_gguf_tokenizer import check_same, splitting_digits
 from test_tokenizer_file import strings
@@ -40,8 +41,8 @@ def tokenizer(file):
 
 
 def test_weights_are_those_of_transformers(file, theirs):
-    config = {"tie_word_embeddings": True, "num_hidden_layers": 30, "attention_bias": False, "mlp_bias": False}
-    expected = expected_params({name: tensor.numpy() for name, tensor in theirs.state_dict().items()}, config)
+    raw = raw_config(tie_word_embeddings=True, num_hidden_layers=30)
+    expected = expected_params({name: tensor.numpy() for name, tensor in theirs.state_dict().items()}, raw)
     loaded = convert.load(file)
     assert loaded.params.keys() == expected.keys()
     assert all(loaded.params[name].tobytes() == array.tobytes() for name, array in expected.items())
