@@ -1,6 +1,6 @@
 """The header of a GGUF file, read strictly: no count or length in it is believed before the file can hold it.
 
-The library's own reader believes them all, and takes seconds for a vocabulary. The format:
+The library's own reader believes them all. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer, as transformers makes it of the file, in a tenth of the time and without torch.
+"""A GGUF file's tokenizer, as transformers makes it of the file, without torch.
 
 That is what a test holds it to. Three things come from llama.cpp instead, where transformers leaves the way of the
 models: vocabularies of Llama 3 start every text with BOS unless the file says otherwise, and take a word that is a

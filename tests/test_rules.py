@@ -19,8 +19,6 @@ from jspec.probs import choose
 from jspec.sampling import SamplingParams
 from jspec.types import BONUS, Draft
 
-quick = pytest.mark.usefixtures("quick_compile")  # the laws are drawn from programs as optimised as those of users
-
 LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15))
 
 
@@ -114,9 +112,8 @@ def test_block_verification_enumerated(report):
     assert min(gains) >= -1e-12 and max(gains) > 0.01
 
 
-@quick
 @pytest.mark.parametrize("name", RULES)
-def test_a_broken_context_is_neither_avoided_nor_hidden(report, name):
+def test_a_broken_context_is_neither_avoided_nor_hidden(report, name, quick_compile):
     """After token 0 the target's logits are NaN: half of the texts must end there, under every rule."""
     target = toys.MarkovModel(jnp.array([[jnp.nan, jnp.nan], [0.0, 0.0]]))
     draft = toys.MarkovModel(jnp.log(jnp.array([[0.9, 0.1]] * 2)))
@@ -168,9 +165,8 @@ def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
     assert p < oracle.ALPHA
 
 
-@quick
 @pytest.mark.slow  # a part of it runs in tests/test_matrix.py
-def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts):
+def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, quick_compile):
     """500 requests of 64 tokens, for a near draft, a far one and the target itself."""
     tokens, lengths, keys = prompts([1 + i % 9 for i in range(500)])
     sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], 500), top_p=np.resize([1.0, 0.9, 0.8], 500))
@@ -268,8 +264,7 @@ def judged(rule, keys, start, draft, laws):
     return thresholds, after, receipts
 
 
-@quick
-def test_receipts_add_up_over_the_text(report):
+def test_receipts_add_up_over_the_text(report, quick_compile):
     """One row a text: its receipt is the sum over its tokens, each judged at the state the text had reached."""
     rule = jspec.TopK(1)
     counts, joint, out = texts(rule, seed=2)
@@ -285,8 +280,7 @@ def test_receipts_add_up_over_the_text(report):
     assert 0.05 < distance <= paid + 4 * noise
 
 
-@quick
-def test_a_receipt_does_not_depend_on_neighbours(toy, prompts):
+def test_a_receipt_does_not_depend_on_neighbours(toy, prompts, quick_compile):
     target, draft = toy(0), toy(1)
     tokens, lengths, keys = prompts([4, 6])
     limits = np.array([4, 24])
@@ -301,15 +295,13 @@ def test_a_receipt_does_not_depend_on_neighbours(toy, prompts):
     np.testing.assert_allclose(receipts(slice(0, 1)), together[:1], rtol=1e-5)
 
 
-@quick
 @pytest.mark.parametrize("name", RULES)
-def test_exact_rules_pay_nothing(name):
+def test_exact_rules_pay_nothing(name, quick_compile):
     assert RULES[name].exact
     np.testing.assert_array_equal(texts(RULES[name], seed=3, draws=8)[2].stats.distortion, 0)
 
 
-@quick
-def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact():
+def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact(quick_compile):
     @dataclasses.dataclass(frozen=True)
     class Silent(Rejection):
         exact = False
@@ -317,8 +309,7 @@ def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact():
     assert np.isnan(texts(Silent(), seed=3, draws=8)[2].stats.distortion).all()
 
 
-@quick
-def test_more_leniency_keeps_more_drafts(report):
+def test_more_leniency_keeps_more_drafts(report, quick_compile):
     """The direction of table 5 of Leviathan et al. 2023."""
     rates = [np.mean(np.asarray(texts(rule, seed=4, draws=20_000)[2].stats.accepted))
              for rule in (Rejection(), jspec.Lenient(1.0), jspec.Lenient(0.5), jspec.Lenient(0.1))]  # fmt: skip

@@ -63,7 +63,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)
     ] = None,
-    target: Annotated[str | None, option("--target", "SRC", "Directory or hub id [default: the bundled one].")] = None,
+    target: Annotated[str | None, option("--target", "SRC", "Path, name or hub id [default: bundled one].")] = None,
     draft: Annotated[str | None, option("--draft", "SRC", "Smaller model, same tokenizer; or datastore.")] = None,
     plain: Annotated[bool, option("--plain", None, "Decode without a draft.")] = False,
     temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def tune(
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Directory or hub id [default: the bundled one].")
+        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
     ] = None,
     draft: Annotated[
         str | None, typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer; or datastore.")
