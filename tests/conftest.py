@@ -50,6 +50,9 @@ def pytest_configure(config):
     """Compiling is most of what the tests do, and the older emitters take half the time for it."""
     if _OLDER_EMITTERS and not config.getoption("--as-shipped"):
         os.environ["XLA_FLAGS"] = f"{_QUICK_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+    worker, cores = os.environ.get("PYTEST_XDIST_WORKER", ""), sorted(getattr(os, "sched_getaffinity", set)(0))
+    if worker and cores:  # a core for each worker: the threads that XLA starts for every core spin while they wait
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -70,12 +70,12 @@ def check_matrix(report, name, draws, rules, batches=None):
 
 @pytest.mark.parametrize("name", drafters.NAMES)
 def test_three_tokens_have_the_target_joint_law(report, name):
-    """In a ragged batch, and without "coupled"; the slow test leaves out nothing.
+    """In a ragged batch, under the one rule or the other; the slow test leaves out nothing.
 
     Coupled texts are those of plain decoding, in a batch or alone, which the test after the slow one holds every
     drafter to, token for token.
     """
-    check_matrix(report, name, 8_192, [rule for rule in RULES if rule != "coupled"])
+    check_matrix(report, name, 8_192, [("block", "rejection")[drafters.NAMES.index(name) % 2]])
 
 
 @pytest.mark.slow
