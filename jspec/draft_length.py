@@ -155,9 +155,14 @@ class ByAcceptance(_AtMost):
         return jax.tree.map(lambda new, old: jnp.where(drafted > 0, new, old), sums, state)
 
 
-def compiled_lengths(most: int) -> tuple[int, ...]:
-    """The draft lengths that verification is compiled for: none, powers of two, and `most`."""
-    return (0, *doubling(most))
+def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
+    """The draft lengths that verification is compiled for: none, powers of two, and the most.
+
+    Each compiles all of the target once more. So `UpTo` has none between: what looks things up guesses all or nothing,
+    but for the end of a corpus.
+    """
+    most = draft_length.most
+    return (0, most) if isinstance(draft_length, UpTo) else (0, *doubling(most))
 
 
 def doubling(most: int) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """The Llama decoder as a Flax NNX module. It is a pytree: pass it to `jax.jit`, shard it, close over it."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -34,6 +36,12 @@ class DecoderLayer(nnx.Module):
         mixed, keys, values = self.self_attn(self.input_layernorm(x), keys, values, positions, tables, past)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), keys, values
+
+
+@jax.jit
+def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array]:
+    """``layer(*arguments)``, traced once for all layers alike; XLA sees the same program either way."""
+    return layer(*arguments)
 
 
 class Llama(nnx.Module):
@@ -96,7 +104,7 @@ class Llama(nnx.Module):
         keys, values = list(cache.keys), list(cache.values)
         for i in range(len(self.layers)) if layers is None else layers:
             before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
-            x, keys[i], values[i] = self.layers[i](x, keys[i], values[i], positions, tables, before)
+            x, keys[i], values[i] = _run(self.layers[i], x, keys[i], values[i], positions, tables, before)
         return x, KVCache(tuple(keys), tuple(values))
 
     def logits(self, hidden: Array) -> Array:

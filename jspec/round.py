@@ -151,7 +151,7 @@ def _verify(
         rest = ((0, 0), (0, draft_length.most - k), (0, 0))
         return jnp.pad(hidden, rest), jnp.pad(laws(hidden), rest), new
 
-    lengths = compiled_lengths(draft_length.most)
+    lengths = compiled_lengths(draft_length)
     shortest = jnp.searchsorted(jnp.array(lengths), _num_guessed(draft).max())
     hidden, probs, new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
     return hidden, probs, append(state.cache, new, start)

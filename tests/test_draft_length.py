@@ -116,7 +116,16 @@ def test_what_no_row_wants_is_not_computed():
     counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.WhileConfident(8, 0.999))
     assert counts[0] == [2] * rounds and len(counts[1]) == drafted + 1  # one pass a token, and the prompt's
     counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.Heuristic(8))
-    assert set(counts[0]) > {9} and set(counts[0]) <= {1 + n for n in compiled_lengths(8)}
+    assert set(counts[0]) > {9} and set(counts[0]) <= {1 + n for n in compiled_lengths(jspec.Heuristic(8))}
+
+
+@pytest.mark.parametrize(
+    ("length", "lengths"),
+    [(jspec.UpTo(8), (0, 8)), (jspec.UpTo(1), (0, 1)), (jspec.Heuristic(8), (0, 1, 2, 4, 8)),
+     (jspec.WhileConfident(3), (0, 1, 2, 3)), (jspec.ByAcceptance(1), (0, 1))],
+)  # fmt: skip
+def test_few_lengths_are_compiled(length, lengths):
+    assert compiled_lengths(length) == lengths
 
 
 def test_each_row_has_its_own_length():
