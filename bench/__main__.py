@@ -47,6 +47,10 @@ Prompts = Annotated[
         help="Your own prompts: text in UTF-8, one a line; a batch has the first ones, or all and some again.",
     ),
 ]
+Chatty = Annotated[
+    str, typer.Option("--target", metavar="SRC", help="A model made for chats: a name of jspec models, or your own.")
+]
+Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Of each of the four kinds.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go, instead of bench/results."),
@@ -76,6 +80,15 @@ def measured(
     except (ValueError, OSError) as error:
         typer.echo(" ".join(str(error).split()), err=True)
         raise typer.Exit(1) from error
+
+
+def answering(new_tokens: int, target: str, output: Path | None) -> "Subject":
+    """A target that answers chats, and lookup; a mistake ends the command with one sentence."""
+    subject = measured(new_tokens, "bundled", target, "lookup", None, output)
+    if subject.tokenizer.chat_template is None:
+        typer.echo(f"{target} has no chat template; give --target a model that was made for chats.", err=True)
+        raise typer.Exit(1)
+    return subject
 
 
 @app.command()
@@ -243,11 +256,53 @@ def startup(pair: Pair = "bundled") -> None:
 
 
 @app.command()
+def first_answer() -> None:
+    """Seconds from a clone to an answer of SmolLM2, in a fresh environment, and which of them are downloads."""
+    from bench import first_answer
+
+    first_answer.run()
+
+
+@app.command()
 def identity(batch: Batch = 8, new_tokens: NewTokens = 256) -> None:
     """Texts that depend on batch size, padded width or speculation, in float32 and bfloat16."""
     from bench import identity
 
     identity.run(batch, new_tokens)
+
+
+@app.command()
+def agreement(
+    target: Chatty = "smollm2",
+    output: Output = None,
+    requests: Requests = 16,
+    batch: Batch = 8,
+    k: Length = 4,
+    new_tokens: NewTokens = 128,
+) -> None:
+    """Greedy answers of a real model, by every way to draft, against transformers'; needs torch."""
+    if importlib.util.find_spec("torch") is None:
+        typer.echo("transformers decodes with torch, which is not installed: pip install torch", err=True)
+        raise typer.Exit(1)
+    from bench import agreement
+
+    agreement.run(answering(new_tokens, target, output), requests, batch, k, new_tokens)
+
+
+@app.command()
+def answers(
+    target: Chatty = "smollm2",
+    output: Output = None,
+    batch: Annotated[list[int], typer.Option("--batch", min=1, max=16, help="May be repeated.")] = [1, 8],  # noqa: B006
+    requests: Requests = 4,
+    k: Length = 4,
+    new_tokens: NewTokens = 128,
+    repeats: Repeats = 5,
+) -> None:
+    """Tokens a second of a real model's answers to four kinds of question: jspec, transformers, llama.cpp."""
+    from bench import answers
+
+    answers.run(answering(new_tokens, target, output), batch, requests, k, new_tokens, repeats)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,12 @@ def interleaved(projection: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(projection.shape)
 
 
-def load(file: Path, logits_all: bool) -> Any:
+def load(file: Path, logits_all: bool, context: int = 512) -> Any:
     """The model in llama.cpp: all cores, cache in float32, attention as jspec has it."""
     import llama_cpp
 
     cores = os.cpu_count()
-    return llama_cpp.Llama(str(file), n_ctx=512, n_batch=128, n_threads=cores, n_threads_batch=cores,
+    return llama_cpp.Llama(str(file), n_ctx=context, n_batch=128, n_threads=cores, n_threads_batch=cores,
                            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, flash_attn=False,
                            logits_all=logits_all, verbose=False)  # fmt: skip
 
@@ -100,6 +100,17 @@ def greedy(target: jspec.Llama, llm: Any) -> dict[str, Callable[[], Any]]:
     sampling = jspec.SamplingParams(temperature=0)
     return {"jspec": lambda: jspec.generate(target, *request, max_new_tokens=NEW_TOKENS, sampling=sampling),
             "llama.cpp": theirs}  # fmt: skip
+
+
+def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -> list[int]:
+    """The greedy text after `row`, to its end or `new_tokens`."""
+    llm.reset()
+    text: list[int] = []
+    for token in itertools.islice(llm.generate(row.tolist(), temp=0.0), new_tokens):
+        text.append(token)
+        if token in eos_ids:
+            break
+    return text
 
 
 def run(pair: str, ks: list[int], repeats: int) -> None:

@@ -80,6 +80,23 @@ def drafters(figure: Figure, rows: Rows) -> None:
     axes.invert_yaxis()
 
 
+def answers(figure: Figure, rows: Rows) -> None:
+    """Of `bench.answers`: tokens a second, one panel a batch size, a group of bars a kind of question."""
+    batches, programs = _groups(rows, "batch"), list(_groups(rows, "program"))
+    panels = figure.subplots(1, len(batches), squeeze=False)[0]
+    for axes, (batch, mine) in zip(panels, batches.items(), strict=True):
+        kinds = list(_groups(mine, "question"))
+        for number, program in enumerate(programs):
+            speeds = {row["question"]: row["tokens/s"] for row in mine if row["program"] == program}
+            at = [kinds.index(kind) + (number + 0.5) / (len(programs) + 1) for kind in speeds]
+            axes.barh(at, list(speeds.values()), 0.9 / (len(programs) + 1), label=program, color=f"C{number}")
+        axes.set_yticks([i + 0.45 for i in range(len(kinds))], kinds)
+        axes.set_title(f"batch {batch}", fontsize="small")
+        axes.set_xlabel("tokens/s")
+        axes.invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
+
+
 def rules(figure: Figure, rows: Rows) -> None:
     """Of `bench.rules`: tokens a round under each rule, a group of bars a setting, one panel a temperature."""
     temperatures = _groups(rows, "temperature")

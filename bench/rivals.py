@@ -81,6 +81,29 @@ def padded(rows: Sequence[np.ndarray], device: Any) -> tuple[Any, Any]:
     return torch.tensor(tokens, device=device), torch.tensor(mask, dtype=torch.long, device=device)
 
 
+def greedy(
+    target: Any, rows: Sequence[np.ndarray], new_tokens: int, eos_ids: Sequence[int], **options: Any
+) -> tuple[list[list[int]], Any]:
+    """The greedy text of every row, to its end or `new_tokens`; and all that ``generate`` returns.
+
+    Args:
+        options: of ``generate``.
+    """
+    import torch
+
+    tokens, mask = padded(rows, target.device)
+    with torch.no_grad():
+        out = target.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens,
+                              eos_token_id=list(eos_ids) or None, return_dict_in_generate=True, **options)  # fmt: skip
+    return [to_end(text, eos_ids) for text in out.sequences[:, tokens.shape[1] :].tolist()], out
+
+
+def to_end(text: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
+    """`text` up to its first token of `eos_ids`."""
+    ends = (i + 1 for i, token in enumerate(text) if token in eos_ids)
+    return list(text[: next(ends, len(text))])
+
+
 def decoder(
     target: Any, assistant: Any, rows: Sequence[np.ndarray], new_tokens: int, temperature: float, num_draft_tokens: int
 ) -> Callable[[], Any]:

@@ -1,0 +1,124 @@
+"""Tokens a second of a real model's answers: jspec, transformers and llama.cpp, four kinds of question, in turns."""
+
+import functools
+import importlib.util
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench import chats, llamacpp, plots, rivals
+from bench.drafters import early_exit
+from bench.report import publish
+from bench.subject import Subject
+from bench.timing import in_turns, ratio, spread
+from jspec import text
+
+DRAFTING = ("tokens a round", "accepted")
+WIDEST = 256  # a question, in tokens
+RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")
+
+
+def here(subject: Subject, new_tokens: int) -> dict[str, Any]:
+    """The programs that are installed and decode the same weights, by the module they need."""
+    found = {}
+    if importlib.util.find_spec("torch") is not None:
+        found["torch"] = rivals.twin(subject.target)
+    if importlib.util.find_spec("llama_cpp") is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "target.gguf"
+            llamacpp.write_gguf(subject.target, file)
+            found["llama_cpp"] = llamacpp.load(file, logits_all=False, context=WIDEST + new_tokens)
+    return found
+
+
+def programs(
+    subject: Subject, others: dict[str, Any], asked: Sequence[np.ndarray], batch: int, k: int, new_tokens: int
+) -> dict[str, Callable[[], Any]]:
+    """Name -> a call that answers all of `asked`, `batch` at a time: outputs of jspec, texts of others."""
+    ends = text.eos_ids(subject.target, subject.tokenizer)
+    drafters = {"plain": None, "lookup": subject.draft} | early_exit(subject.target)
+    requests = chats.requests(subject.tokenizer, asked, batch)
+    calls: dict[str, Callable[[], Any]] = {
+        name: chats.decoder(subject, drafter, k, requests, new_tokens) for name, drafter in drafters.items()
+    }
+    groups = [asked[i : i + batch] for i in range(0, len(asked), batch)]
+    if "torch" in others:
+        options = {"transformers plain": {}}
+        if batch == 1:  # all that its lookup takes
+            options["transformers lookup"] = {"prompt_lookup_num_tokens": k}
+        for name, option in options.items():
+            calls[name] = lambda option=option: [
+                one for group in groups for one in rivals.greedy(others["torch"], group, new_tokens, ends, **option)[0]
+            ]
+    if "llama_cpp" in others and batch == 1:
+        calls["llama.cpp"] = lambda: [llamacpp.answer(others["llama_cpp"], one, new_tokens, ends) for one in asked]
+    return calls
+
+
+def run(subject: Subject, batches: list[int], count: int, k: int, new_tokens: int, repeats: int) -> None:
+    """Publish one row a kind of question, batch size and program.
+
+    Args:
+        count: questions of each kind, but at least one batch of them and none that would not fill it.
+    """
+    others, rows = here(subject, new_tokens), []
+    for kind in chats.KINDS:
+        asked = chats.rows(subject.tokenizer, kind, max(count, *batches))
+        for batch in batches:
+            size = max(count, batch) // batch * batch
+            calls = programs(subject, others, asked[:size], batch, k, new_tokens)
+            outs: dict[str, Any] = {}
+            times = in_turns(_kept(calls, outs), repeats, warmup=1)
+            rows += _rows(kind, batch, outs, times)
+    missing = "".join(f" {module} is not installed." for module in ("torch", "llama_cpp") if module not in others)
+    publish(
+        f"answers-{subject.name}-{jax.default_backend()}",
+        f"{subject.name}, greedy: answers to chats, {new_tokens} new tokens at most, K = {k}, {subject.target.dtype}",
+        rows,
+        plots.answers,
+        notes=[f"Medians of {repeats} calls in turns, prompts included, answers to their end of text. x: speed over"
+               " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
+               " by jspec gives, too.",
+               f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
+               f" with one.{missing}"],
+        folder=subject.folder,
+    )  # fmt: skip
+
+
+def _kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """`calls`, which put what they return into `outs`."""
+
+    def keep(name: str) -> None:
+        outs[name] = calls[name]()
+
+    return {name: functools.partial(keep, name) for name in calls}
+
+
+def _rows(kind: str, batch: int, outs: dict[str, Any], times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """One table row a program."""
+    texts = {name: chats.texts(out) if isinstance(out[0], jspec.Output) else out for name, out in outs.items()}
+    each = {name: taken / sum(map(len, texts[name])) for name, taken in times.items()}  # seconds a token
+    rows = []
+    for name, out in outs.items():
+        row = {"question": kind, "batch": batch, "program": name, "tokens/s": spread(1 / each[name]).median}
+        row |= dict(zip(DRAFTING, _drafting(out), strict=True))
+        gain = ratio(each["plain"], each[name])
+        row |= {"x plain": gain.median, "from": gain.low, "to": gain.high}
+        row |= {f"x {other}": ratio(each[other], each[name]).median if other in each else "" for other in RIVALS}
+        same = sum(one == two for one, two in zip(texts[name], texts["plain"], strict=True))
+        rows.append(row | {"same texts": f"{same} of {len(texts[name])}"})
+    return rows
+
+
+def _drafting(outs: Any) -> tuple[Any, Any]:
+    """Tokens a round, and how many of the judged drafts were accepted; nothing where nothing is drafted."""
+    if not isinstance(outs[0], jspec.Output) or not outs[0].stats.accepted_at.shape[1]:
+        return "", ""
+    counts = [(out.lengths, out.stats.rounds, out.stats.accepted, out.stats.judged) for out in outs]
+    tokens, rounds, accepted, judged = (sum(int(part.sum()) for part in parts) for parts in zip(*counts, strict=True))
+    return tokens / rounds, accepted / judged if judged else ""

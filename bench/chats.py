@@ -1,0 +1,59 @@
+"""Chats: questions of four kinds to a model that answers, and its greedy answers."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench.subject import Request, Subject
+from jspec import text
+from jspec.completion import how_far
+from jspec.prompts import encode
+
+FOLDER = Path(__file__).parent / "prompts"  # of files as `jspec generate --chat --file` takes them
+KINDS = ("chat", "summary", "rewriting", "code")
+COUNT = 16  # of each kind
+
+
+def questions(kind: str) -> list[str]:
+    """Those of one kind."""
+    lines = (FOLDER / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def rows(tokenizer: Any, kind: str, count: int) -> list[np.ndarray]:
+    """Token ids of the first `count` questions of a kind, each by the tokenizer's chat template."""
+    asked = encode(tokenizer, [[{"role": "user", "content": question}] for question in questions(kind)[:count]])
+    return [ids[:length] for ids, length in zip(asked.tokens, asked.lengths, strict=True)]
+
+
+def requests(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[Request]:
+    """`asked` in requests of `batch`, each as wide as `jspec.complete` makes it."""
+    found = [encode(tokenizer, asked[i : i + batch]) for i in range(0, len(asked), batch)]
+    return [(one.tokens, one.lengths, jax.random.split(jax.random.key(0), one.lengths.size)) for one in found]
+
+
+def decoder(
+    subject: Subject, drafter: Any, k: int, asked: Sequence[Request], new_tokens: int
+) -> Callable[[], list[jspec.Output]]:
+    """A call that answers requests greedily, one after another, to the ends of their texts; plainly without a drafter.
+
+    Of lookup and retrieval `k` is the most that they draft.
+    """
+    options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=0),
+               "eos_ids": text.eos_ids(subject.target, subject.tokenizer)}  # fmt: skip
+    if drafter is None:
+        return lambda: [jax.device_get(jspec.generate(subject.target, *one, **options)) for one in asked]
+    options["num_draft_tokens"] = how_far(drafter, k)
+    return lambda: [
+        jax.device_get(jspec.speculative_generate(subject.target, drafter, *one, **options)) for one in asked
+    ]
+
+
+def texts(outs: Sequence[jspec.Output]) -> list[list[int]]:
+    """The new tokens of every row."""
+    return [row[:n].tolist() for out in outs for row, n in zip(out.tokens, out.lengths, strict=True)]

