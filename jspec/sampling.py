@@ -34,7 +34,8 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit as often as it was generated; 0 is off.
         logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``; -inf forbids a token; None is off.
         max_tokens: a limit of new tokens for each request; 0 is off. ``max_new_tokens`` stays the limit of all.
-        draft_temperature, draft_top_p: the draft's own; None means the target's. They change speed, never the law.
+        draft_temperature: the draft's own; None means the target's. It changes speed, never the law.
+        draft_top_p: the same.
     """
 
     temperature: Any = 1.0

@@ -1,5 +1,6 @@
 """Drafters other than a model: whatever they remember, the law of the text stays the target's."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,14 +245,13 @@ def test_lookup_is_the_longest_and_latest_match(tokens, max_ngram, min_ngram):
         assert copied.tolist() == expected
 
 
-def test_the_drafter_of_the_readme(toy, prompts, capsys):
-    """Twenty lines a user might write, as they stand there."""
-    section = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").split("## Drafters and rules")[1]
-    code = section.split("```python\n")[1].split("```")[0]
-    bundled, _, tokenizer = jspec.demo_pair()
-    names = {"target": bundled, "tokenizer": tokenizer, "keys": jax.random.split(jax.random.key(0), 2)}
-    exec(code, names)
-    assert capsys.readouterr().out == "[5.]\n"  # as it says there
+def test_the_drafters_of_the_docs(toy, prompts, capsys):
+    """A page that runs as one program, and the twenty lines of its own drafter, as a user might write them."""
+    page = (Path(__file__).parent.parent / "docs" / "drafters.md").read_text(encoding="utf-8")
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert capsys.readouterr().out.endswith("\n[5.]\n")  # as it says there
     target, (tokens, lengths, keys) = toy(0), prompts([4, 2])
     coupled = drafters.generate(target, names["Again"](), (tokens, lengths, keys), max_new_tokens=32, accept="coupled")
     plain = jspec.generate(target, tokens, lengths, keys, max_new_tokens=32)
