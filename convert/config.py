@@ -32,6 +32,7 @@ class LlamaConfig:
         attention_bias: q, k, v and o have biases.
         qkv_bias: q, k and v have biases, whether or not o has one.
         qk_norm: queries and keys go through a norm over each head, before they are rotated.
+        eos_token_ids: those of config.json, then those that only generation_config.json names.
     """
 
     vocab_size: int
@@ -141,14 +142,27 @@ def parse_config(raw: Fields) -> LlamaConfig:
 def read_config(source: str | Path) -> LlamaConfig:
     """`parse_config` of `source`/config.json, or of what the GGUF file `source` says instead.
 
+    Chat models often name the token that ends a turn in generation_config.json alone, so its ids end a text, too.
+
     Raises:
-        CheckpointError: as `parse_config`, or the file is missing, not a JSON object, or a damaged GGUF file.
+        CheckpointError: as `parse_config`, or a file is missing, not a JSON object, or a damaged GGUF file.
     """
     path = Path(source)
     if path.is_file():
         return gguf_config(gguf_header.read(path))
-    path /= "config.json"
-    return _parse(read_object(path), path)
+    config = _parse(read_object(path / "config.json"), path / "config.json")
+    if not (path / "generation_config.json").exists():
+        return config
+    ends = (*config.eos_token_ids, *_generation_ends(path / "generation_config.json"))
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
+
+
+def _generation_ends(path: Path) -> tuple[int, ...]:
+    raw = read_object(path)
+    try:
+        return token_ids(raw, "eos_token_id")
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def gguf_config(header: gguf_header.Header) -> LlamaConfig:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jspec import theory
+    from jspec.completion import Completion, complete
     from jspec.decode import generate, speculative_generate, tune
     from jspec.draft_length import ByAcceptance, Heuristic, UpTo, WhileConfident
     from jspec.drafters import (
@@ -34,6 +35,7 @@ __all__ = [
     "BigramDrafter",
     "ByAcceptance",
     "CascadeDrafter",
+    "Completion",
     "EarlyExitDrafter",
     "FallbackDrafter",
     "Heuristic",
@@ -53,6 +55,7 @@ __all__ = [
     "UnigramDrafter",
     "UpTo",
     "WhileConfident",
+    "complete",
     "demo_pair",
     "generate",
     "load",
@@ -81,6 +84,8 @@ _HOMES = {
     "NGramDrafter": "jspec.drafters",
     "RetrievalDrafter": "jspec.drafters",
     "UnigramDrafter": "jspec.drafters",
+    "Completion": "jspec.completion",
+    "complete": "jspec.completion",
     "Output": "jspec.types",
     "SamplingParams": "jspec.sampling",
     "tensor_parallel": "jspec.sharding",

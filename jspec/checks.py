@@ -48,7 +48,7 @@ def check_arguments(
 
     Plain decoding has neither a drafter nor a number of draft tokens: both are None.
     """
-    _check_target(target)
+    check_target(target)
     vocab_size = target.config.vocab_size
     _check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
@@ -168,7 +168,8 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
                          f"num_draft_tokens=jspec.UpTo({num_draft_tokens.most}).")  # fmt: skip
 
 
-def _check_target(target: Any) -> None:
+def check_target(target: Any) -> None:
+    """Raise TypeError unless `target` has what decoding asks of it."""
     missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
     if missing:
         raise TypeError(f"target is of type {type(target).__name__}, without {', '.join(missing)}; "

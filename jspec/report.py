@@ -1,20 +1,18 @@
-"""What became of each prompt: its text by origin, its counts beside theory; as JSON or in colour."""
+"""Completions and tunings as they are shown: texts by origin in colour, figures in a line, JSON."""
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from jspec import theory
+from jspec.completion import Completion
 from jspec.draft_length import doubling
-from jspec.text import Batch, pieces
+from jspec.prompts import is_conversation
 from jspec.tuning import Tuning
-from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output
+from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT
 
 NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus", NO_DRAFT: "no draft"}
 COLOURS = {ACCEPTED: "green", CORRECTED: "bold red", BONUS: "cyan", NO_DRAFT: "yellow"}
@@ -23,88 +21,6 @@ MARKS = {ACCEPTED: ("", ""), CORRECTED: ("«", "»"), BONUS: ("°", "°"), NO_DR
 _PROMPT_ENDS = "►"
 # A control character in a text could recolour or rewrite the terminal.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One prompt and its continuation.
-
-    Attributes:
-        prompt: as it was given.
-        pieces: the text each new token added.
-        tokens, logprobs, origins: as in `jspec.types.Output`, without the padding.
-        finish_reason: "eos" or "length".
-        stats: see `statistics`.
-    """
-
-    prompt: str
-    pieces: list[str]
-    tokens: list[int]
-    logprobs: list[float]
-    origins: list[int]
-    finish_reason: str
-    stats: dict[str, Any]
-
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(self.pieces)
-
-
-def completions(
-    prompts: Sequence[str], batch: Batch, out: Output, tokenizer: Any, eos_ids: Sequence[int]
-) -> list[Completion]:
-    """What `out` says of each of `prompts`, which were encoded as `batch`.
-
-    Raises:
-        ValueError: the target's logits were not finite.
-    """
-    if out.stats.invalid[: batch.count].any():
-        raise ValueError("The target's logits are not finite: its weights are damaged, or too large for the dtype.")
-    out, result = jax.device_get(out), []
-    for row, prompt in enumerate(prompts):
-        new = slice(int(out.lengths[row]))
-        ids, tokens = batch.tokens[row, : batch.lengths[row]].tolist(), out.tokens[row, new].tolist()
-        result.append(
-            Completion(
-                prompt=prompt,
-                pieces=pieces(tokenizer, ids, tokens),
-                tokens=tokens,
-                logprobs=out.logprobs[row, new].tolist(),
-                origins=out.origins[row, new].tolist(),
-                finish_reason="eos" if tokens[-1] in eos_ids else "length",
-                stats=statistics(out, row),
-            )
-        )
-    return result
-
-
-def statistics(out: Output, row: int) -> dict[str, Any]:
-    """The counts of one request, and what the theory makes of its acceptance rate.
-
-    ``acceptance_rate`` is that of the drafts that were judged: those after a rejection never are.
-    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate, None where a round had fewer
-    guesses than it supposes. The measured number is lower where the end of the text cuts the last round off, and
-    differs where acceptance comes in streaks.
-    """
-    counts = out.lengths, out.stats.rounds, out.stats.judged, out.stats.accepted
-    tokens, rounds, judged, accepted = (int(count[row]) for count in counts)
-    accepted_at = out.stats.accepted_at[row].tolist()
-    rate = accepted / judged if judged else None
-    # A draft that was kept whole is followed by a bonus.
-    whole = (out.origins[row] == BONUS).sum() <= sum(accepted_at[-1:]) and not (out.origins[row] == NO_DRAFT).any()
-    predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
-    return {
-        "tokens": tokens,
-        "rounds": rounds,
-        "drafted": int(out.stats.drafted[row]),
-        "judged": judged,
-        "accepted": accepted,
-        "accepted_at": accepted_at,
-        "acceptance_rate": rate,
-        "tokens_per_round": tokens / rounds,
-        "predicted_tokens_per_round": predicted,
-    }
 
 
 def as_json(done: Completion) -> dict[str, Any]:
@@ -116,7 +32,7 @@ def as_json(done: Completion) -> dict[str, Any]:
 
 def sentence(done: Completion, seconds: float) -> str:
     """The figures of one request in one line; `seconds` is how long its batch ran."""
-    stats, speed = done.stats, f"{len(done.tokens) / seconds:.0f} tokens/s"
+    stats, speed = done.stats, f"{done.stats['tokens'] / seconds:.0f} tokens/s"
     counts = f"{stats['tokens']} tokens ({done.finish_reason}) in {stats['rounds']} rounds"
     if stats["acceptance_rate"] is None:
         return f"{counts}; {speed}"
@@ -128,19 +44,31 @@ def sentence(done: Completion, seconds: float) -> str:
 
 def coloured(done: Completion) -> Text:
     """Figure 1 of Leviathan et al. 2023 for terminals and notebooks: the text, coloured by origin."""
-    text = Text().append(done.prompt.translate(_VISIBLE), "dim")
+    text = Text().append(visible(_before(done.prompt)), "dim")
     for piece, origin in zip(done.pieces, done.origins, strict=True):
-        text.append(piece.translate(_VISIBLE), COLOURS[origin])
+        text.append(visible(piece), COLOURS[origin])
     return text
 
 
 def marked(done: Completion) -> Text:
     """The same where there are no colours: what was not accepted stands between the marks of its origin."""
-    text = done.prompt + _PROMPT_ENDS
+    text = _before(done.prompt) + _PROMPT_ENDS
     for origin, run in itertools.groupby(zip(done.pieces, done.origins, strict=True), lambda pair: pair[1]):
         if new := "".join(piece for piece, _ in run):
             text += new.join(MARKS[origin])
-    return Text(text.translate(_VISIBLE))
+    return Text(visible(text))
+
+
+def _before(prompt: Any) -> str:
+    """What a new text is shown behind: the prompt, the last message of a conversation, nothing of ids."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt[-1]["content"] + "\n\n" if is_conversation(prompt) else ""
+
+
+def visible(text: str) -> str:
+    """`text` without what would do more on a terminal than be seen."""
+    return text.translate(_VISIBLE)
 
 
 def legend(marks: bool = False) -> Text:

@@ -1,9 +1,9 @@
-"""Text in, text out: tokenizers, prompts as one ragged batch, keys from a seed, tokens back to text.
+"""Text in, text out: tokenizers, keys from a seed, tokens back to text.
 
-Nothing in the core imports this file; the command line and the notebooks do.
+Nothing that decodes imports this file; what takes and gives text does.
 """
 
-import dataclasses
+import numbers
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,28 +24,7 @@ EXAMPLE_PROMPTS = [
     "import os\nimport sys\n\ndef main():\n",
     "for name in sorted(os.listdir(path)):\n",
 ]
-_LEAST_WIDTH = 32
-_LEAST_NEW = 128
 _CONTEXT = 8  # tokens decoded before a new one: enough for a space or a character that spans several
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Prompts as `jspec.generate` takes them, in one of few shapes, so that new ones seldom compile again.
-
-    Attributes:
-        tokens: ``int32[B, P]``, padded on the right; B and P are powers of two.
-        lengths: ``int32[B]``.
-        limits: ``int32[B]`` for `SamplingParams.max_tokens`: 0 (no limit) for a prompt, 1 for a row that only
-            fills up the batch, so that it never prolongs a generation. Such rows repeat the prompts, so that a
-            measurement of the batch sees texts like them.
-        count: how many rows are prompts; they come first.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    limits: np.ndarray
-    count: int
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
@@ -98,37 +77,6 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))
 
 
-def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
-    """`prompts` as one batch. A tokenizer that starts every text with a token of its own (BOS) does so here.
-
-    Raises:
-        ValueError: a prompt has no tokens.
-    """
-    rows = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
-    if not rows or not all(rows):
-        number = next((i for i, row in enumerate(rows, 1) if not row), 1)
-        which = f"Prompt {number}" if len(rows) > 1 else "The prompt"
-        raise ValueError(f"{which} is empty, and the tokenizer adds no start token; give it some text.")
-    shape = _bucket(len(rows)), _bucket(max(map(len, rows)), _LEAST_WIDTH)
-    tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
-    for i in range(shape[0]):
-        row = rows[i % len(rows)]
-        tokens[i, : len(row)], lengths[i] = row, len(row)
-    limits = np.where(np.arange(shape[0]) < len(rows), 0, 1).astype(np.int32)
-    return Batch(tokens, lengths, limits, len(rows))
-
-
-def room(wanted: int, batch: Batch, positions: int) -> int:
-    """`wanted` new tokens, rounded up so that other wishes find the program compiled; the limit is for `max_tokens`.
-
-    A power of two where the models have so many positions, else all that they have behind the padded prompts, or
-    behind the longest; and `wanted` itself where even that is too much, for the error to name it.
-    """
-    most = positions - int(batch.lengths.max())
-    sizes = _bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most
-    return next((size for size in sizes if wanted <= size <= most), wanted)
-
-
 def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
     """What a datastore is made of: the files as the tokenizer of `source` reads them, and its vocabulary.
 
@@ -161,16 +109,18 @@ def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
     return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
 
 
-def _bucket(size: int, least: int = 1) -> int:
-    """The power of two at or above `size` and `least`."""
-    return max(least, 1 << (size - 1).bit_length())
-
-
 def request_keys(seed: int, batch: int) -> "Array":
-    """Typed keys ``[batch]``. Key i depends on the seed and i alone, not on how many requests there are."""
+    """Typed keys ``[batch]``. Key i depends on the seed and i alone, not on how many requests there are.
+
+    Raises:
+        ValueError: the seed is no int of 32 bits.
+    """
     import jax
 
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), np.arange(batch))
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
+    # Of this kind whatever JAX's default is, so that the same seed is the same text.
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(int(seed), impl="threefry2x32"), np.arange(batch))
 
 
 def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:

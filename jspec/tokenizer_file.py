@@ -21,7 +21,7 @@ class TokenizerFile:
     """Speaks as the tokenizers of transformers do, as far as jspec asks them.
 
     Attributes:
-        eos_token_id: None where there is no such token.
+        bos_token_id, eos_token_id: None where there is no such token.
         chat_template: what makes one text of a conversation, if there is one.
     """
 
@@ -30,7 +30,9 @@ class TokenizerFile:
         inner.no_padding()
         self._inner, self.chat_template = inner, chat_template
         self._named = {name: config[name] for name in _TOKENS & config.keys() if config[name] is not None}
-        self.eos_token_id = inner.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
+        self.bos_token_id, self.eos_token_id = (
+            inner.token_to_id(self._named[name]) if name in self._named else None for name in ("bos_token", "eos_token")
+        )
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
         """The ids of one text or of several; nothing is said of long ones, whatever `verbose` is."""

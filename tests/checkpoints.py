@@ -111,7 +111,8 @@ def write(directory: Path, raw: dict[str, Any], weights: dict[str, np.ndarray], 
     """Writes config.json, tokenizer files and the weights in `shards` files, as transformers would."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    (directory / "generation_config.json").write_text('{"eos_token_id": 2}\n', encoding="utf-8")
+    ends = json.dumps({"eos_token_id": raw.get("eos_token_id")})
+    (directory / "generation_config.json").write_text(f"{ends}\n", encoding="utf-8")
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 128}\n', encoding="utf-8")
     (directory / "tokenizer.model").write_bytes(bytes(range(256)))
     (directory / "README.md").write_text("not carried along\n", encoding="utf-8")

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 import text_pair
+from flax import nnx
 
 import convert
 import jspec
@@ -72,7 +74,8 @@ def test_version_and_help(run):
     code, out, _ = run("generate", "--help")
     assert code == 0 and not (options := set(re.findall(r"--[a-z-]+", out))) ^ {
         *("--target", "--draft", "--plain", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
-        *("--max-new-tokens", "--num-draft-tokens", "--json", "--help"),
+        *("--max-new-tokens", "--num-draft-tokens", "--json", "--help", "--file", "--chat", "--system", "--stop"),
+        *("--accept", "--dtype", "--quantize"),
     }, options
     assert "Put -- before prompts if one begins with a dash" in out
     assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1] and "\n  convert" in run()[1]
@@ -132,17 +135,19 @@ def test_standard_input_is_one_prompt(generate):
 def test_every_option_arrives(monkeypatch, sources):
     """Caught before decoding, which is checked elsewhere."""
     caught = []
-    monkeypatch.setattr(
-        cli.generate, "_decode", lambda *arguments, **options: caught.append((arguments, options)) or 1 / 0
-    )
+    monkeypatch.setattr(cli.generate, "_decode", lambda *arguments: caught.append(arguments) or 1 / 0)
     pair = ["--target", str(sources[0]), "--draft", str(sources[1])]
     options = "--temperature 0.5 --top-k 7 --top-p 0.25 --min-p 0.125 --seed 9 --max-new-tokens 3 --num-draft-tokens 2"
+    more = "--accept block --dtype bfloat16 --quantize int8 --stop end --stop ."
     with pytest.raises(ZeroDivisionError):
-        cli.main(["generate", "a", "bc", *pair, *options.split()])
-    ((models, batch, max_new_tokens, seed, sampling, _times, _say), fixed) = caught[0]
-    assert len(models) == 2 and batch.count == 2 and max_new_tokens == 3 and seed == 9
+        cli.main(["generate", "a", "bc", *pair, *options.split(), *more.split()])
+    ((task, models, max_new_tokens, sampling, seed, drafting, _times, _say),) = caught
+    assert task.prompts == ["a", "bc"] and task.stop == ("end", ".") and max_new_tokens == 3 and seed == 9
     assert sampling == jspec.SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
-    assert fixed == {"num_draft_tokens": 2, "eos_ids": (0,)}
+    assert drafting == {"num_draft_tokens": 2, "accept": "block"}
+    for model in models:
+        kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}
+        assert kinds == {"int8", "bfloat16", "float32"}, kinds
 
 
 def test_another_limit_needs_no_other_program(generate, report):

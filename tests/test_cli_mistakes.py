@@ -18,7 +18,19 @@ MISTAKES = {
     "no prompt": ([], 2, "Give a prompt"),
     "not UTF-8": (["x", "a\udcff"], 2, "PROMPT 2 is not UTF-8 text (character 2)"),
     "length of no draft": (["x", "--plain", "--num-draft-tokens", 4], 2, "leave out --num-draft-tokens"),
-    "target alone": (["x", "--target", "TARGET"], 2, "--target needs --draft"),
+    "rule of no draft": (["x", "--draft", "none", "--accept", "block"], 2, "leave out --accept"),
+    "unknown rule": (["x", "--accept", "lossy"], 2, "'lossy' is none of rejection, block, coupled"),
+    "unknown dtype": (["x", "--dtype", "int4"], 2, "'int4' is none of float32"),
+    "unknown rounding": (["x", "--quantize", "int4"], 2, "'int4' is none of int8"),
+    "no exit": (["x", "--draft", "exit:0"], 2, "exit:0 is no exit; write exit:N"),
+    "exit of all layers": (["x", "--target", "TARGET", "--draft", "exit:1"], 2, "no layer out of the target's 1;"),
+    "empty stop": (["x", "--stop", "a", "--stop", ""], 2, "--stop 2 is empty"),
+    "stop of no text": (["x", "--stop", "\udcff"], 2, "--stop is not UTF-8 text (character 1)"),
+    "far too long": (["x", "-n", 10**20], 2, "--max-new-tokens"),
+    "system of no chat": (["x", "--system", "a"], 2, "add --chat"),
+    "chat without a template": (["x", "--chat"], 2, "The prompt is a conversation, and the tokenizer has no chat"),
+    "no file": (["--file", "NOTHING/none.jsonl"], 2, "none.jsonl"),
+    "file and prompt": (["x", "--file", "PROMPTS"], 2, "leave out one of them"),
     "draft alone": (["x", "--draft", "DRAFT"], 2, "--draft needs --target"),
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder is neither a directory nor"),
@@ -41,6 +53,7 @@ TUNE_MISTAKES = {
     "no drafts": (["--max-draft-tokens", 0], 2, "--max-draft-tokens"),
     "no rows": (["--batch", 0], 2, "--batch"),
     "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
+    "no draft": (["TARGET", "none"], 2, "TARGET needs DRAFT"),
     "too many models": (["TARGET", "DRAFT", "more"], 2, "more"),
     "no such model": (["/no/such/folder", "DRAFT"], 1, "/no/such/folder is neither a directory nor"),
     "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 2, "The prompt is empty"),
@@ -67,6 +80,7 @@ def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
     }
     folders["NOTHING"].mkdir()
     (folders["NOTHING"] / "notes.txt").touch()
+    folders["PROMPTS"] = folders["NOTHING"] / "notes.txt"
     for folder in (folders["EMPTY"], folders["SWAPPED"]):
         shutil.copytree(sources[1], folder)
     (folders["EMPTY"] / "model.safetensors").unlink()
@@ -86,7 +100,7 @@ def test_what_is_no_standard_input(run, monkeypatch, stdin, said):
 
 
 def test_prompts_are_read_before_models(run, sources, monkeypatch):
-    monkeypatch.setattr(cli.generate, "load_models", lambda *_: pytest.fail("models were loaded"))
+    monkeypatch.setattr(cli.sources.Sources, "load", lambda *_: pytest.fail("models were loaded"))
     assert "The prompt is empty" in run("generate", "", "--target", sources[0], "--draft", sources[1])[2]
 
 

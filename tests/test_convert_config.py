@@ -58,6 +58,26 @@ def test_eos(value, ids):
     assert parse_config(raw_config(eos_token_id=value)).eos_token_ids == ids
 
 
+@pytest.mark.parametrize(
+    ("generation", "ids"),
+    [({"eos_token_id": [2, 7]}, (2, 7)), ({"eos_token_id": 7}, (2, 7)), ({"eos_token_id": None}, (2,)), ({}, (2,))],
+)
+def test_ends_that_only_generation_config_names(tmp_path, generation, ids):
+    (tmp_path / "config.json").write_text(json.dumps(raw_config()))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert convert.read_config(tmp_path).eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("content", "phrase"), [('{"eos_token_id": "7"}', "eos_token_id is '7'"), ("[7]", "holds a JSON list")]
+)
+def test_a_damaged_generation_config_is_refused(tmp_path, content, phrase):
+    (tmp_path / "config.json").write_text(json.dumps(raw_config()))
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=f"generation_config.json.* {phrase}"):
+        convert.read_config(tmp_path)
+
+
 OLD = {"rope_parameters": ...}
 ROPES = {
     "new_default": ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, RopeConfig(5e5)),

@@ -13,7 +13,7 @@ ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["types", "sharding", "keys", "probs", "theory", "sampling", "cache", "rope", "layers", "llama", "quantizer",
          "weights", "accept", "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode",
-         "tokenizer_file", "text", "names", "report", "cli"]  # fmt: skip
+         "tokenizer_file", "text", "prompts", "names", "completion", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -43,6 +43,7 @@ def test_the_public_names():
         "BigramDrafter",
         "ByAcceptance",
         "CascadeDrafter",
+        "Completion",
         "EarlyExitDrafter",
         "FallbackDrafter",
         "Heuristic",
@@ -62,6 +63,7 @@ def test_the_public_names():
         "UnigramDrafter",
         "UpTo",
         "WhileConfident",
+        "complete",
         "demo_pair",
         "generate",
         "load",

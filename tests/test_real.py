@@ -117,6 +117,10 @@ def test_greedy_texts_are_those_of_transformers(file, theirs, tokenizer, report)
     report(tokens=compared, of=int(plain.lengths.sum()), accepted=accepted)
 
 
-def test_the_command_writes_text_with_it(file, run, quick_compile):
-    code, out, _ = run("generate", "The capital of France is", "--target", file, "--plain", "-n", 8, "--temperature", 0)
-    assert code == 0 and "Paris" in out
+def test_the_command_answers(file, run, tokenizer, quick_compile):
+    question, options = "What is the capital of France?", {"max_new_tokens": 32}
+    code, out, error = run("generate", "--target", file, "--chat", question, "--plain", "-n", 32, "--temperature", 0)
+    assert code == 0 and "Paris" in out and "tokens (eos) in" in error
+    chat, greedy = [{"role": "user", "content": question}], jspec.SamplingParams(temperature=0)
+    (done,) = jspec.complete(jspec.load(file, "float32"), None, tokenizer, chat, sampling=greedy, **options)
+    assert out == f"{done.text}\n" and done.finish_reason == "eos"

@@ -2,23 +2,24 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import text_pair
 from rich.console import Console
 
-from jspec import report, text, theory
+from jspec import completion, report, theory
 from jspec.tuning import Tuning
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
 
 TOKENIZER = text_pair.tokenizer()
+MODEL = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(0,), vocab_size=len(TOKENIZER)))
 ORIGINS = [ACCEPTED, ACCEPTED, BONUS, CORRECTED, ACCEPTED, CORRECTED]
 
 
 def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
     """The completion of "in" by `letters`, two drafts a round, in one row of two."""
-    batch = text.encode(TOKENIZER, ["in", "filler"])
     ids = TOKENIZER(letters)["input_ids"] + [0] * end
     size, columns = len(ids), 8
     rows = (
@@ -33,7 +34,7 @@ def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
     by_depth = np.array([[2, 1], [0, 0]]), np.array([[accepted + origins.count(CORRECTED), 0], [0, 0]])
     stats = Stats(*counts, *by_depth, np.array([invalid, False]), np.zeros(2))
     out = Output(rows[0], np.array([size, 1]), rows[1], rows[2], stats)
-    return report.completions(["in"], batch, out, TOKENIZER, (0,))[0]
+    return completion.prepare(TOKENIZER, ["in", "filler"]).completions(MODEL, out)[0]
 
 
 def test_counts_stand_beside_the_theory():

@@ -1,7 +1,5 @@
 """Text in and out: every character comes back, and padding, neighbours and batch size change nothing."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ import convert
 import jspec
 from jspec import text
 from jspec.decode import _decode
+from jspec.prompts import Batch, encode, room
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENIZER = text_pair.tokenizer()
@@ -27,12 +26,12 @@ def pair(tmp_path_factory):
     return [jspec.load(text_pair.write(folder / str(distance), distance)) for distance in (0.0, 0.3)]
 
 
-def continued(pair, batch, keys, temperature=0.0, room=24):
+def continued(pair, batch, keys, temperature=0.0, size=24):
     """The new tokens of each prompt in `batch`, cut at their ends; called as the command line does."""
-    sampling = jspec.SamplingParams(temperature=temperature, max_tokens=batch.limits)
-    options = {"keys": keys, "max_new_tokens": room, "sampling": sampling, "eos_ids": (0,)}
+    sampling = jspec.SamplingParams(temperature=temperature, max_tokens=24)
+    options = {"keys": keys, "max_new_tokens": size, "sampling": sampling, "eos_ids": (0,)}
     out = jspec.speculative_generate(*pair, batch.tokens, batch.lengths, **options)
-    return [out.tokens[i, : out.lengths[i]].tolist() for i in range(batch.count)], out
+    return [out.tokens[i, : out.lengths[i]].tolist() for i in range(len(batch.lengths))]
 
 
 def test_tokenizer_files_are_missed_by_name(tmp_path):
@@ -77,13 +76,11 @@ def test_end_of_text_by_model_and_tokenizer(pair, toy):
     assert text.eos_ids(toy(0, eos_token_ids=(7, 5)), TOKENIZER) == (0, 5, 7)
 
 
-def test_batch_holds_the_prompts_and_fillers():
-    batch = text.encode(TOKENIZER, PROMPTS[:3])
-    assert batch.count == 3 and batch.tokens.shape == (4, 32) and batch.tokens.dtype == np.int32
-    for prompt, row, length in zip(PROMPTS[:3], batch.tokens, batch.lengths, strict=False):
+def test_batch_holds_the_prompts():
+    batch = encode(TOKENIZER, PROMPTS[:3])
+    assert batch.tokens.shape == (3, 32) and batch.tokens.dtype == batch.lengths.dtype == np.int32
+    for prompt, row, length in zip(PROMPTS[:3], batch.tokens, batch.lengths, strict=True):
         assert row[:length].tolist() == TOKENIZER(prompt)["input_ids"]
-    assert batch.limits.tolist() == [0, 0, 0, 1]
-    assert (batch.tokens[3] == batch.tokens[0]).all() and batch.lengths[3] == batch.lengths[0]
 
 
 @pytest.mark.parametrize(
@@ -93,18 +90,18 @@ def test_batch_holds_the_prompts_and_fillers():
         (1, 32, (1, 32)),
         (1, 33, (1, 64)),
         (2, 64, (2, 64)),
-        (5, 65, (8, 128)),
-        (9, 1, (16, 32)),
+        (5, 65, (5, 128)),
+        (9, 1, (9, 32)),
     ],
 )
 def test_few_shapes(count, characters, shape):
-    assert text.encode(TOKENIZER, ["x" * characters] * count).tokens.shape == shape
+    assert encode(TOKENIZER, ["x" * characters] * count).tokens.shape == shape
 
 
 def test_empty_prompt_needs_a_start_token():
     with pytest.raises(ValueError, match="Prompt 2 is empty"):
-        text.encode(TOKENIZER, ["a", ""])
-    batch = text.encode(text_pair.tokenizer(bos=True), ["a", ""])
+        encode(TOKENIZER, ["a", ""])
+    batch = encode(text_pair.tokenizer(bos=True), ["a", ""])
     assert batch.lengths.tolist() == [2, 1] and batch.tokens[:, 0].tolist() == [0, 0]
 
 
@@ -122,15 +119,14 @@ def test_empty_prompt_needs_a_start_token():
     ],
 )
 def test_room_is_one_of_few_sizes_and_never_too_much(wanted, longest, positions, size):
-    batch = text.encode(TOKENIZER, ["x", "y" * longest])
-    assert text.room(wanted, batch, positions) == size
+    batch = encode(TOKENIZER, ["x", "y" * longest])
+    assert room(wanted, batch, positions) == size
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_more_room_changes_no_text(pair, temperature):
-    batch, keys = text.encode(TOKENIZER, PROMPTS), text.request_keys(2, 4)
-    roomy = dataclasses.replace(batch, limits=np.full(4, 24))
-    assert continued(pair, roomy, keys, temperature, room=96)[0] == continued(pair, batch, keys, temperature)[0]
+    batch, keys = encode(TOKENIZER, PROMPTS), text.request_keys(2, 4)
+    assert continued(pair, batch, keys, temperature, size=96) == continued(pair, batch, keys, temperature)
 
 
 def test_keys_of_a_request_do_not_depend_on_the_others():
@@ -142,28 +138,24 @@ def test_keys_of_a_request_do_not_depend_on_the_others():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_and_fillers_change_nothing(pair, temperature):
-    batch = text.encode(TOKENIZER, PROMPTS[:3])
-    keys = text.request_keys(0, 4)
-    padded, out = continued(pair, batch, keys, temperature)
-    width = int(batch.lengths.max())
-    bare = text.Batch(batch.tokens[:3, :width], batch.lengths[:3], batch.limits[:3], 3)
-    assert continued(pair, bare, keys[:3], temperature)[0] == padded
-    assert out.lengths.tolist()[3:] == [1]
+def test_padding_changes_nothing(pair, temperature):
+    batch, keys = encode(TOKENIZER, PROMPTS), text.request_keys(0, 4)
+    bare = Batch(batch.tokens[:, : batch.lengths.max()], batch.lengths)
+    assert continued(pair, bare, keys, temperature) == continued(pair, batch, keys, temperature)
 
 
 def test_ragged_batch_is_its_prompts_alone(pair):
     keys = text.request_keys(3, 4)
-    together = continued(pair, text.encode(TOKENIZER, PROMPTS), keys, 1.0)[0]
-    alone = [continued(pair, text.encode(TOKENIZER, [p]), keys[i : i + 1], 1.0)[0][0] for i, p in enumerate(PROMPTS)]
+    together = continued(pair, encode(TOKENIZER, PROMPTS), keys, 1.0)
+    alone = [continued(pair, encode(TOKENIZER, [p]), keys[i : i + 1], 1.0)[0] for i, p in enumerate(PROMPTS)]
     assert together == alone and len({tuple(row) for row in alone}) == len(PROMPTS)
 
 
 def test_new_prompts_of_a_known_shape_do_not_compile(pair, report):
-    continued(pair, text.encode(TOKENIZER, PROMPTS[:3]), text.request_keys(0, 4))
+    continued(pair, encode(TOKENIZER, PROMPTS), text.request_keys(0, 4))
     compiled = _decode._cache_size()
-    for seed, prompts in enumerate([["a", "bc", "def", "ghij"], ["x" * 32, "y", "z"]]):
-        continued(pair, text.encode(TOKENIZER, prompts), text.request_keys(seed, 4), temperature=0.5 + seed)
+    for seed, prompts in enumerate([["a", "bc", "def", "ghij"], ["x" * 32, "y", "z", "zz"]]):
+        continued(pair, encode(TOKENIZER, prompts), text.request_keys(seed, 4), temperature=0.5 + seed)
     report(compilations=_decode._cache_size() - compiled)
     assert _decode._cache_size() == compiled
 

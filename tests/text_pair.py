@@ -36,7 +36,7 @@ def write(folder: Path, distance: float = 0.0, **changes) -> Path:
     Args:
         changes: of the config.json.
     """
-    near, far = (checkpoints.tensors(RAW, seed=seed) for seed in (0, 1))
+    near, far = (checkpoints.tensors(RAW | changes, seed=seed) for seed in (0, 1))
     weights = {name: near[name] + np.float32(distance) * far[name] for name in near}
     weights["lm_head.weight"] *= 8  # laws as peaked as those of a trained model
     checkpoints.write(folder, RAW | changes, weights)

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jspec.cli.shared import STORE, UsageError, option, prepare_environment, sources, status_line, timed
+from jspec.cli.shared import UsageError, option, prepare_environment, status_line, timed
+from jspec.cli.sources import STORE, sources
 
 
 def index(
@@ -31,7 +32,7 @@ def index(
 
         with timed(times, "index"):
             say("Reading")
-            tokens, vocab_size = text.corpus(sources(tokenizer, None, plain=True)[0], files)
+            tokens, vocab_size = text.corpus(sources(tokenizer, "none").target, files)
             say(f"Sorting {len(tokens)} tokens")
             RetrievalDrafter.from_tokens(tokens, vocab_size, max_ngram).save(output)
     size = output.stat().st_size / 1e6

@@ -8,18 +8,16 @@ import typer
 
 from jspec.cli.shared import (
     UsageError,
-    check_prompts,
-    encode,
-    load_models,
-    load_tokenizer,
+    check_texts,
     option,
     prepare_environment,
-    sources,
     status_line,
+    wrong_options,
 )
+from jspec.cli.sources import sources
 
 if TYPE_CHECKING:
-    from jspec.text import Batch
+    from jspec.prompts import Batch
     from jspec.tuning import Tuning
 
 
@@ -28,7 +26,7 @@ def tune(
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
     ] = None,
     draft: Annotated[
-        str | None, typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer; or datastore.")
+        str | None, typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer; datastore; lookup; or exit:N.")
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -54,22 +52,26 @@ def tune(
 
     The answer holds for this device, batch size and kind of text.
     """
-    if target and not draft:
-        raise UsageError("TARGET needs DRAFT, a smaller model with the same tokenizer, or a datastore.")
-    may_be_empty = target is not None
-    target, draft = sources(target, draft, plain=False)
-    check_prompts(prompts or [], "--prompt", may_be_empty)
+    if (target and not draft) or draft == "none":
+        raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer, a datastore, lookup or exit:N.")
+    where = sources(target, draft)
+    check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
     prepare_environment()
     with status_line() as say:
         import jax
         from rich.console import Console
 
         from jspec import report, text
+        from jspec.checks import check_tuning
+        from jspec.prompts import encode
 
+        check_tuning(max_new_tokens, max_draft_tokens)
         say("Loading")
         rows = text.repeated(prompts or text.EXAMPLE_PROMPTS, batch)
-        encoded = encode(load_tokenizer(target, draft), rows)
-        found = _tune(load_models(target, draft), encoded, temperature, max_new_tokens, max_draft_tokens)
+        tokenizer = where.tokenizer()
+        with wrong_options():
+            encoded = encode(tokenizer, rows)
+        found = _tune(where.load(), encoded, temperature, max_new_tokens, max_draft_tokens)
     conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | conditions, allow_nan=False))
@@ -79,15 +81,13 @@ def tune(
 
 
 def _tune(
-    models: list[Any], batch: "Batch", temperature: float, max_new_tokens: int, max_draft_tokens: int
+    models: tuple[Any, Any], batch: "Batch", temperature: float, max_new_tokens: int, max_draft_tokens: int
 ) -> "Tuning":
-    """`jspec.tune` on the prompts alone, without the rows that fill up a batch."""
     import jspec
     from jspec import text
 
-    target, draft = models
-    prompts: Any = batch.tokens[: batch.count], batch.lengths[: batch.count], text.request_keys(0, batch.count)
     sampling = jspec.SamplingParams(temperature=temperature)
     return jspec.tune(
-        target, draft, *prompts, max_new_tokens=max_new_tokens, sampling=sampling, max_draft_tokens=max_draft_tokens
-    )
+        *models, batch.tokens, batch.lengths, text.request_keys(0, len(batch.lengths)),
+        max_new_tokens=max_new_tokens, sampling=sampling, max_draft_tokens=max_draft_tokens,
+    )  # fmt: skip

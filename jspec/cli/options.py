@@ -1,0 +1,86 @@
+"""The options of `jspec generate`, one type each; values that more than one command takes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jspec.cli.shared import option
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """A parser that takes these names only."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise typer.BadParameter(f"{text!r} is none of {', '.join(names)}.")
+        return text
+
+    return parse
+
+
+def choice(names: str, text: str, *allowed: str) -> Any:
+    """An option with one of the values `allowed`."""
+    return option(names, "|".join(allowed), text, parser=one_of(*allowed))
+
+
+def _length(text: str) -> int | str:
+    """A number of draft tokens, or "auto"."""
+    if text == "auto" or (text.isdecimal() and 1 <= int(text) < 2**31):
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f"{text!r} is neither a whole number of at least 1 nor auto.")
+
+
+Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)]
+File = Annotated[
+    Path | None,
+    option("--file", "JSONL", 'Lines of {"prompt": TEXT} or {"messages": [...]}.', exists=True, dir_okay=False),
+]
+Chat = Annotated[bool, option("--chat", None, "Answer each PROMPT, as a message to a chat model.")]
+System = Annotated[str | None, option("--system", "TEXT", "With --chat: a message of the system's, first.")]
+Stop = Annotated[
+    list[str] | None,
+    option("--stop", "TEXT", "End before it; decoding goes on behind it. May be given again.", show_default=False),
+]
+Target = Annotated[str | None, option("--target", "SRC", "Path, name or hub id [default: bundled one].")]
+Draft = Annotated[
+    str | None,
+    option(
+        "--draft",
+        "SRC",
+        "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers; or none"
+        " [default: with --target, lookup].",
+    ),
+]
+Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]
+Dtype = Annotated[
+    Any,
+    choice(
+        "--dtype", "Of weights and computing [default: float32 on CPU, else bfloat16].",
+        *("float32", "bfloat16", "float16"),
+    ),
+]  # fmt: skip
+Quantize = Annotated[Any, choice("--quantize", "Round the weights of target and draft.", "int8")]
+Temperature = Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)]
+TopK = Annotated[int, option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0)]
+TopP = Annotated[float, option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1)]
+MinP = Annotated[float, option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1)]
+Seed = Annotated[int, option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)]
+MaxNewTokens = Annotated[int, option("--max-new-tokens -n", "N", "Limit for each prompt.", min=1, max=2**31 - 1)]
+NumDraftTokens = Annotated[
+    Any,
+    option(
+        "--num-draft-tokens",
+        "N",
+        "Tokens guessed a round (at most, by lookup or a datastore); auto: as measured first, in a minute or more.",
+        parser=_length,
+        show_default="4",
+    ),
+]
+Accept = Annotated[
+    Any,
+    choice("--accept", "Rule; the law is the target's with each [default: rejection].",
+           "rejection", "block", "coupled"),
+]  # fmt: skip
+Json = Annotated[bool, option("--json", None, "One JSON object a line, for machines.")]

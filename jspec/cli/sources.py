@@ -1,0 +1,87 @@
+"""Where the models of a command are, and what drafts."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from jspec.cli.shared import UsageError
+
+STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
+NONE, LOOKUP = "none", "lookup"
+_EXIT = re.compile(r"exit:([1-9]\d*)")
+_BUNDLED = Path(__file__).parent.parent / "pair_data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """What is to be loaded.
+
+    Attributes:
+        target: path, name or hub id of a model.
+        draft: the same, or a datastore, "lookup", "exit:N" or "none".
+    """
+
+    target: str
+    draft: str
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft."""
+        return self.draft != NONE
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the target, which is the draft's, too."""
+        from jspec import text
+
+        tokenizer = text.load_tokenizer(self.target)
+        if _is_model(self.draft):
+            text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
+        return tokenizer
+
+    def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
+        """The target and its drafter, None for none; `dtype` and `quantize` are for both."""
+        from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter, load
+
+        if _is_model(self.draft):
+            return load(self.target, dtype, quantize), load(self.draft, dtype, quantize)
+        # What can be wrong in a moment comes first.
+        drafter = NGramDrafter() if self.draft == LOOKUP else None
+        if self.draft.endswith(STORE):
+            drafter = RetrievalDrafter.load(self.draft)
+        elif left := _EXIT.fullmatch(self.draft):
+            self._check_layers(int(left[1]))
+            drafter = EarlyExitDrafter(int(left[1]))
+        return load(self.target, dtype, quantize), drafter
+
+    def _check_layers(self, wanted: int) -> None:
+        import convert
+
+        layers = convert.read_config(convert.resolve(self.target)).num_hidden_layers
+        if wanted >= layers:
+            raise UsageError(f"--draft {self.draft} leaves no layer out of the target's {layers}; leave it earlier.")
+
+
+def sources(target: str | None, draft: str | None, plain: bool = False) -> Sources:
+    """What the options mean: the bundled pair without any; a target alone drafts by lookup.
+
+    Raises:
+        UsageError: they do not go together, or a draft is none.
+        FileNotFoundError: there is no such datastore.
+    """
+    if plain and draft not in (None, NONE):
+        raise UsageError("--plain decodes without a draft; leave out --draft.")
+    draft = NONE if plain else draft
+    if draft is None:
+        draft = LOOKUP if target else str(_BUNDLED / "draft")
+    elif _is_model(draft) and not target:
+        raise UsageError("--draft needs --target where it is a model.")
+    if draft.startswith("exit:") and not _EXIT.fullmatch(draft):
+        raise UsageError(f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers.")
+    if draft.endswith(STORE) and not Path(draft).is_file():
+        raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
+    return Sources(target or str(_BUNDLED / "target"), draft)
+
+
+def _is_model(draft: str) -> bool:
+    return draft not in (NONE, LOOKUP) and not draft.startswith("exit:") and not draft.endswith(STORE)

@@ -1,0 +1,254 @@
+"""`complete`: prompts to texts in one call; and what became of each prompt."""
+
+import dataclasses
+import itertools
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec import theory
+from jspec.checks import as_array, check_target
+from jspec.decode import generate, speculative_generate
+from jspec.draft_length import UpTo
+from jspec.drafters import NGramDrafter, RetrievalDrafter
+from jspec.drafters.model import as_drafter
+from jspec.prompts import Batch, Prompt, encode, listed, room
+from jspec.sampling import SamplingParams
+from jspec.text import eos_ids, pieces, request_keys
+from jspec.types import BONUS, NO_DRAFT, Output, check_count
+
+_DRAFTED = 4  # tokens a round, unless told otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One prompt and its continuation or answer.
+
+    Attributes:
+        prompt: as it was given.
+        pieces: the text each new token added.
+        tokens: the new tokens; this and the next two are as in `jspec.Output`, without the padding.
+        logprobs: of each, under the law it was sampled from.
+        origins: where each came from.
+        finish_reason: "eos"; "stop", at a string or special token of `stop`; or "length".
+        stats: see `statistics`.
+    """
+
+    prompt: Any
+    pieces: list[str]
+    tokens: list[int]
+    logprobs: list[float]
+    origins: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Prompts as one batch, and the strings and special tokens that end their texts; nothing is decoded yet."""
+
+    prompts: list[Prompt]
+    batch: Batch
+    tokenizer: Any
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+
+    def ends(self, target: Any) -> tuple[int, ...]:
+        """The ids that end a text."""
+        possible = {i for i in self.stop_ids if i < target.config.vocab_size}
+        return tuple(sorted({*eos_ids(target, self.tokenizer), *possible}))
+
+    def decode(
+        self, target: Any, draft: Any, max_new_tokens: int, sampling: SamplingParams, seed: int, **options: Any
+    ) -> Output:
+        """`jspec.speculative_generate`, or `jspec.generate` if `draft` is None; `options` are those of the function.
+
+        Request i has a key of `seed` and i. Sizes are rounded up, so that another `max_new_tokens` seldom compiles.
+        """
+        check_target(target)
+        check_count("max_new_tokens", max_new_tokens)
+        size = room(max_new_tokens, self.batch, _positions(target, draft))
+        sampling = self._limited(sampling, min(max_new_tokens, 2**31 - 1))
+        request = self.batch.tokens, self.batch.lengths, request_keys(seed, len(self.prompts))
+        options |= {"max_new_tokens": size, "sampling": sampling, "eos_ids": self.ends(target)}
+        if draft is None:
+            return generate(target, *request, **options)
+        return speculative_generate(target, draft, *request, **options)
+
+    def _limited(self, sampling: SamplingParams, most: int) -> SamplingParams:
+        """`sampling` with limits of at most `most` tokens; what is no such thing stays, for the function to refuse."""
+        wanted = as_array("max_tokens", getattr(sampling, "max_tokens", None))
+        if not isinstance(sampling, SamplingParams) or np.asarray(wanted).dtype.kind not in "iuf":
+            return sampling
+        limits = np.where(np.equal(wanted, 0), most, np.minimum(wanted, most))
+        limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # one program for both
+        return dataclasses.replace(sampling, max_tokens=limits)
+
+    def completions(self, target: Any, out: Output) -> list[Completion]:
+        """What `out`, decoded by `target`, says of each prompt.
+
+        Raises:
+            ValueError: the target's logits were not finite.
+        """
+        if out.stats.invalid.any():
+            raise ValueError("The target's logits are not finite: its weights are damaged, or too large for the dtype.")
+        out, ends = jax.device_get(out), eos_ids(target, self.tokenizer)
+        return [self._completion(out, row, ends) for row in range(len(self.prompts))]
+
+    def _completion(self, out: Output, row: int, ends: tuple[int, ...]) -> Completion:
+        new = slice(int(out.lengths[row]))
+        ids, tokens = self.batch.tokens[row, : self.batch.lengths[row]].tolist(), out.tokens[row, new].tolist()
+        added = pieces(self.tokenizer, ids, tokens)
+        if (kept := until(added, self.stop)) is not None:
+            added, reason = kept, "stop"
+        else:
+            reason = "eos" if tokens[-1] in ends else "stop" if tokens[-1] in self.stop_ids else "length"
+        return Completion(
+            prompt=self.prompts[row],
+            pieces=added,
+            tokens=tokens[: len(added)],
+            logprobs=out.logprobs[row, : len(added)].tolist(),
+            origins=out.origins[row, : len(added)].tolist(),
+            finish_reason=reason,
+            stats=statistics(out, row),
+        )
+
+
+def complete(
+    target: Any,
+    draft: Any,
+    tokenizer: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int = 128,
+    num_draft_tokens: Any = None,
+    sampling: SamplingParams = SamplingParams(),
+    accept: Any = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+) -> list[Completion]:
+    """Continue texts, and answer conversations, all as one batch.
+
+    Texts end with the end-of-text tokens of the model and the tokenizer, those of generation_config.json included.
+
+    Args:
+        target, sampling, accept: as for `jspec.speculative_generate`.
+        draft: as there; None decodes without one.
+        tokenizer: of the target, as `jspec.pretrained` or transformers give it.
+        prompts: one, or a list of them: texts, lists of token ids, or conversations, lists of messages such as
+            ``{"role": "user", "content": "Hello"}``, which the tokenizer's chat template makes one text of.
+        max_new_tokens: limit for each prompt.
+        num_draft_tokens: as there; by default 4, at most so many by lookup and retrieval.
+        seed: request i has a key of `seed` and i.
+        stop: one or several strings before which a text ends. Tokens up to the one that completes a string are kept,
+            and decoding goes on behind it, which `Completion.stats` counts. One that is a special token, such as
+            "<|im_end|>", ends decoding as the model's own do.
+
+    Returns:
+        For each prompt, its `Completion`.
+
+    Raises:
+        ValueError: a prompt is empty or malformed, or a conversation without a template; `stop` has an empty string; an
+            argument of drafting without a draft; or as `jspec.speculative_generate`.
+        TypeError: `tokenizer` is none; or as `jspec.speculative_generate`.
+    """
+    options = {"num_draft_tokens": num_draft_tokens, "accept": accept}
+    options = {name: value for name, value in options.items() if value is not None}
+    if draft is None and options:
+        raise ValueError(f"{', '.join(options)} is for drafting, and draft is None; leave it out.")
+    if draft is not None:
+        options["num_draft_tokens"] = how_far(draft, num_draft_tokens)
+    task = prepare(tokenizer, listed(prompts), stop)
+    return task.completions(target, task.decode(target, draft, max_new_tokens, sampling, seed, **options))
+
+
+def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = ()) -> Task:
+    """Everything about texts that can be wrong, without a model; arguments as for `complete`."""
+    if not callable(tokenizer):
+        raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}; pass that of jspec.pretrained, "
+                        "jspec.text.load_tokenizer or transformers.")  # fmt: skip
+    several = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
+    if not all(isinstance(one, str) and one for one in several):
+        raise ValueError(f"stop is {stop!r}; expected strings that are not empty, for they end a text.")
+    special = {one: i for one in several if (i := _special(tokenizer, one)) is not None}
+    strings = tuple(one for one in several if one not in special)
+    return Task(prompts, encode(tokenizer, prompts), tokenizer, strings, tuple(special.values()))
+
+
+def how_far(draft: Any, num_draft_tokens: Any) -> Any:
+    """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match."""
+    wanted = _DRAFTED if num_draft_tokens is None else num_draft_tokens
+    if not isinstance(draft, NGramDrafter | RetrievalDrafter) or not isinstance(wanted, numbers.Integral):
+        return wanted
+    check_count("num_draft_tokens", wanted)
+    return UpTo(int(wanted))
+
+
+def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
+    """The pieces up to that which completes the first of `stop`, without that string; None if there is none.
+
+    So a decoder that stops does it: of strings that one piece completes, the one that begins first counts.
+    """
+    text = ""
+    for count, piece in enumerate(pieces, 1):
+        known, text = len(text), text + piece
+        starts = [start for one in stop if (start := text.find(one, max(0, known - len(one) + 1))) >= 0]
+        if starts:
+            ends = itertools.accumulate(len(one) for one in pieces[:count])
+            return [one[: max(0, min(starts) - end + len(one))] for one, end in zip(pieces, ends, strict=False)]
+    return None
+
+
+def statistics(out: Output, row: int) -> dict[str, Any]:
+    """The counts of one request, and what the theory makes of its acceptance rate.
+
+    ``acceptance_rate`` is that of the drafts that were judged: those after a rejection never are.
+    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate, None where a round had fewer
+    guesses than it supposes. The measured number is lower where the end of the text cuts the last round off, and
+    differs where acceptance comes in streaks.
+    """
+    counts = out.lengths, out.stats.rounds, out.stats.judged, out.stats.accepted
+    tokens, rounds, judged, accepted = (int(count[row]) for count in counts)
+    accepted_at = out.stats.accepted_at[row].tolist()
+    rate = accepted / judged if judged else None
+    # A draft that was kept whole is followed by a bonus.
+    whole = (out.origins[row] == BONUS).sum() <= sum(accepted_at[-1:]) and not (out.origins[row] == NO_DRAFT).any()
+    predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
+    return {
+        "tokens": tokens,
+        "rounds": rounds,
+        "drafted": int(out.stats.drafted[row]),
+        "judged": judged,
+        "accepted": accepted,
+        "accepted_at": accepted_at,
+        "acceptance_rate": rate,
+        "tokens_per_round": tokens / rounds,
+        "predicted_tokens_per_round": predicted,
+    }
+
+
+def _special(tokenizer: Any, string: str) -> int | None:
+    """The id of a special token, which texts never show; ValueError where it is only a part of `string`."""
+    ids = tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
+    shown, whole = (
+        tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (True, False)
+    )
+    if shown == whole:
+        return None
+    if len(ids) > 1:
+        raise ValueError(f"stop has {string!r}, of which texts show only {shown!r}; give the special token alone.")
+    return ids[0]
+
+
+def _positions(target: Any, draft: Any) -> int:
+    """How many tokens a text may have in all."""
+    limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
+    return min(limit for limit in limits if limit is not None)
