@@ -88,6 +88,7 @@ def run(subject: Subject, count: int, batch: int, k: int, new_tokens: int) -> No
     for name, drafter in made(subject, asked).items():
         outs = chats.decoder(subject, drafter, k, requests, new_tokens)()
         rows.append(_row(name, outs, theirs))
+        print(f"{name}: {rows[-1]['identical, %']:.4g} % identical", flush=True)  # all of it takes half an hour
         parted += [f"{name}: {one.question}, token {at}" for one, tokens in zip(theirs, chats.texts(outs), strict=True)
                    if (at := one.parts(tokens)) is not None]  # fmt: skip
     ties = [f"{one.question}, token {one.tie}: {one.gaps[one.tie]:.1e}" for one in theirs if one.tie is not None]
