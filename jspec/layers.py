@@ -136,7 +136,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
         # is stored in its key, where the mask takes it away.
-        finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
+        finite = jnp.isfinite(v)
         k = jnp.where(finite, rotate(k, tables), jnp.nan)
         slots = positions if past is None else positions - past[2][:, None]
         keys = write(keys, k.swapaxes(2, 3), slots[:, 0], axis=3)
