@@ -7,13 +7,17 @@ A write that would reach past the last slot is dropped without an error; callers
 none does.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jspec.rows import update_rows
 from jspec.types import pytree
+
+_TILE = 32
 
 
 @pytree
@@ -31,6 +35,11 @@ def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dt
     return KVCache(keys, tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
 
 
+def whole_tiles(positions: int) -> int:
+    """How many slots hold `positions`: whole tiles, for else GPUs would copy all values at every pass, to pad them."""
+    return -(-positions // _TILE) * _TILE
+
+
 def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
     """The cache of `model` after reading ``tokens[B, P]`` from position 0, with room for `num_slots` positions.
 
@@ -46,11 +55,19 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
 
 
 def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike.
+    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike."""
+    new = new.astype(slots.dtype)
+    if new.shape[axis] == slots.shape[axis]:  # as in a prefill; there is only one place for it
+        return new
+    return update_rows(slots, new, start, axis, functools.partial(_scatter, axis=axis))
 
-    A scatter, row by row. Of a single update XLA would make a `dynamic_update_slice`, and on CPU fuse that twice, into
-    the cache and into the product that reads it, each time with a copy of all slots. So there is one more update: it
-    lies out of bounds and is dropped. It belongs to the row, so that a batch may be sharded.
+
+def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:
+    """A scatter, row by row.
+
+    Of a single update XLA would make a `dynamic_update_slice`, and on CPU fuse that twice, into the cache and into the
+    product that reads it, each time with a copy of all slots. So there is one more update: it lies out of bounds and is
+    dropped. It belongs to the row, so that a batch may be sharded.
     """
     dims = lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2, 3), inserted_window_dims=(), scatter_dims_to_operand_dims=(axis - 1,)
@@ -60,7 +77,7 @@ def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
         at = jnp.stack([start, jnp.full_like(start, slots.shape[axis - 1])])[:, None]
         return lax.scatter(slots, at, jnp.stack([new, new]), dims, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
-    return jax.vmap(row)(slots, new.astype(slots.dtype), start)
+    return jax.vmap(row)(slots, new, start)
 
 
 def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:

@@ -12,15 +12,16 @@ from jax import Array, lax
 from numpy.typing import ArrayLike
 
 from jspec.accept import RULES, Rule
-from jspec.cache import prefill
+from jspec.cache import prefill, whole_tiles
 from jspec.checks import as_array, check_arguments, check_drafted, check_measurable, check_rule, check_tuning
 from jspec.draft_length import DraftLength, most_drafts
-from jspec.drafters.base import Drafter, cut, is_foreign
+from jspec.drafters.base import Drafter, is_foreign
 from jspec.drafters.checked import CheckedDrafter
 from jspec.drafters.model import as_drafter
 from jspec.keys import rehearsal
 from jspec.llama import Llama
 from jspec.round import Record, Request, State, play_round
+from jspec.rows import cut
 from jspec.sampling import SamplingParams, Warp, draft_warp, seen_in_prompt, spread, warp
 from jspec.sharding import on_any_mesh, vary_like
 from jspec.tuning import TRIALS, Tuning, measure, remembered, tuning_key
@@ -276,7 +277,7 @@ def _start(
     batch, width = tokens.shape
     k = most_drafts(draft_length)
     spare = k + 1
-    slots = width + max_new_tokens + spare
+    slots = whole_tiles(width + max_new_tokens + spare)
     with jax.named_scope("prefill"):
         cache = prefill(target, tokens, slots)
         drafter_state = () if drafter is None else drafter.init(tokens, slots)

@@ -11,9 +11,10 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Verifier, as_draft, is_foreign, outside, put
+from jspec.drafters.base import Context, Verifier, as_draft, is_foreign, outside
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
+from jspec.rows import put
 from jspec.sampling import Seen, Warp, add_seen, token_probs
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Stats, Verdict, pytree
 

@@ -11,7 +11,7 @@ import pytest
 import jspec
 from jspec import ModelDrafter, SamplingParams
 from jspec.accept import RULES
-from jspec.cache import KVCache, prefill
+from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.decode import _start
 from jspec.round import Request, play_round
 from jspec.sampling import draft_warp, spread, warp
@@ -37,7 +37,7 @@ def _round(target, drafter, request, state, record, num_draft_tokens):
 @functools.partial(jax.jit, static_argnames="rows")
 def _reread(model, prompt_lengths, prompts, tokens, rows):
     """The cache of a model that reads the prompts, and then the text without any rejection, `rows` tokens at a time."""
-    cache = prefill(model, prompts, tokens.shape[1])
+    cache = prefill(model, prompts, whole_tiles(tokens.shape[1]))
 
     def read(cache, i):
         start = prompt_lengths - 1 + i * rows

@@ -10,6 +10,7 @@ import pytest
 
 import jspec
 from jspec.accept import RULES
+from jspec.cache import whole_tiles
 from jspec.decode import _decode, _traced
 
 SIZE, NEW, K = 3, 12, 2
@@ -135,7 +136,7 @@ def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k
     lowered = _decode.lower(target, drafter, *batch, *_traced(jspec.SamplingParams(), (5,), 0), max_new_tokens=new,
                             draft_length=draft_length, rule=RULES["rejection"])  # fmt: skip
     program = lowered.compile(as_shipped).as_text()
-    slots = 7 + new + k + 1
+    slots = whole_tiles(7 + new + k + 1)
     sizes = {rows * heads * slots * 8 for heads in ((2, 4) if k else (2,))}
     computations = _computations(program)
     entry = re.search(r"^ENTRY %?([\w.\-]+)", program, re.M)[1]

@@ -15,7 +15,7 @@ from test_matrix import check_texts, pair, text_p_values
 
 import jspec
 from jspec.draft_length import compiled_lengths
-from jspec.drafters.base import cut, put
+from jspec.rows import cut, put
 from jspec.types import pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")

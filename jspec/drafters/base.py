@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jspec.draft_length import DraftLength
 from jspec.probs import choose
+from jspec.rows import cut
 from jspec.sampling import Seen, Warp
 from jspec.types import Draft, Verdict, longer_by_padding, same_but_for_padding
 
@@ -200,13 +201,3 @@ def window(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[
     before = min(before, tokens.shape[1] - after)  # nested fallbacks ask for more than a short text has
     start = jnp.maximum(lengths - before, 0)
     return cut(tokens, start, before + after), start, lengths - 1 - start
-
-
-def cut(rows: Array, start: Array, size: int) -> Array:
-    """``rows[b, start[b] : start[b] + size]`` of every row."""
-    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, start)
-
-
-def put(rows: Array, new: Array, start: Array) -> Array:
-    """`rows` with ``new[b]`` from index ``start[b]`` of row b on."""
-    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))(rows, new, start)

@@ -10,8 +10,9 @@ from jax import Array, lax
 
 from jspec.accept import judge_coupled
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context, Verifier, as_draft, cut, fit_vocabulary, put, shared_vocabulary, window
+from jspec.drafters.base import Context, Verifier, as_draft, fit_vocabulary, shared_vocabulary, window
 from jspec.drafters.model import as_drafter
+from jspec.rows import cut, put
 from jspec.sampling import Seen, add_seen, token_probs
 from jspec.sharding import vary_like
 from jspec.types import Draft, Verdict, check_count, pytree

@@ -1,0 +1,53 @@
+"""Rows of a batch, each of which is read or written at a place of its own."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+# A program for TPUs has an update for every row up to so many; beyond, it would grow too long.
+_UNROLLED = 32
+
+
+def cut(rows: Array, start: Array, size: int) -> Array:
+    """``rows[b, start[b] : start[b] + size]`` of every row."""
+
+    def together(rows: Array, start: Array) -> Array:
+        return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, start)
+
+    def one_by_one(rows: Array, start: Array) -> Array:
+        return jnp.stack([lax.dynamic_slice_in_dim(rows[b], start[b], size) for b in range(len(rows))])
+
+    return _by_platform(len(rows), together, one_by_one, rows, start)
+
+
+def put(rows: Array, new: Array, start: Array) -> Array:
+    """`rows` with ``new[b]`` from index ``start[b]`` of row b on."""
+
+    def together(rows: Array, new: Array, start: Array) -> Array:
+        return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))(rows, new, start)
+
+    return update_rows(rows, new, start, 1, together)
+
+
+def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Callable[..., Array]) -> Array:
+    """``together(rows, new, start)``, which puts ``new[b]`` into row b from index ``start[b]`` of `axis` on.
+
+    What lies within the rows must do so as a whole: beyond their end the two forms differ.
+    """
+
+    def one_by_one(rows: Array, new: Array, start: Array) -> Array:
+        for b in range(len(rows)):
+            at = [start[b] if i == axis else jnp.asarray(b if i == 0 else 0, start.dtype) for i in range(rows.ndim)]
+            rows = lax.dynamic_update_slice(rows, new[b : b + 1], at)
+        return rows
+
+    return _by_platform(len(rows), together, one_by_one, rows, new, start)
+
+
+def _by_platform(count: int, together: Callable, one_by_one: Callable, *arguments: Array) -> Array:
+    """On TPUs a gather or scatter over rows is a loop that does one after another, and waits each time."""
+    if count > _UNROLLED:
+        return together(*arguments)
+    return lax.platform_dependent(*arguments, tpu=one_by_one, default=together)

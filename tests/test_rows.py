@@ -1,0 +1,78 @@
+"""Reading and writing every row at its own place: the same on every platform, and on TPUs without a loop over rows."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jspec
+from jspec import rows, weights
+from jspec.cache import write
+from jspec.rows import cut, put
+
+START = np.array([0, 5, 3, 9], np.int32)
+ROWS = np.arange(4 * 12, dtype=np.int32).reshape(4, 12)
+NEW = -np.arange(1, 13, dtype=np.int32).reshape(4, 3)
+CACHE = np.random.default_rng(0).normal(size=(4, 2, 8, 12)).astype(np.float32)
+PIECE = np.random.default_rng(1).normal(size=(4, 2, 8, 3)).astype(np.float32)
+
+
+@pytest.fixture(params=["here", "on a TPU", "many rows on a TPU"])
+def platform(request, monkeypatch):
+    """The form for TPUs is plain JAX, which runs anywhere."""
+    if request.param != "here":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, tpu, default: tpu(*arguments))
+    if request.param.startswith("many"):
+        monkeypatch.setattr(rows, "_UNROLLED", 3)
+
+
+def test_rows_are_cut(platform):
+    expected = [row[at : at + 3] for row, at in zip(ROWS, START, strict=True)]
+    np.testing.assert_array_equal(cut(jnp.asarray(ROWS), jnp.asarray(START), 3), expected)
+
+
+def test_rows_are_put(platform):
+    expected = ROWS.copy()
+    for row, new, at in zip(expected, NEW, START, strict=True):
+        row[at : at + 3] = new
+    np.testing.assert_array_equal(put(jnp.asarray(ROWS), jnp.asarray(NEW), jnp.asarray(START)), expected)
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+def test_slots_are_written(platform, axis):
+    cache, piece = (np.swapaxes(array, 3, axis) for array in (CACHE, PIECE))
+    expected = cache.copy()
+    for row, new, at in zip(expected, piece, START, strict=True):
+        row[(slice(None),) * (axis - 1) + (slice(at, at + 3),)] = new
+    written = write(jnp.asarray(cache), jnp.asarray(piece), jnp.asarray(START), axis)
+    np.testing.assert_array_equal(written, expected)
+
+
+def test_a_cache_that_is_written_whole_is_what_is_written():
+    np.testing.assert_array_equal(write(jnp.zeros(PIECE.shape), jnp.asarray(PIECE), jnp.zeros(4, int), 3), PIECE)
+
+
+@pytest.mark.parametrize(("platform_name", "scatters"), [("tpu", 0), ("cuda", 3), ("cpu", 3)])
+def test_only_on_tpus_there_is_an_update_for_every_row(platform_name, scatters):
+    def program(texts, new, cache, piece, start):
+        return put(texts, new, start), cut(texts, start, 3), write(cache, piece, start, 3)
+
+    arguments = ROWS, NEW, CACHE, PIECE, START
+    module = export.export(jax.jit(program), platforms=[platform_name])(*arguments).mlir_module()
+    assert len(re.findall(r"stablehlo\.(?:scatter|gather)\"?\(", module)) == scatters
+    assert len(re.findall(r"stablehlo\.dynamic_update_slice", module)) == (0 if scatters else 8)
+
+
+def test_an_embedding_is_used_in_the_layout_it_has(toy, prompts, quick_compile):
+    """As `jspec.load` lays it out on a TPU."""
+    model, batch = toy(0), prompts([4, 1, 6])
+    expected = jspec.generate(model, *batch, max_new_tokens=8)
+    embedding = model.embed_tokens.weight
+    embedding.set_value(weights.by_token(embedding[...]))
+    assert embedding[...].format.layout.major_to_minor == (1, 0)
+    program = jax.jit(lambda model, *batch: jspec.generate(model, *batch, max_new_tokens=8)).lower(model, *batch)
+    assert "f32[32,61]{0,1}" in program.compile().as_text().splitlines()[0]  # what comes in is not copied first
+    np.testing.assert_array_equal(jspec.generate(model, *batch, max_new_tokens=8).tokens, expected.tokens)
