@@ -306,6 +306,34 @@ def answers(
 
 
 @app.command()
+def compiled(
+    device: Annotated[str, typer.Option("--device", help="h100, a100, l4, t4, v5e or v6e; none needs to be here.")],
+    pair: Annotated[str, typer.Option("--pair", help="109m, or TARGET/DRAFT of two Llama shapes, as for roofline.")] = (
+        "llama-3.2-3b/llama-3.2-1b"
+    ),
+    batch: Batch = 1,
+    k: Length = 4,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
+    new_tokens: NewTokens = 384,
+    count: Annotated[int, typer.Option("--devices", min=1, help="Over which matrices are divided.")] = 1,
+    output: Output = None,
+) -> None:
+    """What XLA makes of the program for a device that is not here: kernels, bytes, memory, and a predicted time."""
+    from bench import devices
+
+    try:
+        devices.prepare(device)  # before anything starts JAX
+        from bench import abstract, compiled
+        from bench.report import RESULTS
+
+        setting = abstract.Setting(batch, width, new_tokens, k)
+        compiled.run(device, pair, setting, count, output or RESULTS)
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
 def interrupts(
     count: Annotated[int, typer.Option("--count", min=1, help="Signals; they take turns over the phases.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Of the moments.")] = 0,

@@ -1,0 +1,126 @@
+"""Programs of models without weights: shapes alone, lowered and compiled for devices that are not there."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jspec
+from bench import devices, pairs
+from bench.devices import Device
+from convert.config import LlamaConfig
+from jspec.accept import RULES
+from jspec.decode import _decode, _traced
+from jspec.drafters.model import as_drafter
+from jspec.quantizer import matrices
+from jspec.weights import BY_TOKEN
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What fixes a program's shapes.
+
+    Attributes:
+        batch: rows.
+        width: of the prompts, in tokens.
+        new_tokens: the most that are added.
+        draft_length: K, a `jspec.draft_length.DraftLength`, or 0 for plain decoding.
+        rule: its name.
+    """
+
+    batch: int = 1
+    width: int = 128
+    new_tokens: int = 384
+    draft_length: Any = 4
+    rule: str = "rejection"
+    sampling: jspec.SamplingParams = jspec.SamplingParams()
+
+    def plain(self) -> "Setting":
+        """The same without a draft."""
+        return dataclasses.replace(self, draft_length=0)
+
+
+def model(config: LlamaConfig, dtype: Any, quantized: bool = False) -> jspec.Llama:
+    """A Llama of shapes."""
+
+    def make() -> jspec.Llama:
+        made = jspec.Llama(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))
+        for module in matrices(made).values() if quantized else ():
+            shape = module.weight[...].shape
+            module.weight.set_value(jnp.zeros(shape, jnp.int8))
+            module.scale = nnx.data(nnx.Param(jnp.zeros(shape[1:], jnp.float32)))
+        return made
+
+    return nnx.eval_shape(make)
+
+
+def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
+    """Of target and draft, of a pair named as for `bench.pairs.pair`; bundled is none of shapes alone.
+
+    Raises:
+        ValueError: there is no such pair.
+    """
+    first, _, second = pair.removesuffix(":int8").partition("/")
+    if first in pairs.STRETCHED and not second:
+        found = pairs.STRETCHED[first]
+        return found.config, dataclasses.replace(found.config, num_hidden_layers=found.draft_layers)
+    if first in pairs.SHAPES and second in pairs.SHAPES:
+        return pairs.SHAPES[first], pairs.SHAPES[second]
+    raise ValueError(f"There is no pair {pair!r} of shapes; there are {', '.join(pairs.STRETCHED)}, and TARGET/DRAFT "
+                     f"of {', '.join(pairs.SHAPES)}, with :int8 behind it for a draft of int8.")  # fmt: skip
+
+
+def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama]:
+    """``(target, draft)`` of shapes, by the name of `configs`; `changes` are made to both configurations."""
+    target, draft = (dataclasses.replace(config, **changes) for config in configs(name))
+    return model(target, dtype), model(draft, dtype, name.endswith(":int8"))
+
+
+def lower(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = None) -> Any:
+    """The shipped program, lowered for the devices of a topology, or for whatever JAX runs on.
+
+    Args:
+        target, draft: of shapes; a model, a drafter, or None.
+        found: from `bench.devices.topology`; with several, matrices are divided over them.
+    """
+    batch = setting.batch
+    request = jax.eval_shape(lambda: (jnp.zeros((batch, setting.width), jnp.int32), jnp.zeros(batch, jnp.int32),
+                                      jax.random.split(jax.random.key(0), batch)))  # fmt: skip
+    drafter = as_drafter(draft)
+    if found is not None:
+        mesh = Mesh(found, ("model",))
+        whole = NamedSharding(mesh, PartitionSpec())
+        target, drafter = divided(target, mesh), divided(drafter, mesh)
+        request = jax.tree.map(lambda leaf: _at(leaf, whole), request)
+    length = setting.draft_length
+    return _decode.lower(target, drafter if length else None, *request, *_traced(setting.sampling, (2,), 0),
+                         max_new_tokens=setting.new_tokens, draft_length=length, rule=RULES[setting.rule])  # fmt: skip
+
+
+def divided(tree: Any, mesh: Mesh) -> Any:
+    """`tree` on a mesh: the matrices of its models divided as `jspec.tensor_parallel` says, all else on all."""
+    place, whole = jspec.tensor_parallel(mesh, "model"), NamedSharding(mesh, PartitionSpec())
+
+    def put(path: Any, leaf: Any) -> Any:
+        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path).removesuffix(".value")
+        is_matrix = any(part in name for part in ("proj", "embed_tokens", "lm_head"))
+        where = place(name, leaf.shape) if mesh.size > 1 and is_matrix else whole
+        if name.endswith("embed_tokens.weight") and mesh.devices.flat[0].platform == "tpu":
+            where = Format(BY_TOKEN, where)  # as `jspec.load` does it
+        return _at(leaf, where)
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def _at(leaf: Any, sharding: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def compiled(device: Device, target: Any, draft: Any, setting: Setting, count: int = 1) -> Any:
+    """The program, compiled for `count` devices of a kind."""
+    return lower(target, draft, setting, devices.topology(device, count)).compile()

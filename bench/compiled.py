@@ -1,0 +1,230 @@
+"""The program as a device would run it: kernels, bytes, copies and memory, part by part, and how long that should take.
+
+XLA compiles it for a device that is not there. Times are predictions from constants of `bench.devices`, not measured.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+import jspec
+from bench import abstract, devices, plots
+from bench.devices import Device
+from bench.hlo import Instruction, Module, array_bytes
+from bench.report import publish
+from bench.traffic import flops, traffic
+
+PARTS = ("prefill", "draft", "verify", "accept", "commit")
+DRAFT_STEP = "draft step"  # in the loop of drafting; the first pass is outside
+LARGE = 1e6  # bytes; what is written beyond this deserves a look
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a device launches.
+
+    Attributes:
+        part: one of `PARTS`, "draft step" within the loop of drafting, or "" where XLA does not say.
+        times: how often, in one round or one prefill.
+        read, written: bytes, once.
+        flops: of its products, once.
+    """
+
+    name: str
+    op: str
+    shape: str
+    part: str
+    times: int
+    read: int
+    written: int
+    flops: int
+
+    @property
+    def moves(self) -> bool:
+        """Whether it writes much and computes no product: a copy, a conversion, or a product that was taken apart."""
+        return self.written >= LARGE and not self.flops
+
+    def seconds(self, device: Device) -> float:
+        """As predicted, all its times."""
+        work = max((self.read + self.written) / device.bandwidth, self.flops / device.flops)
+        return self.times * (work + device.launch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program, read.
+
+    Attributes:
+        kernels: of one round, in order; and those before the first.
+        prefill: kernels before the first round.
+        loops: within a round, but for that of drafting: where they come from.
+        waits: loops of unknown length in a round, each of which has a GPU wait for the host at every turn.
+        conditionals: in a round, of which the same is true.
+        host: transfers to or from the host in a round.
+        arguments, temporary: bytes; caches are among the temporaries.
+        on_chip: bytes of the temporaries that stay, between rounds, in a TPU's own memory.
+    """
+
+    kernels: list[Kernel]
+    prefill: list[Kernel]
+    loops: list[str]
+    waits: int
+    conditionals: int
+    host: int
+    arguments: int
+    temporary: int
+    on_chip: int
+
+    def count(self, part: str | None = None) -> int:
+        """Launches of one round, or of one of its parts."""
+        return sum(kernel.times for kernel in self.kernels if part in (None, kernel.part))
+
+
+def read(compiled: Any) -> Program:
+    """The program that JAX has compiled: the loop at its top plays the rounds, one within may draft."""
+    module = Module(compiled.as_text())
+    rounds = [loop for loop in module.loops(module.entry) if loop.scope.endswith("jit(_decode)/while")]
+    if len(rounds) != 1:
+        raise ValueError(f"Expected one loop over rounds, found {len(rounds)}; this is not a program that decodes.")
+    inside = [found for name in rounds[0].calls for found in module.launches(name)]
+    loops = module.loops(rounds[0].body)
+    places = {place for _, place, _ in inside}
+    drafting = [loop for loop in loops if loop.scope.endswith("/draft/while")]
+    steps = {place for loop in drafting for name in loop.calls for _, place, _ in module.launches(name)}
+    others = [loop for loop in loops if loop not in drafting]
+    others += [inner for loop in drafting for inner in module.loops(loop.body)]
+    memory = compiled.memory_analysis()
+    return Program(
+        _kernels(module, inside, steps),
+        _kernels(module, [found for found in module.launches(module.entry) if found[1] not in places], set()),
+        [loop.scope for loop in others],
+        sum(module.trips(loop) is None for loop in (*others, *drafting)),
+        sum(one.op == "conditional" for place in places for one in module.computations[place].values()),
+        sum(one.host for one, _, _ in inside),
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        sum(array_bytes(part) for part in re.findall(r"\w+\[[\d,]*\]\{[^}]*S\(1\)\}", rounds[0].shape)),
+    )
+
+
+def _kernels(module: Module, launches: list[tuple[Instruction, str, int]], steps: set[str]) -> list[Kernel]:
+    """In the order in which they run; one that XLA does not name belongs to the part that comes next."""
+    found, part = [], ""
+    for one, place, times in reversed(launches):
+        part = next((part for part in PARTS if f"/{part}/" in one.scope), part)
+        where = DRAFT_STEP if place in steps else part
+        around = module.computations[place], module.computations
+        found.append(Kernel(one.name, one.op, one.shape, where, times, *traffic(one, *around), flops(one, *around)))
+    return found[::-1]
+
+
+def table(program: Program, device: Device) -> list[dict[str, Any]]:
+    """One row a part of a round, one for all of it, and one for reading the prompt."""
+    parts: dict[str, list[Kernel]] = {}
+    for kernel in program.kernels:
+        parts.setdefault(kernel.part, []).append(kernel)
+    rows = parts | {"a round": program.kernels, "prefill": program.prefill}
+    return [_row(name, kernels, device) for name, kernels in rows.items()]
+
+
+def _row(name: str, kernels: list[Kernel], device: Device) -> dict[str, Any]:
+    read, written = (sum(kernel.times * getattr(kernel, key) for kernel in kernels) for key in ("read", "written"))
+    launched = sum(kernel.times for kernel in kernels)
+    return {
+        "part": name,
+        "kernels": launched,
+        "MB read": read / 1e6,
+        "MB written": written / 1e6,
+        "copies": sum(kernel.times for kernel in kernels if kernel.op == "copy"),
+        "large moves": sum(kernel.times for kernel in kernels if kernel.moves),
+        "ms of bytes": 1e3 * (read + written) / device.bandwidth,
+        "ms of launches": 1e3 * launched * device.launch,
+        "ms predicted": 1e3 * sum(kernel.seconds(device) for kernel in kernels),
+    }
+
+
+def by_layer(device: Device, targets: tuple, drafts: tuple, setting: abstract.Setting) -> dict[str, float]:
+    """Kernels that one more layer costs: in plain decoding, in verification, in the first and in later draft steps.
+
+    Args:
+        targets, drafts: each a model of two layers, and the same of four.
+    """
+
+    def counts(target: Any, draft: Any) -> dict[str, int]:
+        program = read(abstract.compiled(device, target, draft, setting if draft else setting.plain()))
+        return {part: program.count(part) for part in (*PARTS, DRAFT_STEP)}
+
+    few, more = (counts(target, None) for target in targets)
+    found = {"plain": more["verify"] - few["verify"]}
+    if setting.draft_length:
+        few, steps = counts(targets[0], drafts[0]), max(1, setting.draft_length - 1)
+        of_target, of_draft = counts(targets[1], drafts[0]), counts(targets[0], drafts[1])
+        found |= {"verify": of_target["verify"] - few["verify"], "first draft step": of_draft["draft"] - few["draft"],
+                  "draft step": (of_draft[DRAFT_STEP] - few[DRAFT_STEP]) / steps}  # fmt: skip
+    return {name: count / 2 for name, count in found.items()}
+
+
+def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Path) -> None:
+    """Publish the parts of plain decoding and of a round, for `count` devices of the kind `name`.
+
+    Raises:
+        ValueError: weights and caches do not fit.
+    """
+    device = devices.DEVICES[name]
+    models = abstract.pair(pair, device.dtype)
+    check_fits(device, models, setting, count)
+    plain, round_ = (read(abstract.compiled(device, *models, one, count)) for one in (setting.plain(), setting))
+    rows = [{"program": title} | row for title, program in (("plain", plain), (f"K = {setting.draft_length}", round_))
+            for row in table(program, device)]  # fmt: skip
+    shallow = [abstract.pair(pair, device.dtype, num_hidden_layers=n) for n in (2, 4)]
+    layers = by_layer(device, *zip(*shallow, strict=True), setting) if device.platform == "cuda" else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    publish(
+        f"compiled-{name}-{pair}-k{setting.draft_length}-b{setting.batch}" + (f"-x{count}" if count > 1 else ""),
+        f"{pair} compiled for {count} x {device.title}: batch {setting.batch}, {device.dtype}, {setting.width} tokens "
+        f"of prompt and {setting.new_tokens} new ones",
+        rows,
+        plots.bars("part", "ms predicted"),
+        notes=[f"Predicted, not measured: the larger of bytes over {device.bandwidth / 1e9:.0f} GB/s and products over "
+               f"{device.flops / 1e12:.0f} TFLOP/s, and {device.launch * 1e6:g} us for every kernel.",
+               "large moves: kernels that write at least 1 MB and compute no product.",
+               *(_facts(title, program) for title, program in (("plain", plain), ("round", round_))),
+               *([f"Kernels a layer: {', '.join(f'{part} {n:g}' for part, n in layers.items())}."] if layers else [])],
+        folder=folder,
+        kernels_a_layer=layers,
+        programs={"plain": _summary(plain), "round": _summary(round_)},
+    )  # fmt: skip
+
+
+def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.Setting, count: int) -> None:
+    """Raise ValueError if weights and caches alone are more than `count` devices hold."""
+
+    def gigabytes(tree: Any) -> float:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 1e9
+
+    slots, memory = setting.width + setting.new_tokens, device.memory / 1e9
+    weights = sum(gigabytes(nnx.state(model)) for model in models)
+    caches = sum(
+        gigabytes(jax.eval_shape(lambda model=model: model.new_cache(setting.batch, slots))) for model in models
+    )
+    if weights + caches > count * memory:
+        raise ValueError(f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit into {count} x "
+                         f"{device.title} of {memory:.1f} GB; give --devices, or a smaller pair or batch.")  # fmt: skip
+
+
+def _facts(title: str, program: Program) -> str:
+    return (f"{title}: {len(program.loops)} loops but for that of drafting, {program.waits} of unknown length, "
+            f"{program.conditionals} conditionals, {program.host} host transfers; {program.arguments / 1e6:.0f} MB of "
+            f"arguments, {program.temporary / 1e6:.0f} MB besides, caches included, "
+            f"{program.on_chip / 1e6:.0f} MB of it on the chip.")  # fmt: skip
+
+
+def _summary(program: Program) -> dict[str, Any]:
+    names = ("loops", "waits", "conditionals", "host", "arguments", "temporary", "on_chip")
+    moved = [f"{one.times} x {one.shape} ({one.part})" for one in program.kernels if one.moves]
+    return {name: getattr(program, name) for name in names} | {"large moves": moved}

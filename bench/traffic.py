@@ -1,0 +1,96 @@
+"""What a kernel moves and computes: the bytes that it reads from memory and writes there, and its products.
+
+Of what is sliced the slice counts, of what is updated in place the update; what is in a TPU's own memory does not.
+"""
+
+import math
+import re
+
+from bench.hlo import Instruction, array_bytes, arrays
+
+Computation = dict[str, Instruction]
+
+_SLICES = {"slice", "dynamic-slice", "gather"}
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # op -> which operand is written into the first one
+_ON_CHIP = re.compile(r"S\([1-9]\)")
+
+
+def traffic(one: Instruction, here: Computation, computations: dict[str, Computation]) -> tuple[int, int]:
+    """Bytes read and written by an instruction of the computation `here`."""
+    if one.op.endswith("-start"):  # from one memory into the other: (from, to, ...)
+        moved = _parts(one.shape)
+        return (0 if _ON_CHIP.search(moved[0]) else array_bytes(moved[1])), _bytes(moved[1])
+    if one.op == "fusion":
+        inner = computations[one.calls[0]]
+        sources, results = [i for i in inner.values() if i.op == "parameter"], _results(inner)
+    else:
+        inner, sources = here, [here[operand] for operand in dict.fromkeys(one.operands) if operand in here]
+        results = [one]
+    read = sum(_read(source, inner, None if one.op == "fusion" else one) for source in sources)
+    written = sum(0 if _ON_CHIP.search(part) else _written(result, inner)
+                  for part, result in zip(_parts(one.shape), results, strict=False))  # fmt: skip
+    return read, written
+
+
+def flops(one: Instruction, here: Computation, computations: dict[str, Computation]) -> int:
+    """Two for each multiplication of the products in an instruction."""
+    if one.op == "fusion":
+        return sum(flops(inner, computations[called], computations)
+                   for called in one.calls for inner in computations[called].values())  # fmt: skip
+    if one.op not in ("dot", "convolution") and "gemm" not in one.rest.split("metadata=")[0]:
+        return 0
+    left, right = (arrays(here[operand].shape)[0][1] for operand in one.operands[:2])
+    batched = re.search(r"lhs_batch_dims=\{([\d,]+)\}", one.rest)
+    batch = math.prod(left[int(i)] for i in batched[1].split(",")) if batched else 1
+    result = math.prod(arrays(one.shape)[0][1])
+    # [M, K] by [K, N] makes [M, N]: K^2 is what both have over what the result has; of a batch, that times its size.
+    return round(2 * result * math.sqrt(math.prod(left) * math.prod(right) / (result * batch)))
+
+
+def _parts(shape: str) -> list[str]:
+    """The arrays of a shape, with their layouts."""
+    return re.findall(r"\b[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape)
+
+
+def _bytes(part: str) -> int:
+    return 0 if _ON_CHIP.search(part) else array_bytes(part)
+
+
+def _results(inner: Computation) -> list[Instruction]:
+    root = next(one for one in inner.values() if one.root)
+    return [inner[name] for name in root.operands] if root.op == "tuple" else [root]
+
+
+def _read(source: Instruction, inner: Computation, reader: Instruction | None) -> int:
+    """How much of `source` is read by `reader`, or else by all of a computation."""
+    whole = sum(map(_bytes, _parts(source.shape)))
+    names = {source.name}
+    if reader is None:  # what follows may see it in another shape
+        names |= {one.name for one in _followed(names, inner) if one.op == "bitcast"}
+    total = 0
+    for user in [reader] if reader else [one for one in _followed(names, inner) if one.op != "bitcast"]:
+        first = bool(user.operands) and user.operands[0] in names
+        if user.op in _SLICES and first:
+            total += min(user.bytes, whole)
+        elif not (user.op in _UPDATES and first):
+            return whole
+    return min(total, whole)
+
+
+def _followed(names: set[str], inner: Computation) -> list[Instruction]:
+    """What reads any of `names`, under whatever shape."""
+    found, names = [], set(names)
+    for one in inner.values():  # operands come before what uses them
+        if names & set(one.operands):
+            found.append(one)
+            if one.op == "bitcast":
+                names.add(one.name)
+    return found
+
+
+def _written(one: Instruction, inner: Computation) -> int:
+    while one.op == "bitcast":
+        one = inner[one.operands[0]]
+    if one.op in _UPDATES:
+        return array_bytes(inner[one.operands[_UPDATES[one.op]]].shape)
+    return 0 if one.op == "parameter" else one.bytes
