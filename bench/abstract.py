@@ -14,7 +14,7 @@ import jspec
 from bench import devices, pairs
 from bench.devices import Device
 from convert.config import LlamaConfig
-from jspec.accept import RULES
+from jspec.accept import RULES, Rule
 from jspec.decode import _decode, _traced
 from jspec.drafters.model import as_drafter
 from jspec.quantizer import matrices
@@ -30,14 +30,14 @@ class Setting:
         width: of the prompts, in tokens.
         new_tokens: the most that are added.
         draft_length: K, a `jspec.draft_length.DraftLength`, or 0 for plain decoding.
-        rule: its name.
+        rule: an object.
     """
 
     batch: int = 1
     width: int = 128
     new_tokens: int = 384
     draft_length: Any = 4
-    rule: str = "rejection"
+    rule: Rule = RULES["rejection"]
     sampling: jspec.SamplingParams = jspec.SamplingParams()
 
     def plain(self) -> "Setting":
@@ -81,25 +81,22 @@ def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llam
     return model(target, dtype), model(draft, dtype, name.endswith(":int8"))
 
 
-def lower(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = None) -> Any:
-    """The shipped program, lowered for the devices of a topology, or for whatever JAX runs on.
+def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = None) -> Any:
+    """The shipped program, traced; ``.lower(lowering_platforms=...)`` is StableHLO for any platform.
 
     Args:
-        target, draft: of shapes; a model, a drafter, or None.
-        found: from `bench.devices.topology`; with several, matrices are divided over them.
+        target, draft: of shapes or of numbers; a model, a drafter, or None.
+        found: devices, from `bench.devices.topology`; over several, matrices are divided. None for JAX's own.
     """
-    batch = setting.batch
+    batch, length = setting.batch, setting.draft_length
     request = jax.eval_shape(lambda: (jnp.zeros((batch, setting.width), jnp.int32), jnp.zeros(batch, jnp.int32),
                                       jax.random.split(jax.random.key(0), batch)))  # fmt: skip
-    drafter = as_drafter(draft)
+    drafter = as_drafter(draft) if length else None
     if found is not None:
         mesh = Mesh(found, ("model",))
-        whole = NamedSharding(mesh, PartitionSpec())
-        target, drafter = divided(target, mesh), divided(drafter, mesh)
-        request = jax.tree.map(lambda leaf: _at(leaf, whole), request)
-    length = setting.draft_length
-    return _decode.lower(target, drafter if length else None, *request, *_traced(setting.sampling, (2,), 0),
-                         max_new_tokens=setting.new_tokens, draft_length=length, rule=RULES[setting.rule])  # fmt: skip
+        target, drafter, request = divided(target, mesh), divided(drafter, mesh), divided(request, mesh)
+    return _decode.trace(target, drafter, *request, *_traced(setting.sampling, (2,), 0),
+                         max_new_tokens=setting.new_tokens, draft_length=length, rule=setting.rule)  # fmt: skip
 
 
 def divided(tree: Any, mesh: Mesh) -> Any:
@@ -123,4 +120,4 @@ def _at(leaf: Any, sharding: Any) -> Any:
 
 def compiled(device: Device, target: Any, draft: Any, setting: Setting, count: int = 1) -> Any:
     """The program, compiled for `count` devices of a kind."""
-    return lower(target, draft, setting, devices.topology(device, count)).compile()
+    return trace(target, draft, setting, devices.topology(device, count)).lower().compile()

@@ -10,4 +10,4 @@ esac
 directory=${2:?usage: bash bench/environments.sh cuda|tpu DIR}
 "${PYTHON:-python3}" -m venv "$directory"
 "$directory/bin/python" -m pip install --quiet --editable "$(dirname "${BASH_SOURCE[0]}")/..[bench,$extra]"
-"$directory/bin/python" -m pip install --quiet pytest pytest-xdist
+"$directory/bin/python" -m pip install --quiet pytest pytest-xdist hypothesis scipy

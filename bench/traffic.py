@@ -12,6 +12,7 @@ Computation = dict[str, Instruction]
 
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # op -> which operand is written into the first one
+_LIBRARY = re.compile(r'custom_call_target="__cublas')
 _ON_CHIP = re.compile(r"S\([1-9]\)")
 
 
@@ -27,6 +28,8 @@ def traffic(one: Instruction, here: Computation, computations: dict[str, Computa
         inner, sources = here, [here[operand] for operand in dict.fromkeys(one.operands) if operand in here]
         results = [one]
     read = sum(_read(source, inner, None if one.op == "fusion" else one) for source in sources)
+    if one.op == "custom-call":  # of a library; the second is what it works in
+        return read, _bytes(_parts(one.shape)[0])
     written = sum(0 if _ON_CHIP.search(part) else _written(result, inner)
                   for part, result in zip(_parts(one.shape), results, strict=False))  # fmt: skip
     return read, written
@@ -37,7 +40,7 @@ def flops(one: Instruction, here: Computation, computations: dict[str, Computati
     if one.op == "fusion":
         return sum(flops(inner, computations[called], computations)
                    for called in one.calls for inner in computations[called].values())  # fmt: skip
-    if one.op not in ("dot", "convolution") and "gemm" not in one.rest.split("metadata=")[0]:
+    if one.op not in ("dot", "convolution") and not _LIBRARY.search(one.rest.split("metadata=")[0]):
         return 0
     left, right = (arrays(here[operand].shape)[0][1] for operand in one.operands[:2])
     batched = re.search(r"lhs_batch_dims=\{([\d,]+)\}", one.rest)

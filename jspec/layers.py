@@ -1,6 +1,8 @@
 """The parts of a Llama: norm, grouped-query attention, gated MLP. Softmax and norms in float32."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,10 +34,26 @@ def _project(weight: Array, scale: nnx.Param | None, x: Array, dtype: Any = None
     if scale is not None:
         product = _project(weight.astype(x.dtype), None, x, jnp.float32)
         return (product * scale[...]).astype(dtype or x.dtype)
+    product = functools.partial(_product, dtype=dtype)
+    if x[..., 0].size > 1:
+        return product(weight, x)
+    return lax.platform_dependent(weight, x, cuda=functools.partial(_of_two_rows, product), default=product)
+
+
+def _product(weight: Array, x: Array, dtype: Any) -> Array:
     if weight.dtype == jnp.float32:
         rows = _einsum("io,ri->or", weight, x.reshape(-1, x.shape[-1]), dtype)
         return rows.T.reshape(*x.shape[:-1], -1)
     return _einsum("bsi,io->bso", x, weight, dtype)
+
+
+def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Array) -> Array:
+    """``product(weight, x)`` of the one row in x, with another of zeros.
+
+    Of a product with a single row XLA makes for GPUs a sum over a matrix, which it may write out first: all of a small
+    weight times the row, or all of a head in float32.
+    """
+    return product(weight, jnp.pad(x, ((0, 0), (0, 1), (0, 0))))[:, :1]
 
 
 class Linear(nnx.Module):

@@ -46,6 +46,20 @@ def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Call
     return _by_platform(len(rows), together, one_by_one, rows, new, start)
 
 
+def tally(counts: Array, tokens: Array, more: Array) -> Array:
+    """``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``."""
+
+    def together(counts: Array, tokens: Array, more: Array) -> Array:
+        # Row by row: with the row as an index, devices that share the batch would exchange the counts.
+        return jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))(counts, tokens, more)
+
+    def by_token(counts: Array, tokens: Array, more: Array) -> Array:
+        meant = tokens[..., None] == jnp.arange(counts.shape[-1])
+        return counts + jnp.where(meant, more[..., None], 0).sum(axis=1, dtype=counts.dtype)
+
+    return lax.platform_dependent(counts, tokens, more, tpu=by_token, default=together)
+
+
 def _by_platform(count: int, together: Callable, one_by_one: Callable, *arguments: Array) -> Array:
     """On TPUs a gather or scatter over rows is a loop that does one after another, and waits each time."""
     if count > _UNROLLED:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jspec.rows import tally
 from jspec.sharding import vary_like
 from jspec.types import pytree
 
@@ -129,9 +130,7 @@ def seen_in_prompt(tokens: Array, lengths: Array, vocab_size: int) -> Seen:
 
 def add_seen(seen: Seen, tokens: Array, keep: Array) -> Seen:
     """`seen` after ``tokens[B, S]`` were generated, those where ``keep[B, S]``."""
-    # Row by row: with the row as an index, devices that share the batch would exchange the counts.
-    counts = jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))
-    return Seen(seen.prompt, counts(seen.counts, tokens, keep.astype(jnp.int32)))
+    return Seen(seen.prompt, tally(seen.counts, tokens, keep.astype(jnp.int32)))
 
 
 def token_probs(logits: Array, warp: Warp, seen: Seen | None, drafted: Array | None = None) -> Array:

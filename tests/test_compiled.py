@@ -153,7 +153,7 @@ def test_the_shipped_program_is_read(quick_compile, draft_length):
     """Lowered from shapes alone, for whatever JAX runs on."""
     model = abstract.model(TOY, "float32")
     setting = abstract.Setting(batch=2, width=5, new_tokens=9, draft_length=draft_length)
-    program = compiled.read(abstract.lower(model, model, setting).compile())
+    program = compiled.read(abstract.trace(model, model, setting).lower().compile())
     drafts = [kernel for kernel in program.kernels if kernel.part == compiled.DRAFT_STEP]
     assert program.count("verify") > 10 and program.waits == 0
     assert {2} <= {kernel.times for kernel in drafts} if draft_length else not drafts  # K - 1 times

@@ -11,7 +11,7 @@ from jax import export
 import jspec
 from jspec import rows, weights
 from jspec.cache import write
-from jspec.rows import cut, put
+from jspec.rows import cut, put, tally
 
 START = np.array([0, 5, 3, 9], np.int32)
 ROWS = np.arange(4 * 12, dtype=np.int32).reshape(4, 12)
@@ -49,6 +49,15 @@ def test_slots_are_written(platform, axis):
         row[(slice(None),) * (axis - 1) + (slice(at, at + 3),)] = new
     written = write(jnp.asarray(cache), jnp.asarray(piece), jnp.asarray(START), axis)
     np.testing.assert_array_equal(written, expected)
+
+
+def test_tokens_are_counted(platform):
+    tokens, more = np.array([[1, 3, 1], [0, -1, 2], [2, 2, 2], [3, 0, 0]]), np.array([[1, 1, 1], [1, 0, 2]] * 2)
+    counts = np.arange(16, dtype=np.int32).reshape(4, 4)
+    expected = counts.copy()
+    for row, at, added in zip(expected, tokens, more, strict=True):
+        np.add.at(row, at, added)
+    np.testing.assert_array_equal(tally(jnp.asarray(counts), jnp.asarray(tokens), jnp.asarray(more)), expected)
 
 
 def test_a_cache_that_is_written_whole_is_what_is_written():

@@ -18,6 +18,7 @@ from convert.unfinished import deleted_in_the_end
 from jspec.drafters.base import Context
 from jspec.drafters.chain import Chain
 from jspec.drafters.tables import checked_tokens
+from jspec.rows import tally
 from jspec.sharding import vary_like
 from jspec.types import check_count
 
@@ -88,8 +89,8 @@ class RetrievalDrafter(Chain):
 
     def _law(self, tokens: Array) -> Array:
         """Log-frequencies ``float32[B, V]`` of ``tokens[B, M]``, of which those that are -1 do not count."""
-        counted, empty = (tokens >= 0).astype(jnp.float32), jnp.zeros(self.vocab_size, jnp.float32)
-        counts = jax.vmap(lambda tokens, more: empty.at[tokens].add(more))(tokens, counted)
+        counted = (tokens >= 0).astype(jnp.float32)
+        counts = tally(jnp.zeros((len(tokens), self.vocab_size), jnp.float32), tokens, counted)
         return jnp.log(counts / jnp.maximum(counted.sum(-1, keepdims=True), 1))
 
     def _matches(self, last: Array) -> Array:

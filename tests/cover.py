@@ -1,0 +1,51 @@
+"""Programs of every drafter, rule, draft length, dtype of the draft and batch: all of them, or a few that cover."""
+
+import dataclasses
+import itertools
+
+import drafters
+from conftest import TOY
+
+import jspec
+from bench import abstract
+from jspec.accept import RULES
+
+RULE_OBJECTS = (*RULES.values(), jspec.Lenient(0.5), jspec.Typical(0.3, 0.6))
+LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3))
+CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
+
+
+def every():
+    """All that go together."""
+    return list(itertools.product(*CHOICES))
+
+
+def pairwise():
+    """A few, among which any two choices meet: the next one always has the most pairs that none had before."""
+    left = {pair for one in every() for pair in _pairs(one)}
+    found = []
+    while left:
+        found.append(max(every(), key=lambda one: len(_pairs(one) & left)))
+        left -= _pairs(found[-1])
+    return found
+
+
+def _pairs(one):
+    return set(itertools.combinations(enumerate(map(str, one)), 2))
+
+
+def name(one):
+    """For a test's id."""
+    drafter, rule, length, int8, batch = one
+    names = (drafter, type(rule).__name__, length if isinstance(length, int) else type(length).__name__)
+    return ", ".join(map(str, names)) + f"{', int8' if int8 else ''}, batch {batch}"
+
+
+def program(one, dtype="bfloat16", **sizes):
+    """Target, drafter and `Setting` of a program of toys; models are of shapes alone."""
+    drafter, rule, length, int8, batch = one
+    config = dataclasses.replace(TOY, num_hidden_layers=2, **sizes)
+    target, draft = abstract.model(config, dtype), abstract.model(config, dtype, int8)
+    sampling = drafters.every_parameter(batch, config.vocab_size)["sampling"]
+    setting = abstract.Setting(batch, width=5, new_tokens=9, draft_length=length, rule=rule, sampling=sampling)
+    return target, drafters.make(drafter, target, draft), setting

@@ -1,0 +1,68 @@
+"""The programs as XLA compiles them for an H100, a T4 and a TPU v5e, none of which is here: see .ci/devices."""
+
+import functools
+import math
+
+import cover
+import jax
+import pytest
+
+from bench import abstract, compiled, devices
+from bench.hlo import arrays
+
+PAIRS = {"h100": "llama-3.2-3b/llama-3.2-1b", "t4": "llama-3.2-3b/llama-3.2-1b", "v5e": "109m"}
+# Heads as the fused kernels take them.
+SIZES = {"hidden_size": 128, "head_dim": 64, "vocab_size": 512}
+ON = [pytest.param(name, marks=getattr(pytest.mark, devices.DEVICES[name].platform)) for name in PAIRS]
+GPUS = [pytest.param("h100", marks=pytest.mark.cuda), pytest.param("t4", marks=pytest.mark.cuda)]
+
+
+@functools.cache
+def program(name, plain=False, batch=1, layers=2, **options):
+    """A pair of few layers, compiled; `options` are those of XLA."""
+    device = devices.prepare(name)
+    models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=layers)
+    setting = abstract.Setting(batch, draft_length=0 if plain else 4)
+    traced = abstract.trace(*models, setting, devices.topology(device))
+    return compiled.read(traced.lower().compile(options or None)), models, setting
+
+
+def large(kernels, models, setting):
+    """The kernels without a product that write an array as large as a matrix or a layer's cache, laws apart."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: [model.new_cache(setting.batch, 512) for model in models]))
+    leaves += [leaf for leaf in jax.tree.leaves(models) if len(leaf.shape) > 1]
+    least, vocab = min(leaf.size for leaf in leaves), models[0].config.vocab_size
+    return [kernel for kernel in kernels if kernel.moves for _, sizes in arrays(kernel.shape)
+            if math.prod(sizes) >= least and vocab not in sizes]  # fmt: skip
+
+
+def check(found, models, setting):
+    assert not large(found.kernels, models, setting)
+    assert not [kernel for kernel in large(found.prefill, models, setting) if kernel.op == "copy"]
+    # In the loop nothing waits for the host, and no row for another.
+    assert (found.loops, found.waits, found.conditionals, found.host) == ([], 0, 0, 0)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
+@pytest.mark.parametrize("name", ON)
+def test_nothing_large_is_moved(name, plain, batch, report):
+    found, models, setting = program(name, plain, batch)
+    report(kernels=found.count(), megabytes=round(found.temporary / 1e6))
+    check(found, models, setting)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
+@pytest.mark.parametrize("name", GPUS)
+def test_nor_where_a_library_multiplies(name, plain):
+    """Which kernels multiply is measured on the device; it must not matter."""
+    check(*program(name, plain, xla_gpu_enable_triton_gemm=False))
+
+
+@pytest.mark.parametrize("one", cover.pairwise(), ids=cover.name)
+@pytest.mark.parametrize("name", ON)
+def test_every_program_is_compiled(name, one):
+    """Any two choices of drafter, rule, length, dtype and batch meet in one of these programs."""
+    device = devices.prepare(name)
+    traced = abstract.trace(*cover.program(one, device.dtype, **SIZES), devices.topology(device))
+    assert compiled.read(traced.lower().compile()).host == 0
