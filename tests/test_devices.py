@@ -62,7 +62,11 @@ def test_nor_where_a_library_multiplies(name, plain):
 @pytest.mark.parametrize("one", cover.pairwise(), ids=cover.name)
 @pytest.mark.parametrize("name", ON)
 def test_every_program_is_compiled(name, one):
-    """Any two choices of drafter, rule, length, dtype and batch meet in one of these programs."""
+    """Any two choices of drafter, rule, length, dtype and batch meet in one of these programs.
+
+    Products are the library's on GPUs: for some small ones XLA has no Triton kernel unless it can try several.
+    """
     device = devices.prepare(name)
     traced = abstract.trace(*cover.program(one, device.dtype, **SIZES), devices.topology(device))
-    assert compiled.read(traced.lower().compile()).host == 0
+    options = {"xla_gpu_enable_triton_gemm": False} if device.platform == "cuda" else None
+    assert compiled.read(traced.lower().compile(options)).host == 0
