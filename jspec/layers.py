@@ -146,24 +146,44 @@ class Attention(nnx.Module):
         Returns:
             ``[B, S, E]`` and the updated keys and values.
         """
-        heads, groups, size = self.sizes
-        batch, steps, _ = x.shape
-        qkv = self.qkv_proj(x).reshape(batch, steps, heads + 2 * groups, size).swapaxes(1, 2)
-        q, k, v = jnp.split(qkv, (heads, heads + groups), axis=1)
+        qkv = self.qkv_proj(x)
+        q, k, v = _split(qkv, self.sizes)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
-        # is stored in its key, where the mask takes it away.
-        finite = jnp.isfinite(v)
-        k = jnp.where(finite, rotate(k, tables), jnp.nan)
-        slots = positions if past is None else positions - past[2][:, None]
-        keys = write(keys, k.swapaxes(2, 3), slots[:, 0], axis=3)
-        values = write(values, jnp.where(finite, v, 0), slots[:, 0], axis=2)
-        parts = [(keys, values, visible(slots, keys.shape[3]))]
-        if past is not None:
-            parts.append((past[0], past[1], visible(past[2][:, None] - 1, past[0].shape[3])))
-        mixed = _attend(rotate(q, tables), parts)
-        return self.o_proj(mixed.swapaxes(1, 2).reshape(batch, steps, heads * size)), keys, values
+        mixed, keys, values = _write_and_attend(q, k, v, tables, keys, values, positions, past)
+        return self.o_proj(mixed), keys, values
+
+
+def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
+    """Queries ``[B, H, S, D]``, keys and values ``[B, G, S, D]`` of ``[B, S, (H + 2 G) D]``."""
+    heads, groups, size = sizes
+    qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * groups, size).swapaxes(1, 2)
+    return jnp.split(qkv, (heads, heads + groups), axis=1)
+
+
+def _write_and_attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    positions: Array,
+    past: tuple[Array, Array, Array] | None,
+) -> tuple[Array, Array, Array]:
+    """`Attention` between its projections: ``[B, S, H D]`` and the updated keys and values."""
+    # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
+    # is stored in its key, where the mask takes it away.
+    finite = jnp.isfinite(v)
+    k = jnp.where(finite, rotate(k, tables), jnp.nan)
+    slots = positions if past is None else positions - past[2][:, None]
+    keys = write(keys, k.swapaxes(2, 3), slots[:, 0], axis=3)
+    values = write(values, jnp.where(finite, v, 0), slots[:, 0], axis=2)
+    parts = [(keys, values, visible(slots, keys.shape[3]))]
+    if past is not None:
+        parts.append((past[0], past[1], visible(past[2][:, None] - 1, past[0].shape[3])))
+    mixed = _attend(rotate(q, tables), parts)
+    return mixed.swapaxes(1, 2).reshape(*positions.shape, -1), keys, values
 
 
 def _attend(q: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
