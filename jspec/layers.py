@@ -161,6 +161,14 @@ def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
     return jnp.split(qkv, (heads, heads + groups), axis=1)
 
 
+def _attend_projected(
+    qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, positions: Array, sizes: tuple[int, int, int]
+) -> tuple[Array, Array, Array]:
+    """What `jspec.kernels.attention.decode_attention` does, of any shape and dtype."""
+    q, k, v = _split(qkv, sizes)
+    return _write_and_attend(q, k, v, tables, keys, values, positions, None)
+
+
 def _write_and_attend(
     q: Array,
     k: Array,

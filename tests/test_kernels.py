@@ -1,0 +1,153 @@
+"""The attention kernel, interpreted, against XLA's form of it and a float64 oracle."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cache import visible
+from jspec.kernels.attention import decode_attention
+from jspec.layers import _attend_projected
+
+# Batch, tokens, heads, groups, size of a head, slots, where rows start; ratios of 1, 3 and 4; 512 slots a share.
+CASES = {
+    "one token": (1, 1, 4, 4, 64, 40, [7]),
+    "an empty cache": (1, 5, 6, 2, 128, 5, [0]),
+    "ratio 3": (3, 5, 6, 2, 128, 200, [0, 63, 195]),
+    "ratio 4": (3, 9, 4, 1, 64, 300, [1, 128, 250]),
+    "whole blocks": (1, 2, 2, 2, 64, 256, [128]),
+    "two shares": (3, 2, 4, 1, 64, 1030, [1000, 3, 0]),
+    "three shares": (1, 1, 3, 1, 128, 1600, [1500]),
+    "rows to the brim": (1, 16, 8, 2, 64, 1100, [1084]),
+}
+KERNEL = jax.jit(functools.partial(decode_attention, interpret=True), static_argnums=5)
+XLA = jax.jit(_attend_projected, static_argnums=5)
+
+
+def _draw(batch, steps, heads, groups, size, slots, starts, seed=0):
+    """Arguments, with zeros in the slots from the first new token on."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    angles = rng.uniform(0, 2 * np.pi, (batch, 1, steps, size // 2)).astype(np.float32)
+    behind = np.arange(slots) >= np.array(starts)[:, None]
+    keys = jnp.where(behind[:, None, None, :], 0, draw(batch, groups, size, slots))
+    values = jnp.where(behind[:, None, :, None], 0, draw(batch, groups, slots, size))
+    positions = jnp.array(starts, jnp.int32)[:, None] + jnp.arange(steps)
+    qkv = draw(batch, steps, (heads + 2 * groups) * size)
+    return qkv, (np.cos(angles), np.sin(angles)), keys, values, positions, (heads, groups, size)
+
+
+def _oracle(qkv, tables, keys, values, positions, sizes):
+    """In float64, over caches that hold the new tokens; queries are rounded to bfloat16 when they are rotated."""
+    (heads, groups, size), (batch, steps, _) = sizes, qkv.shape
+    q = np.asarray(qkv[..., : heads * size], np.float64).reshape(batch, steps, heads, 2, -1).swapaxes(1, 2)
+    cos, sin = (np.asarray(table, np.float64) for table in tables)
+    first, second = q[..., 0, :], q[..., 1, :]
+    q = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(jnp.bfloat16)
+    keys, values = (np.asarray(slots, np.float64).repeat(heads // groups, 1) for slots in (keys, values))
+    scores = q.astype(np.float64) @ keys / np.sqrt(size)
+    scores = np.where(visible(positions, keys.shape[3])[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True) @ values).swapaxes(1, 2).reshape(batch, steps, -1)
+
+
+def _bits(array):
+    return np.asarray(array).view(np.uint16)
+
+
+def _by_head(mixed, size):
+    return np.asarray(mixed, np.float32).reshape(*mixed.shape[:2], -1, size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_computes_what_xla_does(name, report):
+    """The same caches bit for bit, and results no further from the truth."""
+    arguments = _draw(*CASES[name])
+    qkv, tables, *_, positions, sizes = arguments
+    mixed, keys, values = KERNEL(*arguments)
+    expected = XLA(*arguments)
+    assert mixed.dtype == jnp.bfloat16 and mixed.shape == expected[0].shape
+    np.testing.assert_array_equal(_bits(keys), _bits(expected[1]))
+    np.testing.assert_array_equal(_bits(values), _bits(expected[2]))
+    truth = _oracle(qkv, tables, keys, values, positions, sizes)
+    errors = [np.abs(np.asarray(one, np.float64) - truth) for one in (mixed, expected[0])]
+    kernel, xla = (np.sqrt(np.mean(error**2)) for error in errors)
+    report(case=repr(name), rms_error=f"{kernel:.1e}", of_xla=f"{xla:.1e}", max_error=f"{errors[0].max():.1e}")
+    assert kernel <= 1.5 * xla
+    assert errors[0].max() <= 2**-7 * np.abs(np.asarray(values, np.float64)).max()
+
+
+@pytest.mark.parametrize("name", ["ratio 3", "two shares"])
+def test_what_no_query_sees_does_not_matter(name):
+    """NaN in every slot behind the new tokens, and in those that they are about to take."""
+    qkv, tables, keys, values, positions, sizes = _draw(*CASES[name])
+    behind = jnp.arange(keys.shape[3]) >= positions[:, :1]
+    clean = KERNEL(qkv, tables, keys, values, positions, sizes)
+    keys = jnp.where(behind[:, None, None, :], jnp.nan, keys)
+    values = jnp.where(behind[:, None, :, None], jnp.nan, values)
+    spoiled = KERNEL(qkv, tables, keys, values, positions, sizes)
+    np.testing.assert_array_equal(_bits(spoiled[0]), _bits(clean[0]))
+    left = jnp.broadcast_to((jnp.arange(keys.shape[3]) > positions[:, -1:])[:, None, None, :], keys.shape)
+    np.testing.assert_array_equal(jnp.isnan(spoiled[1]), left)
+    np.testing.assert_array_equal(jnp.isnan(spoiled[2]), left.swapaxes(2, 3))
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_reaches_who_sees_it_and_nobody_else(broken):
+    """Its group, from its token on; in the pass that writes it, in the next, and no longer once it is overwritten."""
+    clean = _draw(*CASES["ratio 3"])
+    qkv, tables, keys, _, positions, sizes = clean
+    heads, groups, size = sizes
+    (row, token, group), column = (1, 2, 1), (heads + groups + 1) * size + 70
+    spoiled = qkv.at[row, token, column].set(broken), *clean[1:]
+    before, after = KERNEL(*clean), KERNEL(*spoiled)
+    found = _by_head(after[0], size)
+    hit = np.zeros(found.shape[:3], bool)
+    hit[row, token:, group * 3 : (group + 1) * 3] = True
+    assert np.isnan(found[hit]).all()
+    np.testing.assert_array_equal(found[~hit], _by_head(before[0], size)[~hit])
+    at = int(positions[row, token])
+    assert np.argwhere(np.isnan(np.asarray(after[1], np.float32))).tolist() == [[row, group, 70, at]]
+    assert np.argwhere(_bits(after[2]) != _bits(before[2])).tolist() == [[row, group, at, 70]]
+    assert after[2][row, group, at, 70] == 0
+
+    for start, seen in ((positions[:, -1:] + 1, True), (positions[:, :1], False)):
+        ahead = jnp.where(positions >= keys.shape[3] - 5, positions, start + jnp.arange(5))
+        again = _by_head(KERNEL(qkv, tables, *after[1:], ahead, sizes)[0], size)
+        hit[row] = False
+        hit[row, :, group * 3 : (group + 1) * 3] = seen
+        np.testing.assert_array_equal(np.isnan(again).all(-1), hit)
+        assert np.isfinite(again[~hit]).all()
+
+
+def test_tokens_that_do_not_fit_are_dropped():
+    arguments = _draw(3, 5, 6, 2, 128, 200, [0, 196, 210])
+    mixed, keys, values = KERNEL(*arguments)
+    _, expected_keys, expected_values = XLA(*arguments)
+    np.testing.assert_array_equal(_bits(keys), _bits(expected_keys))
+    np.testing.assert_array_equal(_bits(values), _bits(expected_values))
+    np.testing.assert_array_equal(_bits(keys[1:]), _bits(arguments[2][1:]))
+    assert jnp.isfinite(mixed).all()
+
+
+def test_passes_in_a_loop_build_one_cache():
+    """Three passes of two tokens under `lax.while_loop`, from one cache to the next."""
+    qkv, tables, keys, values, positions, sizes = _draw(3, 2, 4, 1, 64, 64, [0, 5, 40])
+
+    def run(form):
+        def step(carry):
+            i, mixed, keys, values = carry
+            return i + 1, *form(qkv - 0.5 * mixed.mean(), tables, keys, values, positions + 2 * i, sizes)
+
+        begin = 0, jnp.zeros((3, 2, 256), jnp.bfloat16), keys, values
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, step, begin)[1:]
+
+    found = jax.jit(run, static_argnums=0)(functools.partial(decode_attention, interpret=True))
+    expected = jax.jit(run, static_argnums=0)(_attend_projected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03)
