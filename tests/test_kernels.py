@@ -1,13 +1,20 @@
-"""The attention kernel, interpreted, against XLA's form of it and a float64 oracle."""
+"""The attention kernel, interpreted, against XLA's form of it and a float64 oracle; and which programs have it."""
 
 import functools
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jspec.cache import visible
+from jspec.kernels import choice
 from jspec.kernels.attention import decode_attention
 from jspec.layers import _attend_projected
 
@@ -151,3 +158,110 @@ def test_passes_in_a_loop_build_one_cache():
     expected = jax.jit(run, static_argnums=0)(_attend_projected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03)
+
+
+def _choose(*arguments):
+    return choice.attention(_attend_projected, *arguments, (6, 2, 64))
+
+
+def _shapes(batch=2, steps=3, heads=6, size=64, dtype=jnp.bfloat16):
+    """What `_choose` takes, of shapes."""
+    table = jax.ShapeDtypeStruct((batch, 1, steps, size // 2), jnp.float32)
+    shapes = (batch, steps, (heads + 4) * size), (batch, 2, size, 40), (batch, 2, 40, size)
+    qkv, keys, values = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return qkv, (table, table), keys, values, jax.ShapeDtypeStruct((batch, steps), jnp.int32)
+
+
+def _lowered(program, arguments, platform="cuda"):
+    return (
+        jax.jit(lambda *arguments: program(*arguments))
+        .trace(*arguments)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+    )
+
+
+def _has_kernel(program, arguments, platform="cuda"):
+    return "xla.gpu.triton" in _lowered(program, arguments, platform)
+
+
+def test_what_has_the_kernel():
+    def shaped(heads=6, size=64, **shape):
+        def program(*arguments):
+            return choice.attention(_attend_projected, *arguments, (heads, 2, size))
+
+        return _has_kernel(program, _shapes(heads=heads, size=size, **shape))
+
+    assert shaped() and shaped(steps=16) and shaped(size=128) and shaped(steps=8, heads=16)
+    assert not shaped(steps=17) and not shaped(size=32) and not shaped(steps=9, heads=16)
+    assert not shaped(dtype=jnp.float16) and not shaped(dtype=jnp.float32)
+    assert not any(_has_kernel(_choose, _shapes(), platform) for platform in ("cpu", "tpu", "rocm"))
+
+
+def test_several_devices_have_it_under_shard_map_alone():
+    """There a cache that begins the same on every device is written differently on each."""
+    mesh = AbstractMesh((2,), ("data",))
+    rows = NamedSharding(mesh, P("data"))
+    divided = [jax.tree.map(lambda leaf: leaf.update(sharding=rows), part) for part in _shapes()]
+    assert not _has_kernel(_choose, divided)
+
+    def alone(qkv, tables, positions):
+        keys, values = jnp.zeros((1, 2, 64, 40), jnp.bfloat16), jnp.zeros((1, 2, 40, 64), jnp.bfloat16)
+        results = _choose(qkv, tables, keys, values, positions)
+        assert all(jax.typeof(result).manual_axis_type.varying == {"data"} for result in results)
+        return results
+
+    mapped = jax.shard_map(alone, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert _has_kernel(mapped, (divided[0], divided[1], divided[4]))
+
+
+def test_a_gpu_without_triton_has_xla_form(monkeypatch):
+    def has_kernel(*capabilities):
+        found = [SimpleNamespace(compute_capability=capability) for capability in capabilities]
+        monkeypatch.setattr(choice.jax, "local_devices", lambda backend: found)
+        return _has_kernel(_choose, _shapes())
+
+    assert has_kernel("8.0") and not has_kernel("7.5") and not has_kernel("8.6", "7.5")
+
+
+def test_elsewhere_the_program_is_as_without_it():
+    def without(*arguments):
+        return _attend_projected(*arguments, (6, 2, 64))
+
+    def text(program):
+        return re.sub(
+            r"@(\w+?)(_\d+)?\b", r"@\1", _lowered(program, _shapes(), "cpu").replace(program.__name__, "program")
+        )
+
+    assert text(_choose) == text(without)
+
+
+def test_pallas_is_imported_by_those_who_need_it():
+    code = "import sys, jspec; jspec.Llama, jspec.generate; print('jax.experimental.pallas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False"], done.stderr
+
+
+def test_transformations_have_xlas_form():
+    """Not jitted, under `jax.grad` and under `jax.vmap`."""
+    qkv, *others, sizes = _draw(*CASES["one token"])
+
+    def chosen(qkv):
+        return choice.attention(_attend_projected, qkv, *others, sizes)
+
+    def plain(qkv):
+        return XLA(qkv, *others, sizes)
+
+    def slope(form):
+        return jax.jit(jax.grad(lambda qkv: form(qkv)[0].astype(jnp.float32).sum()))
+
+    two = jnp.stack([qkv, -qkv])
+    pairs = [
+        (chosen(qkv), plain(qkv)),
+        (slope(chosen)(qkv), slope(plain)(qkv)),
+        (jax.jit(jax.vmap(chosen))(two), jax.jit(jax.vmap(plain))(two)),
+    ]
+    for found, expected in pairs:
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(_bits(one), _bits(other))
+    assert not _has_kernel(jax.vmap(chosen), [two]) and not _has_kernel(slope(chosen), [qkv])
