@@ -28,11 +28,21 @@ def traffic(one: Instruction, here: Computation, computations: dict[str, Computa
         inner, sources = here, [here[operand] for operand in dict.fromkeys(one.operands) if operand in here]
         results = [one]
     read = sum(_read(source, inner, None if one.op == "fusion" else one) for source in sources)
-    if one.op == "custom-call":  # of a library; the second is what it works in
-        return read, _bytes(_parts(one.shape)[0])
+    if one.op == "custom-call":
+        return read, _written_by_call(one)
     written = sum(0 if _ON_CHIP.search(part) else _written(result, inner)
                   for part, result in zip(_parts(one.shape), results, strict=False))  # fmt: skip
     return read, written
+
+
+def _written_by_call(one: Instruction) -> int:
+    """Results, without those that are updated in place, of which nobody says how much, and what a library works in."""
+    parts = _parts(one.shape)
+    if _LIBRARY.search(one.rest):
+        return _bytes(parts[0])
+    in_place = re.search(r"output_to_operand_aliasing=\{(.*?\)\})", one.rest)
+    kept = set(re.findall(r"\{(\d+)\}: \(", in_place[1])) if in_place else set()
+    return sum(_bytes(part) for i, part in enumerate(parts) if str(i) not in kept)
 
 
 def flops(one: Instruction, here: Computation, computations: dict[str, Computation]) -> int:
