@@ -136,7 +136,7 @@ class Attention(nnx.Module):
         """Write this pass's keys and values, then attend.
 
         Args:
-            x: ``[B, S, E]``.
+            x: ``[B, S, E]``; rows beyond those of `positions` are no tokens, and what becomes of them is arbitrary.
             keys: ``[B, G, D, T]``, this layer's part of the cache.
             values: ``[B, G, T, D]``, the same.
             positions: ``int32[B, S]``, consecutive in each row.
@@ -147,15 +147,20 @@ class Attention(nnx.Module):
         Returns:
             ``[B, S, E]`` and the updated keys and values.
         """
-        qkv = self.qkv_proj(x)
+        qkv = self.qkv_proj(x)[:, : positions.shape[1]]
         if past is None and self.q_norm is None:  # the kernel knows neither
             mixed, keys, values = choice.attention(_attend_projected, qkv, tables, keys, values, positions, self.sizes)
-            return self.o_proj(mixed), keys, values
+            return self.o_proj(_as_long(mixed, x)), keys, values
         q, k, v = _split(qkv, self.sizes)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed, keys, values = _write_and_attend(q, k, v, tables, keys, values, positions, past)
-        return self.o_proj(mixed), keys, values
+        return self.o_proj(_as_long(mixed, x)), keys, values
+
+
+def _as_long(mixed: Array, x: Array) -> Array:
+    """`mixed` with zeros for the rows of x that are no tokens."""
+    return jnp.pad(mixed, ((0, 0), (0, x.shape[1] - mixed.shape[1]), (0, 0)))
 
 
 def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:

@@ -1,12 +1,12 @@
 """The Llama decoder as a Flax NNX module. It is a pytree: pass it to `jax.jit`, shard it, close over it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from convert.config import LlamaConfig
 from jspec.cache import KVCache, empty_cache
@@ -42,6 +42,14 @@ class DecoderLayer(nnx.Module):
 def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array]:
     """``layer(*arguments)``, traced once for all layers alike; XLA sees the same program either way."""
     return layer(*arguments)
+
+
+def _with_a_row_of_zeros(through: Callable[..., Any]) -> Callable[..., Any]:
+    """``through(x, ...)`` with two rows in place of the one of x, which takes a GPU no longer.
+
+    Of one row XLA makes a vector: norms are two kernels, and products sums over matrices that it may write out first.
+    """
+    return lambda x, *rest: through(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), *rest)
 
 
 class Llama(nnx.Module):
@@ -101,11 +109,17 @@ class Llama(nnx.Module):
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         x = self.embed_tokens(tokens).astype(self.dtype)
-        keys, values = list(cache.keys), list(cache.values)
-        for i in range(len(self.layers)) if layers is None else layers:
-            before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
-            x, keys[i], values[i] = _run(self.layers[i], x, keys[i], values[i], positions, tables, before)
-        return x, KVCache(tuple(keys), tuple(values))
+
+        def through(x: Array, cache: KVCache, past: tuple[KVCache, Array] | None) -> tuple[Array, KVCache]:
+            keys, values = list(cache.keys), list(cache.values)
+            for i in range(len(self.layers)) if layers is None else layers:
+                before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
+                x, keys[i], values[i] = _run(self.layers[i], x, keys[i], values[i], positions, tables, before)
+            return x[:, : tokens.shape[1]], KVCache(tuple(keys), tuple(values))
+
+        if tokens.size > 1:
+            return through(x, cache, past)
+        return lax.platform_dependent(x, cache, past, cuda=_with_a_row_of_zeros(through), default=through)
 
     def logits(self, hidden: Array) -> Array:
         """``float32[B, S, V]`` from the hidden states of `forward`."""
