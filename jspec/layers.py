@@ -107,9 +107,13 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return self.weight[...] * wide.astype(x.dtype)
+        return _rms_norm(x, self.weight[...], self.eps)
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -136,7 +140,7 @@ class Attention(nnx.Module):
         """Write this pass's keys and values, then attend.
 
         Args:
-            x: ``[B, S, E]``; rows beyond those of `positions` are no tokens, and what becomes of them is arbitrary.
+            x: ``[B, R, E]``; rows beyond S are no tokens, and what becomes of them is arbitrary.
             keys: ``[B, G, D, T]``, this layer's part of the cache.
             values: ``[B, G, T, D]``, the same.
             positions: ``int32[B, S]``, consecutive in each row.
@@ -145,26 +149,19 @@ class Attention(nnx.Module):
                 positions come before those of `keys` and `values`.
 
         Returns:
-            ``[B, S, E]`` and the updated keys and values.
+            What `o_proj` reads, ``[B, R, H D]``, and the updated keys and values.
         """
-        qkv = self.qkv_proj(x)[:, : positions.shape[1]]
+        qkv = self.qkv_proj(x)
         if past is None and self.q_norm is None:  # the kernel knows neither
-            mixed, keys, values = choice.attention(_attend_projected, qkv, tables, keys, values, positions, self.sizes)
-            return self.o_proj(_as_long(mixed, x)), keys, values
+            return choice.attention(_attend_projected, qkv, tables, keys, values, positions, self.sizes)
         q, k, v = _split(qkv, self.sizes)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        mixed, keys, values = _write_and_attend(q, k, v, tables, keys, values, positions, past)
-        return self.o_proj(_as_long(mixed, x)), keys, values
-
-
-def _as_long(mixed: Array, x: Array) -> Array:
-    """`mixed` with zeros for the rows of x that are no tokens."""
-    return jnp.pad(mixed, ((0, 0), (0, x.shape[1] - mixed.shape[1]), (0, 0)))
+        return _write_and_attend(q, k, v, tables, keys, values, positions, past)
 
 
 def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
-    """Queries ``[B, H, S, D]``, keys and values ``[B, G, S, D]`` of ``[B, S, (H + 2 G) D]``."""
+    """Queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` of ``[B, R, (H + 2 G) D]``."""
     heads, groups, size = sizes
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * groups, size).swapaxes(1, 2)
     return jnp.split(qkv, (heads, heads + groups), axis=1)
@@ -188,7 +185,9 @@ def _write_and_attend(
     positions: Array,
     past: tuple[Array, Array, Array] | None,
 ) -> tuple[Array, Array, Array]:
-    """`Attention` between its projections: ``[B, S, H D]`` and the updated keys and values."""
+    """`Attention` between its projections: of ``[B, heads, R, D]`` what `Attention` returns."""
+    (batch, tokens), rows = positions.shape, q.shape[2]
+    q, k, v = (part[:, :, :tokens] for part in (q, k, v))
     # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
     # is stored in its key, where the mask takes it away.
     finite = jnp.isfinite(v)
@@ -199,8 +198,8 @@ def _write_and_attend(
     parts = [(keys, values, visible(slots, keys.shape[3]))]
     if past is not None:
         parts.append((past[0], past[1], visible(past[2][:, None] - 1, past[0].shape[3])))
-    mixed = _attend(rotate(q, tables), parts)
-    return mixed.swapaxes(1, 2).reshape(*positions.shape, -1), keys, values
+    mixed = _attend(rotate(q, tables), parts).swapaxes(1, 2).reshape(batch, tokens, -1)
+    return jnp.pad(mixed, ((0, 0), (0, rows - tokens), (0, 0))), keys, values
 
 
 def _attend(q: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
@@ -222,7 +221,7 @@ def _attend(q: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward; the gate and up projections are one matrix."""
+    """SwiGLU feed-forward but for its last projection, `down_proj`; the gate and up projections are one matrix."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -231,7 +230,25 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return jax.nn.silu(gate) * up
+
+
+def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -> tuple[Array, Array]:
+    """The residual stream x and what a block adds to it, ``linear(inner)``; and the norm of that, or itself without."""
+    if norm is None:
+        x = x + linear(inner)
+        return x, x
+    if linear.scale is None and linear.bias is None:
+        weights = linear.weight[...], norm.weight[...]
+        return choice.project_add_norm(_project_add_norm, x, inner, *weights, norm.eps)
+    x = x + linear(inner)
+    return x, norm(x)
+
+
+def _project_add_norm(x: Array, inner: Array, weight: Array, gamma: Array, eps: float) -> tuple[Array, Array]:
+    """What `jspec.kernels.norm.project_add_norm` does, of any shape and dtype."""
+    x = x + _project(weight, None, inner)
+    return x, _rms_norm(x, gamma, eps)
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

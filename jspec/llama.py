@@ -1,5 +1,6 @@
 """The Llama decoder as a Flax NNX module. It is a pytree: pass it to `jax.jit`, shard it, close over it."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax import Array, lax
 
 from convert.config import LlamaConfig
 from jspec.cache import KVCache, empty_cache
-from jspec.layers import MLP, Attention, Embed, RMSNorm
+from jspec.layers import MLP, Attention, Embed, RMSNorm, add_and_norm
 from jspec.rope import rope_tables
 
 
@@ -26,20 +27,29 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Array,
+        normed: Array,
         keys: Array,
         values: Array,
         positions: Array,
         tables: tuple[Array, Array],
-        past: tuple[Array, Array, Array] | None = None,
-    ) -> tuple[Array, Array, Array]:
-        """``[B, S, E]`` to ``[B, S, E]``, with the layer's updated keys and values; arguments as for `Attention`."""
-        mixed, keys, values = self.self_attn(self.input_layernorm(x), keys, values, positions, tables, past)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), keys, values
+        past: tuple[Array, Array, Array] | None,
+        following: RMSNorm | None,
+    ) -> tuple[Array, Array, Array, Array]:
+        """The residual stream and its norm, ``[B, R, E]`` each, with the layer's updated keys and values.
+
+        Args:
+            normed: the norm of x by `input_layernorm`; so each layer ends with the norm that the next begins with.
+            keys, values, positions, tables, past: as for `Attention`.
+            following: the next layer's `input_layernorm`; without one nothing is normed.
+        """
+        mixed, keys, values = self.self_attn(normed, keys, values, positions, tables, past)
+        x, normed = add_and_norm(x, mixed, self.self_attn.o_proj, self.post_attention_layernorm)
+        x, normed = add_and_norm(x, self.mlp(normed), self.mlp.down_proj, following)
+        return x, normed, keys, values
 
 
 @jax.jit
-def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array]:
+def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array, Array]:
     """``layer(*arguments)``, traced once for all layers alike; XLA sees the same program either way."""
     return layer(*arguments)
 
@@ -109,12 +119,15 @@ class Llama(nnx.Module):
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         x = self.embed_tokens(tokens).astype(self.dtype)
+        order = list(range(len(self.layers)) if layers is None else layers)
 
         def through(x: Array, cache: KVCache, past: tuple[KVCache, Array] | None) -> tuple[Array, KVCache]:
-            keys, values = list(cache.keys), list(cache.values)
-            for i in range(len(self.layers)) if layers is None else layers:
+            keys, values, normed = list(cache.keys), list(cache.values), self.layers[order[0]].input_layernorm(x)
+            for i, following in itertools.zip_longest(order, order[1:]):
                 before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
-                x, keys[i], values[i] = _run(self.layers[i], x, keys[i], values[i], positions, tables, before)
+                norm = None if following is None else self.layers[following].input_layernorm
+                x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], positions, tables,
+                                                     before, norm)  # fmt: skip
             return x[:, : tokens.shape[1]], KVCache(tuple(keys), tuple(values))
 
         if tokens.size > 1:

@@ -1,4 +1,4 @@
-"""The attention kernel, interpreted, against XLA's form of it and a float64 oracle; and which programs have it."""
+"""The kernels, interpreted, against XLA's forms of them and float64 oracles; and which programs have them."""
 
 import functools
 import re
@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jspec.cache import visible
 from jspec.kernels import choice
 from jspec.kernels.attention import decode_attention
-from jspec.layers import _attend_projected
+from jspec.kernels.norm import project_add_norm
+from jspec.layers import _attend_projected, _project_add_norm
 
 # Batch, tokens, heads, groups, size of a head, slots, where rows start; ratios of 1, 3 and 4; 512 slots a share.
 CASES = {
@@ -158,6 +159,46 @@ def test_passes_in_a_loop_build_one_cache():
     expected = jax.jit(run, static_argnums=0)(_attend_projected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03)
+
+
+@pytest.mark.parametrize("name", ["one token", "two shares"])
+def test_a_row_that_is_no_token_changes_nothing(name):
+    qkv, *others, sizes = _draw(*CASES[name])
+    more = jnp.concatenate([qkv, jnp.full_like(qkv[:, :1], 3)], axis=1)
+    for form in (KERNEL, XLA):
+        expected, found = form(qkv, *others, sizes), form(more, *others, sizes)
+        assert found[0].shape[1] == qkv.shape[1] + 1
+        for one, other in zip((found[0][:, :-1], *found[1:]), expected, strict=True):
+            np.testing.assert_array_equal(_bits(one), _bits(other))
+
+
+@pytest.mark.parametrize(("batch", "steps", "inner", "size"), [(1, 1, 96, 80), (1, 5, 512, 96), (3, 2, 70, 128)])
+def test_the_norm_kernel_computes_what_xla_does(batch, steps, inner, size, report):
+    """Parts: 16, 16 and 2; sizes that are no power of two."""
+    rng = np.random.default_rng(size)
+    shapes = (batch, steps, size), (batch, steps, inner), (inner, size), (size,)
+    x, mixed, weight, gamma = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    mixed = mixed / jnp.bfloat16(16)
+    stream, normed = project_add_norm(x, mixed, weight, gamma, eps=1e-5, interpret=True)
+    added = jnp.asarray(np.asarray(mixed, np.float64) @ np.asarray(weight, np.float64), jnp.bfloat16)
+    _, of_xla = _project_add_norm(x, mixed, weight, gamma, 1e-5)
+    np.testing.assert_allclose(np.float64(stream), np.float64(x + added), rtol=2**-7, atol=2**-6)  # summed otherwise
+    wide = np.float64(stream)
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.float64(gamma)
+    errors = [np.abs(np.float64(form) - exact).max() for form in (normed, of_xla)]
+    report(max_error=f"{errors[0]:.1e}", of_xla=f"{errors[1]:.1e}")
+    np.testing.assert_allclose(np.float64(normed), exact, rtol=2**-6)  # it is rounded twice
+
+
+def test_which_norms_have_the_kernel():
+    def has_kernel(rows=2, platform="cuda", **dtypes):
+        shapes = {"x": (rows, 1, 64), "inner": (rows, 1, 96), "weight": (96, 64), "gamma": (64,)}
+        arguments = [jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()]
+        return _has_kernel(lambda *each: choice.project_add_norm(_project_add_norm, *each, 1e-5), arguments, platform)
+
+    assert has_kernel() and has_kernel(rows=64)
+    assert not has_kernel(rows=65) and not has_kernel(weight=jnp.float32) and not has_kernel(x=jnp.float16)
+    assert not any(has_kernel(platform=platform) for platform in ("cpu", "tpu", "rocm"))
 
 
 def _choose(*arguments):

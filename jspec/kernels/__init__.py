@@ -7,3 +7,6 @@ They are imported where a program is lowered that has one: Pallas takes a quarte
 MAX_TOKENS = 16  # in a pass; tensor cores multiply no fewer, so tiles are filled up to it
 MAX_ROWS = 64  # queries of one group, whose sums are held in registers
 HEAD_SIZES = (64, 128)
+
+# Of `jspec.kernels.norm.project_add_norm`.
+MAX_NORMS = 64  # rows, each of which one processor norms

@@ -42,29 +42,29 @@ def decode_attention(
     Where a row's tokens do not all fit into the cache, none is written, as by `jspec.cache.write`.
 
     Args:
-        qkv: ``[B, S, (H + 2 G) D]``, queries, keys and values as they are projected; S is at most 16.
+        qkv: ``[B, R, (H + 2 G) D]``, queries, keys and values as they are projected; rows beyond S are no tokens.
         tables: from `jspec.rope.rope_tables`, ``float32[B, 1, S, D / 2]``.
         keys: ``[B, G, D, T]``.
         values: ``[B, G, T, D]``; what lies in slots that no query sees may be anything.
-        positions: ``int32[B, S]``, consecutive in each row.
-        sizes: H, G and D, which is 64 or 128; ``S H / G`` is at most 64.
+        positions: ``int32[B, S]``, consecutive in each row; S is at most 16.
+        sizes: H, G and D, which is 64 or 128; ``R H / G`` is at most 64.
         interpret: run on any platform, slowly.
 
     Returns:
-        ``[B, S, H D]`` and the updated keys and values.
+        ``[B, R, H D]``, of which rows beyond S are arbitrary, and the updated keys and values.
     """
     heads, groups, size = sizes
-    batch, steps, _ = qkv.shape
+    batch, rows, _ = qkv.shape
     shares = _num_shares(batch * groups, keys.shape[3])
-    spec = _specs(steps, sizes, keys.shape[3])
+    spec = _specs(positions.shape[1], rows, sizes, keys.shape[3])
 
     def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(qkv).manual_axis_type)
 
     results = [like(keys.shape, keys.dtype), like(values.shape, values.dtype),
-               like((shares, batch, steps, heads, size), jnp.float32 if shares > 1 else qkv.dtype)]  # fmt: skip
+               like((shares, batch, rows, heads, size), jnp.float32 if shares > 1 else qkv.dtype)]  # fmt: skip
     if shares > 1:
-        results += [like((shares, batch, steps, heads), jnp.float32)] * 2
+        results += [like((shares, batch, rows, heads), jnp.float32)] * 2
     keys, values, mixed, *weights = pl.pallas_call(
         functools.partial(_kernel, sizes=sizes, shares=shares),
         grid=(batch, groups, shares),
@@ -75,9 +75,9 @@ def decode_attention(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="decode_attention",
-    )(positions, *tables, qkv.reshape(batch, steps, heads + 2 * groups, size), keys, values)
+    )(positions, *tables, qkv.reshape(batch, rows, heads + 2 * groups, size), keys, values)
     mixed = _combine(mixed, *weights).astype(qkv.dtype) if weights else mixed
-    return mixed.reshape(batch, steps, heads * size), keys, values
+    return mixed.reshape(batch, rows, heads * size), keys, values
 
 
 def _num_shares(programs: int, slots: int) -> int:
@@ -85,18 +85,18 @@ def _num_shares(programs: int, slots: int) -> int:
     return max(1, min(slots // _SHARE, _PROGRAMS // programs, _MAX_SHARES))
 
 
-def _specs(steps: int, sizes: tuple[int, int, int], slots: int) -> dict[str, pl.BlockSpec]:
+def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> dict[str, pl.BlockSpec]:
     """The part of each array that belongs to a program."""
     heads, groups, size = sizes
     ratio = heads // groups
     return {
         "positions": pl.BlockSpec((None, steps), lambda b, g, n: (b, 0)),
         "table": pl.BlockSpec((None, None, steps, size // 2), lambda b, g, n: (b, 0, 0, 0)),
-        "qkv": pl.BlockSpec((None, steps, heads + 2 * groups, size), lambda b, g, n: (b, 0, 0, 0)),
+        "qkv": pl.BlockSpec((None, rows, heads + 2 * groups, size), lambda b, g, n: (b, 0, 0, 0)),
         "keys": pl.BlockSpec((None, None, size, slots), lambda b, g, n: (b, g, 0, 0)),
         "values": pl.BlockSpec((None, None, slots, size), lambda b, g, n: (b, g, 0, 0)),
-        "sums": pl.BlockSpec((None, None, steps, ratio, size), lambda b, g, n: (n, b, 0, g, 0)),
-        "weights": pl.BlockSpec((None, None, steps, ratio), lambda b, g, n: (n, b, 0, g)),
+        "sums": pl.BlockSpec((None, None, rows, ratio, size), lambda b, g, n: (n, b, 0, g, 0)),
+        "weights": pl.BlockSpec((None, None, rows, ratio), lambda b, g, n: (n, b, 0, g)),
     }
 
 
@@ -122,9 +122,9 @@ def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_r
             sizes: tuple[int, int, int], shares: int) -> None:  # fmt: skip
     """A program; it sees the parts that `_specs` gives it."""
     heads, groups, size = sizes
-    steps, ratio, slots = qkv_ref.shape[0], heads // groups, keys_ref.shape[1]
+    steps, ratio, slots = positions_ref.shape[0], heads // groups, keys_ref.shape[1]
     group, share, start = pl.program_id(1), pl.program_id(2), positions_ref[0]
-    rows = jnp.arange(max(MAX_TOKENS, pl.next_power_of_2(steps * ratio)))
+    rows = jnp.arange(max(MAX_TOKENS, pl.next_power_of_2(qkv_ref.shape[0] * ratio)))
     row_steps, row_heads, real = rows // ratio, rows % ratio, rows < steps * ratio
     tables = cos_ref, sin_ref
     q = [part.astype(qkv_ref.dtype) for part in _rotated(qkv_ref, tables, row_steps, group * ratio + row_heads, real)]
@@ -139,16 +139,17 @@ def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_r
     def finish(sums: _Sums) -> _Sums:
         """The new tokens."""
         at = jnp.arange(MAX_TOKENS)
-        k, v = _new_tokens(qkv_ref, tables, heads + group, heads + groups + group)
+        k, v = _new_tokens(qkv_ref, tables, steps, heads + group, heads + groups + group)
         _write(new_keys_ref, new_values_ref, k, v, start, (at < steps) & (start + steps <= slots))
         return _add(q, k, v, at[None, :] <= row_steps[:, None], sums)
 
     sums = lax.cond(share == shares - 1, finish, lambda sums: sums, sums) if shares > 1 else finish(sums)
     total = sums.total if shares > 1 else sums.total / sums.weight[:, None]
     where = row_steps[:, None], row_heads[:, None], jnp.arange(size)[None, :]
-    triton.store(sums_ref.at[where], total.astype(sums_ref.dtype), mask=real[:, None])
+    wanted = row_steps < qkv_ref.shape[0]
+    triton.store(sums_ref.at[where], total.astype(sums_ref.dtype), mask=wanted[:, None])
     for ref, part in zip(weight_refs, (sums.highest, sums.weight), strict=False):
-        triton.store(ref.at[row_steps, row_heads], part, mask=real)
+        triton.store(ref.at[row_steps, row_heads], part, mask=wanted)
 
 
 def _tokens(ref: Any, steps: Array, heads: Array, dims: Array, real: Array) -> Array:
@@ -170,14 +171,16 @@ def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real
     return first * cos - second * sin, second * cos + first * sin
 
 
-def _new_tokens(ref: Any, tables: tuple[Any, Any], key_head: Array, value_head: Array) -> tuple[list[Array], Array]:
+def _new_tokens(
+    ref: Any, tables: tuple[Any, Any], count: int, key_head: Array, value_head: Array
+) -> tuple[list[Array], Array]:
     """This pass's keys, as halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
 
     A value that is not finite must reach those who see its token and nobody else, but 0 * NaN is NaN. So the NaN is
     stored in its key, where the mask takes it away.
     """
     steps = jnp.arange(MAX_TOKENS)
-    real, (keys, values) = steps < ref.shape[0], (jnp.full_like(steps, head) for head in (key_head, value_head))
+    real, (keys, values) = steps < count, (jnp.full_like(steps, head) for head in (key_head, value_head))
     rotated, halves = _rotated(ref, tables, steps, keys, real), _halves(ref, steps, values, real)
     k = [jnp.where(_finite(v), k, jnp.nan).astype(ref.dtype).T for k, v in zip(rotated, halves, strict=True)]
     v = _tokens(ref, steps, values, jnp.arange(ref.shape[2]), real)

@@ -10,7 +10,7 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jspec.kernels import HEAD_SIZES, MAX_ROWS, MAX_TOKENS
+from jspec.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
 from jspec.sharding import vary_like
 
 
@@ -23,44 +23,76 @@ def attention(
     positions: Array,
     sizes: tuple[int, int, int],
 ) -> tuple[Array, Array, Array]:
-    """`jspec.kernels.attention.decode_attention` where it can run; elsewhere `otherwise`, and a program as without it.
+    """`jspec.kernels.attention.decode_attention` where it can run, and elsewhere `otherwise`: see `_choose`."""
+    heads, groups, size = sizes
+    rows = qkv.shape[1] * heads // groups
+    small = positions.shape[1] <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
+    suits = small and qkv.dtype == keys.dtype == jnp.bfloat16
+    return _choose(_attention_p, suits, otherwise, (qkv, tables, keys, values, positions), sizes=sizes)
 
-    It runs in bfloat16, on one NVIDIA GPU of the Ampere generation or later. XLA cannot divide a kernel, and would
-    gather the caches on each of several devices; under `jax.shard_map` there is nothing to divide. `jax.vmap` and
-    derivatives have `otherwise` everywhere.
+
+def project_add_norm(
+    otherwise: Callable[..., tuple[Array, Array]], x: Array, inner: Array, weight: Array, gamma: Array, eps: float
+) -> tuple[Array, Array]:
+    """`jspec.kernels.norm.project_add_norm` where it can run, and elsewhere `otherwise`: see `_choose`."""
+    suits = x[..., 0].size <= MAX_NORMS and x.dtype == inner.dtype == weight.dtype == gamma.dtype == jnp.bfloat16
+    return _choose(_norm_p, suits, otherwise, (x, inner, weight, gamma), eps=eps)
+
+
+def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
+    """The kernel of a `primitive`, if it `suits`, on one NVIDIA GPU of the Ampere generation or later.
+
+    Elsewhere the program is as without it. XLA cannot divide a kernel, and would gather caches and weights on each of
+    several devices; under `jax.shard_map` there is nothing to divide. `jax.vmap` and derivatives have `otherwise`.
 
     Args:
         otherwise: does the same with arguments of any shape and dtype; programs are told apart by it.
     """
-    arguments = qkv, *tables, keys, values, positions
     arguments = vary_like(arguments, arguments)  # as a new cache will once it is written
-    if not _suits(qkv, keys, sizes):
-        return _elsewhere(*arguments, otherwise=otherwise, sizes=sizes)
-    return tuple(_attention_p.bind(*arguments, otherwise=otherwise, sizes=sizes))
+    if not suits:
+        return otherwise(*arguments, **options)
+    leaves, tree = jax.tree.flatten(arguments)
+    return tuple(primitive.bind(*leaves, otherwise=otherwise, tree=tree, options=tuple(options.items())))
 
 
-def _suits(qkv: Array, keys: Array, sizes: tuple[int, int, int]) -> bool:
-    """Whether the kernel is made for such arguments."""
-    heads, groups, size = sizes
-    steps, rows = qkv.shape[1], qkv.shape[1] * heads // groups
-    small = steps <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
-    return small and qkv.dtype == keys.dtype == jnp.bfloat16
+def _elsewhere(*leaves: Any, otherwise: Callable, tree: Any, options: tuple) -> Any:
+    return otherwise(*jax.tree.unflatten(tree, leaves), **dict(options))
 
 
-def _elsewhere(qkv: Any, cos: Any, sin: Any, *others: Any, otherwise: Callable, sizes: Any) -> Any:
-    return otherwise(qkv, (cos, sin), *others, sizes)
-
-
-def _on_gpu(qkv: Any, cos: Any, sin: Any, *others: Any, otherwise: Callable, sizes: Any) -> Any:
+def _attend_on_gpu(*arguments: Any, **options: Any) -> Any:
     from jspec.kernels.attention import decode_attention
 
-    keys, values, positions = others
-    return decode_attention(qkv, (cos, sin), keys, values, positions, sizes)
+    return decode_attention(*arguments, **options)
 
 
-def _lower_for_cuda(context: mlir.LoweringRuleContext, *arguments: Any, **options: Any) -> Any:
-    alone = _on_one_device(context.module_context.axis_context)
-    return mlir.lower_fun(_on_gpu if alone and _has_triton() else _elsewhere)(context, *arguments, **options)
+def _norm_on_gpu(*arguments: Any, **options: Any) -> Any:
+    from jspec.kernels import norm
+
+    return norm.project_add_norm(*arguments, **options)
+
+
+def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
+    """A function with two forms.
+
+    Args:
+        on_gpu: the one for GPUs, of the same arguments as `otherwise`.
+        results: the types of what it returns, from those of its flat arguments.
+    """
+
+    def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
+        alone = _on_one_device(context.module_context.axis_context)
+        form = on_gpu if alone and _has_triton() else otherwise
+        return mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others)
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("otherwise", "tree", "options")))
+    primitive.def_abstract_eval(lambda *types, options, **_: results(*types, **dict(options)))
+    mlir.register_lowering(primitive, mlir.lower_fun(_elsewhere))
+    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
+    ad.primitive_jvps[primitive] = _differentiate
+    batching.primitive_batchers[primitive] = _batch
+    return primitive
 
 
 def _on_one_device(axes: Any) -> bool:
@@ -79,25 +111,24 @@ def _has_triton() -> bool:
     return all(float(device.compute_capability) >= 8 for device in found)
 
 
-def _results(qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, *others: Any, sizes: Any, **options: Any) -> Any:
-    heads, _, size = sizes
-    return qkv.update(shape=(*qkv.shape[:2], heads * size)), keys, values
-
-
 def _differentiate(primals: Any, tangents: Any, **options: Any) -> Any:
     tangents = tuple(map(ad.instantiate_zeros, tangents))
     return jax.jvp(functools.partial(_elsewhere, **options), tuple(primals), tangents)
 
 
 def _batch(arguments: Any, axes: Any, **options: Any) -> Any:
-    return jax.vmap(functools.partial(_elsewhere, **options), axes)(*arguments), (0, 0, 0)
+    found = jax.vmap(functools.partial(_elsewhere, **options), axes)(*arguments)
+    return found, (0,) * len(found)
 
 
-_attention_p = Primitive("attention")
-_attention_p.multiple_results = True
-_attention_p.def_impl(jax.jit(_attention_p.bind, static_argnames=("otherwise", "sizes")))
-_attention_p.def_abstract_eval(_results)
-mlir.register_lowering(_attention_p, mlir.lower_fun(_elsewhere))
-mlir.register_lowering(_attention_p, _lower_for_cuda, platform="cuda")
-ad.primitive_jvps[_attention_p] = _differentiate
-batching.primitive_batchers[_attention_p] = _batch
+def _attended(qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, positions: Any, *, sizes: Any) -> Any:
+    heads, _, size = sizes
+    return qkv.update(shape=(*qkv.shape[:2], heads * size)), keys, values
+
+
+def _normed(x: Any, inner: Any, weight: Any, gamma: Any, *, eps: float) -> Any:
+    return x, x
+
+
+_attention_p = _primitive("attention", _attend_on_gpu, _attended)
+_norm_p = _primitive("project_add_norm", _norm_on_gpu, _normed)
