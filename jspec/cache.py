@@ -17,7 +17,7 @@ from jax import Array, lax
 from jspec.rows import update_rows
 from jspec.types import pytree
 
-_TILE = 32
+_TILE = 8
 
 
 @pytree
