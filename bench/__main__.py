@@ -307,7 +307,7 @@ def answers(
 
 @app.command()
 def compiled(
-    device: Annotated[str, typer.Option("--device", help="h100, a100, l4, t4, v5e or v6e; none needs to be here.")],
+    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e, v6e; none needs to be here.")],
     pair: Annotated[str, typer.Option("--pair", help="109m, or TARGET/DRAFT of two Llama shapes, as for roofline.")] = (
         "llama-3.2-3b/llama-3.2-1b"
     ),

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jspec
 from bench import devices, pairs
-from bench.devices import Device
 from convert.config import LlamaConfig
 from jspec.accept import RULES, Rule
 from jspec.decode import _decode, _traced
+from jspec.devices import Device
 from jspec.drafters.model import as_drafter
 from jspec.quantizer import matrices
 from jspec.weights import BY_TOKEN

@@ -1,6 +1,6 @@
 """The program as a device would run it: kernels, bytes, copies and memory, part by part, and how long that should take.
 
-XLA compiles it for a device that is not there. Times are predictions from constants of `bench.devices`, not measured.
+XLA compiles it for a device that is not there. Times are predictions from constants of `jspec.devices`, not measured.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from flax import nnx
 
 import jspec
 from bench import abstract, devices, plots
-from bench.devices import Device
 from bench.hlo import Instruction, Module, array_bytes
 from bench.report import publish
 from bench.traffic import flops, traffic
+from jspec.devices import Device
 
 PARTS = ("prefill", "draft", "verify", "accept", "commit")
 DRAFT_STEP = "draft step"  # in the loop of drafting; the first pass is outside

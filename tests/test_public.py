@@ -11,9 +11,10 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["types", "sharding", "keys", "probs", "theory", "sampling", "cache", "rope", "layers", "llama", "quantizer",
-         "weights", "accept", "lossy", "draft_length", "drafters", "checks", "round", "tuning", "decode",
-         "tokenizer_file", "text", "prompts", "names", "completion", "report", "cli"]  # fmt: skip
+ORDER = ["types", "devices", "sharding", "keys", "probs", "rows", "theory", "sampling", "cache", "rope", "layers",
+         "llama", "quantizer", "weights", "accept", "lossy", "draft_length", "drafters", "checks", "round", "tuning",
+         "decode", "footprint", "roofline", "planning", "tokenizer_file", "text", "prompts", "names", "completion",
+         "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
