@@ -1,14 +1,17 @@
 """Where a checkpoint is: a directory or GGUF file as it stands, a model with a name, a Hugging Face hub id."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from convert import names
 from convert.errors import CheckpointError, brief
 
+Download = Callable[[str, str | None], Path]
 PARTIAL = ".partial-"
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CONFIG = ["config.json"]
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt"]
 # A checkpoint lies in the root of its repository; folders (original/, onnx/) hold the same weights again.
 _UNWANTED = ["*/*", "*.bin", "consolidated*"]
@@ -23,6 +26,19 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
         CheckpointError: neither a directory, nor a GGUF file, nor a name or hub id that can be had; `revision` with
             what is local.
     """
+    return _find(source, revision, _download)
+
+
+def resolve_config(source: str | Path) -> Path:
+    """`resolve` for `convert.read_config` alone: of a model on the hub nothing else is downloaded.
+
+    Raises:
+        CheckpointError: as `resolve`.
+    """
+    return _find(source, None, _download_config)
+
+
+def _find(source: str | Path, revision: str | None, download: Download) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return _local(path, revision)
@@ -33,18 +49,18 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
             f"{path} is a file; expected the directory that holds config.json and the weights, or a *{GGUF} file."
         )
     if source in names.MODELS:
-        return _named(str(source), revision)
+        return _named(str(source), revision, download)
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(names.unknown(str(source)))
-    return _download(source, revision)
+    return download(source, revision)
 
 
-def _named(name: str, revision: str | None) -> Path:
+def _named(name: str, revision: str | None, download: Download) -> Path:
     model = names.MODELS[name]
     if revision is None and (found := names.find(name)):
         return found
     try:
-        return _download(model.repo_id, revision)
+        return download(model.repo_id, revision)
     except CheckpointError as error:
         raise CheckpointError(
             f"{name} is not on this machine; get it by `{model.command}`, for the hub did not give it: {error}"
@@ -73,13 +89,19 @@ def _local(path: Path, revision: str | None) -> Path:
     return path
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _download_config(repo_id: str, revision: str | None) -> Path:
+    return _download(repo_id, revision, _CONFIG)
+
+
+def _download(repo_id: str, revision: str | None, wanted: list[str] = _WANTED) -> Path:
     from huggingface_hub import errors, snapshot_download  # lazily: it takes half a second
 
     name = repo_id if revision is None else f"{repo_id} at revision {revision}"
     page = f"https://huggingface.co/{repo_id}"
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(
+            snapshot_download(repo_id, revision=revision, allow_patterns=list(wanted), ignore_patterns=_UNWANTED)
+        )
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{name} is gated; accept the licence on the model's page, {page}, and set HF_TOKEN to a "

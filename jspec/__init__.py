@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jspec.llama import Llama
     from jspec.lossy import Lenient, Threshold, TopK, Typical
     from jspec.names import pretrained
+    from jspec.planning import Plan, plan
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
     from jspec.sharding import tensor_parallel
@@ -45,6 +46,7 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "Output",
+    "Plan",
     "RetrievalDrafter",
     "SamplingParams",
     "Stats",
@@ -59,6 +61,7 @@ __all__ = [
     "demo_pair",
     "generate",
     "load",
+    "plan",
     "pretrained",
     "quantize",
     "speculative_generate",
@@ -96,6 +99,8 @@ _HOMES = {
     "Typical": "jspec.lossy",
     "demo_pair": "jspec.weights",
     "load": "jspec.weights",
+    "Plan": "jspec.planning",
+    "plan": "jspec.planning",
     "pretrained": "jspec.names",
     "quantize": "jspec.quantizer",
     "generate": "jspec.decode",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -10,6 +11,8 @@ from rich.text import Text
 
 from jspec.completion import Completion
 from jspec.draft_length import doubling
+from jspec.footprint import Footprint
+from jspec.planning import NO_ROOM, QUANTIZE, SPECULATE, Drafting, Plan
 from jspec.prompts import is_conversation
 from jspec.tuning import Tuning
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT
@@ -19,6 +22,7 @@ COLOURS = {ACCEPTED: "green", CORRECTED: "bold red", BONUS: "cyan", NO_DRAFT: "y
 # Characters that are seldom in texts and often in fonts.
 MARKS = {ACCEPTED: ("", ""), CORRECTED: ("«", "»"), BONUS: ("°", "°"), NO_DRAFT: ("¦", "¦")}
 _PROMPT_ENDS = "►"
+_TAKEN = 0.75  # of a GPU's memory, by JAX, unless it is told otherwise
 # A control character in a text could recolour or rewrite the terminal.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
 
@@ -100,8 +104,96 @@ def advice(found: Tuning) -> str:
     """What to do about it, in one sentence."""
     if found.num_draft_tokens:
         return f"use num_draft_tokens={found.num_draft_tokens} ({found.speedup:.2f}x plain)"
-    best = max(found.speedups)
-    k = found.speedups.index(best) + 1
+    return _against(found.speedups)
+
+
+def _against(speedups: Sequence[float]) -> str:
+    best = max(speedups)
+    k = speedups.index(best) + 1
     return (
         f"do not speculate: at best, with num_draft_tokens={k}, it would run at {best:.2f}x the speed of plain decoding"
     )
+
+
+def memory_table(found: Plan) -> Table:
+    """What decoding with and without the draft holds in the device's memory, as planned."""
+    device = found.device
+    title = (f"{device.title}, {device.dtype}: batch {found.batch}, length {found.length}\n"
+             f"{found.prompt} of it prompt, acceptance {found.acceptance:g} assumed")  # fmt: skip
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("GB, predicted", no_wrap=True)
+    for column in ("weights", "caches", "besides", "all", f"of {device.memory / 1e9:.1f}"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = {"plain": found.plain_footprint} | {name: one.footprint for name, one in _drafts(found).items()}
+    for name, held in rows.items():
+        parts = *_gigabytes(held), f"{held.total / 1e9:.2f}", f"{held.total / device.memory:.0%}"
+        table.add_row(name, *parts)
+    most = max(held.total for held in rows.values()) / device.memory
+    if device.platform == "cuda" and _TAKEN < most <= 1:
+        table.caption = f"JAX takes {_TAKEN:.0%} of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more"
+    return table
+
+
+def plan_table(found: Plan) -> Table:
+    """Cost, yield and speed of plain decoding and of every K, as planned; the speed-up with each draft."""
+    notes = ["predicted, not measured; tokens/s of each text"]
+    drafts = _drafts(found)
+    if len(drafts) > 1:
+        notes.append("an int8 draft is taken to be accepted as often")
+    table = Table(caption="\n".join(notes), box=box.SIMPLE_HEAD)
+    for title in ("K", "tokens/round", "ms/round", "tokens/s", *drafts):
+        table.add_column(title, justify="right", no_wrap=True)
+    for k in range(len(found.draft.speedups) + 1):
+        seconds, tokens = _costs(found.draft)[k - 1] if k else (found.plain_seconds, 1.0)
+        table.add_row("plain" if k == 0 else str(k), f"{tokens:.2f}", f"{seconds * 1e3:.3g}", f"{tokens / seconds:.0f}",
+                      *(_speed(one, k) for one in drafts.values()),
+                      style="bold green" if k == found.draft.best else None)  # fmt: skip
+    return table
+
+
+def _drafts(found: Plan) -> dict[str, Drafting]:
+    """The drafts that are compared: that as given and in int8, or the latter alone where they are one."""
+    return ({} if found.int8 == found.draft else {"draft": found.draft}) | {"int8 draft": found.int8}
+
+
+def _costs(draft: Drafting) -> list[tuple[float, float]]:
+    return list(zip(draft.round_seconds, draft.expected_tokens, strict=True))
+
+
+def _speed(draft: Drafting, k: int) -> str:
+    return f"{'best ' if k == draft.best else ''}{draft.speedups[k - 1] if k else 1:.2f}x"
+
+
+def _gigabytes(held: Footprint) -> tuple[str, str, str]:
+    return f"{held.weights / 1e9:.2f}", f"{held.caches / 1e9:.2f}", f"~{held.temporaries / 1e9:.2f}"
+
+
+def plan_advice(found: Plan) -> str:
+    """What to do, by what is predicted, in one sentence."""
+    given, int8 = found.draft, found.int8
+    if found.verdict == NO_ROOM:
+        return _no_room(found)
+    if found.verdict == QUANTIZE:
+        as_given = f"as given at {given.speedup:.2f}x" if given.best else "while as given it does not pay"
+        return (f"quantise the draft: in int8, with num_draft_tokens={int8.num_draft_tokens}, it would run at "
+                f"{int8.speedup:.2f}x the speed of plain decoding, {as_given}")  # fmt: skip
+    if found.verdict != SPECULATE:
+        return _against(given.speedups)
+    best = f"use num_draft_tokens={given.best} ({given.speedups[given.best - 1]:.2f}x plain, predicted)"
+    if given.num_draft_tokens == given.best:
+        return best
+    return f"{best}; num_draft_tokens={given.num_draft_tokens} would run at {given.speedup:.2f}x"
+
+
+def _no_room(found: Plan) -> str:
+    weights, caches, besides = _gigabytes(found.draft.footprint)
+    options = {
+        f"a batch of {found.largest_batch}": found.largest_batch,
+        f"a length of {found.largest_length}": found.largest_length,
+        "a draft in int8": found.int8.fits and not found.draft.fits,
+        "decoding without a draft": found.plain_fits,
+    }
+    fitting = [name for name, fits in options.items() if fits]
+    remedy = f"{' or '.join(fitting)} would fit" if fitting else "nor does anything smaller of this pair"
+    return (f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB besides are more than the "
+            f"{found.device.memory / 1e9:.2f} GB of one {found.device.title}; {remedy}")  # fmt: skip

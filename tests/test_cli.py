@@ -47,7 +47,16 @@ def generate(run, sources):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["generate", "--help"], ["tune", "-h"], ["convert", "-h"], ["--version"], [], ["generate", "--no"]],
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["tune", "-h"],
+        ["plan", "-h"],
+        ["convert", "-h"],
+        ["--version"],
+        [],
+        ["generate", "--no"],
+    ],
 )
 def test_help_and_mistakes_load_nothing_slow(arguments):
     code = (

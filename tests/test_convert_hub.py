@@ -11,6 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 import convert
 from convert import CheckpointError
+from convert.source import resolve_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -152,3 +153,13 @@ def test_a_snapshot_without_weights(hub, tmp_path):
     (hub.answer / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):
         convert.load("org/model")
+
+
+def test_of_a_model_that_is_only_planned_the_configuration_is_downloaded(hub, tmp_path):
+    hub.answer = tmp_path
+    assert resolve_config("org/model") == tmp_path
+    patterns = {key: hub.call[key] for key in ("allow_patterns", "ignore_patterns")}
+    files = ["config.json", "model.safetensors", "tokenizer.json", "original/config.json", "model.gguf"]
+    assert list(filter_repo_objects(files, **patterns)) == ["config.json"]
+    hub.call = None
+    assert resolve_config(make(tmp_path / "local")) == tmp_path / "local" and hub.call is None

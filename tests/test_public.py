@@ -54,6 +54,7 @@ def test_the_public_names():
         "ModelDrafter",
         "NGramDrafter",
         "Output",
+        "Plan",
         "RetrievalDrafter",
         "SamplingParams",
         "Stats",
@@ -68,6 +69,7 @@ def test_the_public_names():
         "demo_pair",
         "generate",
         "load",
+        "plan",
         "pretrained",
         "quantize",
         "speculative_generate",
@@ -95,6 +97,8 @@ def test_the_signatures_that_callers_rely_on():
     options = ["max_new_tokens", "sampling", "max_draft_tokens", "accept"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.tune) == expected
+    options = ["device", "batch", "length", "prompt", "acceptance", "num_draft_tokens", "quantize"]
+    assert parameters(jspec.plan) == [(n, False) for n in ["target", "draft"]] + [(n, True) for n in options]
     assert inspect.signature(jspec.quantize).parameters["kind"].default == "int8"
     assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize", "sharding"]
 

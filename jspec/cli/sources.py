@@ -35,7 +35,7 @@ class Sources:
         from jspec import text
 
         tokenizer = text.load_tokenizer(self.target)
-        if _is_model(self.draft):
+        if is_model(self.draft):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
@@ -43,7 +43,7 @@ class Sources:
         """The target and its drafter, None for none; `dtype` and `quantize` are for both."""
         from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter, load
 
-        if _is_model(self.draft):
+        if is_model(self.draft):
             return load(self.target, dtype, quantize), load(self.draft, dtype, quantize)
         # What can be wrong in a moment comes first.
         drafter = NGramDrafter() if self.draft == LOOKUP else None
@@ -74,7 +74,7 @@ def sources(target: str | None, draft: str | None, plain: bool = False) -> Sourc
     draft = NONE if plain else draft
     if draft is None:
         draft = LOOKUP if target else str(_BUNDLED / "draft")
-    elif _is_model(draft) and not target:
+    elif is_model(draft) and not target:
         raise UsageError("--draft needs --target where it is a model.")
     if draft.startswith("exit:") and not _EXIT.fullmatch(draft):
         raise UsageError(f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers.")
@@ -83,5 +83,6 @@ def sources(target: str | None, draft: str | None, plain: bool = False) -> Sourc
     return Sources(target or str(_BUNDLED / "target"), draft)
 
 
-def _is_model(draft: str) -> bool:
+def is_model(draft: str) -> bool:
+    """Whether a draft of that name is a model, and not another kind of drafter."""
     return draft not in (NONE, LOOKUP) and not draft.startswith("exit:") and not draft.endswith(STORE)

@@ -1,0 +1,57 @@
+"""How long passes and rounds take on a device at best, from published facts: bytes, products and launches."""
+
+import dataclasses
+
+from jspec.devices import Device
+from jspec.footprint import Footprint, Weights, footprint, slots_of
+
+# Kernels that a GPU launches, as `python -m bench compiled --device h100` counts them: for each layer of a pass, beside
+# its layers (embedding, head, sampling), and in a round outside of its passes (acceptance, commit).
+KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = 18, 14, 26
+
+
+def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:
+    """Of a pass of `model` over ``batch x rows`` tokens: the longer of its bytes and its products, and its launches.
+
+    All `slots` of the cache are read; the products of attention are left out.
+    """
+    moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.bandwidth
+    multiplied = 2 * model.parameters_read * batch * rows / device.flops
+    kernels = KERNELS_A_LAYER * model.config.num_hidden_layers + KERNELS_A_PASS
+    return max(moved, multiplied) + kernels * device.launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a device is to decode.
+
+    Attributes:
+        batch: texts at once.
+        length: positions of each, prompt and new tokens.
+        prompt: how many of them are read first.
+    """
+
+    device: Device
+    batch: int
+    length: int
+    prompt: int
+
+    def plain_seconds(self, target: Weights) -> float:
+        """Of one step of plain decoding."""
+        return self._seconds(target, 1, 0) + KERNELS_A_ROUND * self.device.launch
+
+    def round_seconds(self, target: Weights, draft: Weights, k: int) -> float:
+        """Of K = `k` steps of the draft, of which the first reads two rows, and a verification of K + 1 rows."""
+        drafting = self._seconds(draft, 2, k) + (k - 1) * self._seconds(draft, 1, k)
+        return drafting + self._seconds(target, k + 1, k) + KERNELS_A_ROUND * self.device.launch
+
+    def footprint(self, k: int, *models: Weights) -> Footprint:
+        """Of target and draft, or for K = 0 of the target alone."""
+        return footprint(models, self.batch, self.length, self.prompt, k)
+
+    def fits(self, k: int, *models: Weights) -> bool:
+        """Whether the device's memory holds that."""
+        return self.footprint(k, *models).total <= self.device.memory
+
+    def _seconds(self, model: Weights, rows: int, k: int) -> float:
+        return pass_seconds(model, self.device, self.batch, rows, slots_of(self.length, k))

@@ -1,0 +1,345 @@
+"""What `jspec.plan` predicts: against formulas written out, real models' arrays, and XLA's own account of memory."""
+
+import dataclasses
+import functools
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import toys
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jspec
+from bench import abstract
+from bench.pairs import SHAPES, llama
+from convert.config import LlamaConfig
+from jspec import devices, footprint, planning, roofline
+from jspec.decode import _start
+from jspec.drafters.model import as_drafter
+from jspec.footprint import Weights, slots_of
+from jspec.sampling import SamplingParams
+
+BIG, SMALL = SHAPES["llama-3.2-3b"], SHAPES["llama-3.2-1b"]
+UNTIED = SHAPES["llama-3.1-8b"]
+H100 = devices.DEVICES["h100"]
+TINY = llama(vocab=64, hidden=64, inner=64, layers=2, heads=4, groups=1, size=16)
+
+
+def nbytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# The device.
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA L4", "l4"),
+     ("Tesla T4", "t4"), ("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e")],
+)  # fmt: skip
+def test_the_device_that_is_here(monkeypatch, kind, name):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    assert devices.find() is devices.DEVICES[name] is devices.find(name)
+    assert jspec.plan(BIG, SMALL).device is devices.DEVICES[name]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "TPU v5"])
+def test_a_device_like_another_is_not_taken_for_it(monkeypatch, kind):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    with pytest.raises(ValueError, match=f"The device here, {kind}, .*h200, h100, .*`jspec tune` measure here"):
+        jspec.plan(BIG, SMALL)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize(
+    "details", [{}, {"qkv_bias": True, "qk_norm": True}, {"vocab_size": 24}], ids=["llama", "qwen", "wide"]
+)
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
+def test_weights_and_caches_are_those_of_a_model(details, quantized):
+    model = toys.tiny_llama(0, **details)
+    model = jspec.quantize(model) if quantized else model
+    weights = Weights(model.config, 4, quantized)
+    assert weights.bytes == nbytes(nnx.state(model))
+    assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens))  # the head is another matrix
+    assert weights.cache_bytes(3, 64) == nbytes(model.new_cache(3, 64))
+
+
+def test_a_tied_embedding_is_read_as_the_head():
+    weights = Weights(TINY, 2)
+    assert weights.bytes_read == weights.bytes == 2 * weights.parameters_read
+    assert Weights(UNTIED, 2).bytes_read == Weights(UNTIED, 2).bytes - 2 * UNTIED.vocab_size * UNTIED.hidden_size
+
+
+@pytest.mark.parametrize(("width", "new", "k"), [(5, 20, 6), (5, 20, 7), (8, 55, 0), (8, 56, 0)])
+def test_caches_are_those_that_decoding_allocates(width, new, k):
+    target, draft = toys.tiny_llama(0), toys.tiny_llama(1, num_layers=1)
+
+    def start():
+        keys = jax.random.split(jax.random.key(0), 2)
+        lengths, tokens = np.full(2, width, np.int32), np.zeros((2, width), np.int32)
+        asked = toys.request(keys, lengths, new, *toys.warps(SamplingParams(), 2))
+        state, _ = _start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), new, k)
+        return state.cache, state.drafter
+
+    models = tuple(Weights(model.config, 4) for model in (target, draft)[: 1 + bool(k)])
+    allocated = sum(leaf.size * 4 for leaf in jax.tree.leaves(jax.eval_shape(start)))
+    assert footprint.footprint(models, 2, width + new, width, k).caches == allocated
+
+
+WIDE = dataclasses.replace(TINY, vocab_size=50_000)
+SHAPED = {
+    "laws": (WIDE, WIDE, (4, 8, 16, 3)),
+    "laws of plain decoding": (WIDE, None, (4, 8, 16, 0)),
+    "scores": (TINY, dataclasses.replace(TINY, num_attention_heads=1), (2, 512, 16, 2)),
+    "MLP": (dataclasses.replace(TINY, intermediate_size=8192), None, (8, 64, 16, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_temporaries_are_within_a_factor_of_two_of_what_xla_allocates(name, report):
+    """On CPU in float32; tests/test_devices.py has those of GPUs."""
+    target, draft, (batch, width, new, k) = SHAPED[name]
+    models = tuple(Weights(config, 4) for config in (target, draft) if config)
+    made = [abstract.model(config, "float32") for config in (target, draft or target)]
+    program = abstract.trace(*made, abstract.Setting(batch, width, new, k)).lower().compile()
+    planned = footprint.footprint(models, batch, width + new, width, k)
+    allocated = program.memory_analysis().temp_size_in_bytes - planned.caches
+    report(planned=planned.temporaries, allocated=allocated)
+    assert allocated > planned.caches  # else this says nothing
+    assert allocated / 2 <= planned.temporaries <= 2 * allocated
+
+
+def test_published_sizes():
+    big, small = Weights(BIG, 2), Weights(SMALL, 2)
+    assert [round(model.bytes / 1e9, 2) for model in (big, small)] == [6.43, 2.47]
+    assert (big.cache_bytes(1, 1), small.cache_bytes(1, 1)) == (114_688, 32_768)
+
+
+# Seconds.
+
+
+def oracle(target, draft, device, batch, length, acceptance, quantized):
+    """Seconds of plain decoding and of rounds of 1..16, and their tokens, each pass and kernel counted out."""
+
+    def one_pass(config: LlamaConfig, int8, rows, k):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        matrices = [(config.vocab_size, hidden)]
+        for _ in range(config.num_hidden_layers):
+            matrices += [
+                ((heads + 2 * groups) * size, hidden),
+                (hidden, heads * size),
+                (2 * inner, hidden),
+                (hidden, inner),
+            ]
+        numbers = sum(out * into for out, into in matrices)
+        norms = hidden * (2 * config.num_hidden_layers + 1)
+        slots = 32 * int(np.ceil((length + k + 1) / 32))
+        read = numbers + 4 * sum(out for out, _ in matrices) if int8 else 2 * numbers
+        read += 2 * norms + 2 * 2 * batch * slots * config.num_hidden_layers * groups * size
+        launches = 18 * config.num_hidden_layers + 14
+        work = max(read / device.bandwidth, 2 * (numbers + norms) * batch * rows / device.flops)
+        return work + launches * device.launch
+
+    plain = one_pass(target, False, 1, 0) + 26 * device.launch
+    rounds, tokens = [], []
+    for k in range(1, 17):
+        passes = [one_pass(draft, quantized, 2, k), *(one_pass(draft, quantized, 1, k) for _ in range(k - 1))]
+        rounds.append(sum(passes) + one_pass(target, False, k + 1, k) + 26 * device.launch)
+        stops = [acceptance**n * (1 - acceptance) * (n + 1) for n in range(k)]
+        tokens.append(sum(stops) + acceptance**k * (k + 1))
+    return plain, rounds, tokens
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("name", "batch", "length", "acceptance"),
+    [("h100", 1, 4096, 0.8), ("t4", 3, 700, 0.35), ("v5e", 1, 33, 1.0), ("l4", 64, 512, 0.9), ("a100", 200, 90, 0.6)],
+)
+def test_seconds_are_counted_out(name, batch, length, acceptance, quantized):
+    """Of shapes that wait for memory and of such that wait for products."""
+    device = devices.DEVICES[name]
+    found = jspec.plan(BIG, SMALL, device=name, batch=batch, length=length, acceptance=acceptance,
+                       quantize="int8" if quantized else None)  # fmt: skip
+    plain, rounds, tokens = oracle(BIG, SMALL, device, batch, length, acceptance, quantized)
+    assert found.plain_seconds == pytest.approx(plain, rel=1e-12)
+    assert found.draft.round_seconds == pytest.approx(rounds, rel=1e-12)
+    assert found.draft.expected_tokens == pytest.approx(tokens, rel=1e-12)
+    speeds = [1.0, *(n * plain / s for n, s in zip(tokens, rounds, strict=True))]
+    assert found.draft.best == found.draft.num_draft_tokens == int(np.argmax(speeds))
+    assert found.draft.speedup == pytest.approx(max(speeds))
+    assert (found.int8 == found.draft) == quantized
+
+
+def test_published_bounds():
+    """At 4.3 TB/s, which an H200 reaches, without launches."""
+    device = dataclasses.replace(devices.DEVICES["h200"], bandwidth=4.3e12, launch=0.0)
+    found = jspec.plan(BIG, SMALL, device=device, length=512, acceptance=0.8)
+    seconds = roofline.pass_seconds(Weights(BIG, 2), device, 1, 1, 512)
+    assert round(1 / seconds) == 663 == round(1 / found.plain_seconds)
+    assert (found.draft.best, round(found.draft.speedup, 2)) == (2, 1.38)
+
+
+def test_launches_cost_what_they_cost():
+    quiet = dataclasses.replace(H100, launch=0.0)
+    with_, without = (jspec.plan(BIG, SMALL, device=device) for device in (H100, quiet))
+    assert with_.plain_seconds - without.plain_seconds == pytest.approx((18 * 28 + 14 + 26) * 2e-6)
+    first, second = (with_.draft.round_seconds[k] - without.draft.round_seconds[k] for k in (0, 1))
+    assert second - first == pytest.approx((18 * 16 + 14) * 2e-6)
+
+
+rates = st.floats(0, 1)
+plan_quickly = functools.partial(jspec.plan, SHAPES["109m"], dataclasses.replace(SHAPES["109m"], num_hidden_layers=2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(rates, rates), st.sampled_from(["h100", "t4", "v5e"]), st.integers(1, 64))
+def test_more_acceptance_is_never_slower(pair, name, batch):
+    worse, better = (plan_quickly(device=name, batch=batch, acceptance=rate, length=512) for rate in sorted(pair))
+    for one, other in ((worse.draft, better.draft), (worse.int8, better.int8)):
+        assert one.speedup <= other.speedup * (1 + 1e-12)
+        assert all(a <= b * (1 + 1e-12) for a, b in zip(one.speedups, other.speedups, strict=True))
+
+
+# Verdicts.
+
+
+def test_what_is_never_accepted_is_not_drafted():
+    found = jspec.plan(BIG, TINY_DRAFT, device="h100", acceptance=0.0)
+    assert (found.verdict, found.draft.best, found.draft.speedup) == (planning.PLAIN, 0, 1.0)
+
+
+TINY_DRAFT = dataclasses.replace(SMALL, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 1.0])
+def test_a_draft_as_large_as_the_target_does_not_pay(acceptance):
+    """At 1 it ties, but for rounding."""
+    device = dataclasses.replace(H100, launch=0.0)
+    found = jspec.plan(BIG, BIG, device=device, acceptance=acceptance, length=470)  # 470 + 17 are as many tiles
+    assert found.draft.best == 0
+    if acceptance == 0.5:
+        assert found.verdict == planning.PLAIN
+
+
+def test_a_free_draft_goes_all_the_way():
+    found = jspec.plan(BIG, TINY_DRAFT, device=dataclasses.replace(H100, launch=0.0), acceptance=1.0, length=470)
+    assert found.draft.best == 16 and found.draft.speedup == pytest.approx(17, rel=0.05)
+    assert found.verdict == planning.SPECULATE  # int8 gains less than 5 % of what is free
+
+
+def test_a_draft_is_quantised_where_that_is_worth_it():
+    found = jspec.plan(BIG, SMALL, device="h100")
+    assert found.verdict == planning.QUANTIZE and found.int8.speedup > 1.05 * found.draft.speedup
+    assert jspec.plan(BIG, SMALL, device="h100", quantize="int8").verdict == planning.SPECULATE
+    at_peak = jspec.plan(BIG, SMALL, device="t4", batch=1, length=64, acceptance=0.2)
+    assert at_peak.int8.speedup < 1.05 and at_peak.verdict == planning.PLAIN
+
+
+def test_a_number_that_is_asked_for():
+    best = jspec.plan(BIG, SMALL, device="h100")
+    found = jspec.plan(BIG, SMALL, device="h100", num_draft_tokens=9)
+    assert (found.draft.num_draft_tokens, found.int8.num_draft_tokens, found.draft.best) == (9, 9, best.draft.best)
+    assert found.draft.speedup == best.draft.speedups[8] and found.draft.speedups == best.draft.speedups
+
+
+def holding(size):
+    return dataclasses.replace(devices.DEVICES["t4"], memory=size)
+
+
+def test_what_fits_is_a_matter_of_bytes():
+    found = jspec.plan(BIG, SMALL, device="t4", quantize="int8")
+    for parts, fits in ((found.draft.footprint.total, True), (found.draft.footprint.total - 1, False)):
+        again = jspec.plan(BIG, SMALL, device=holding(parts), quantize="int8")
+        assert again.draft.fits == fits and (again.verdict != planning.NO_ROOM) == fits and again.plain_fits
+    alone = found.plain_footprint.total
+    assert jspec.plan(BIG, SMALL, device=holding(alone)).plain_fits
+    for acceptance in (0.0, 0.8):
+        found = jspec.plan(BIG, SMALL, device=holding(alone - 1), acceptance=acceptance)
+        assert not found.plain_fits and found.verdict == planning.NO_ROOM
+
+
+def test_no_room_for_a_draft_that_does_not_pay_is_no_obstacle():
+    found = jspec.plan(BIG, SMALL, device=holding(8e9), acceptance=0.1)
+    assert found.plain_fits and not found.draft.fits and found.verdict == planning.PLAIN
+
+
+def test_the_largest_that_fits():
+    make = functools.partial(jspec.plan, BIG, SMALL, device="t4", num_draft_tokens=2)
+    found = make(batch=64, length=2048, prompt=512)
+    assert found.verdict == planning.NO_ROOM and 1 < found.largest_batch < 64 and 1 < found.largest_length < 512
+    few, many = (make(batch=found.largest_batch + more, length=2048, prompt=512) for more in (0, 1))
+    assert few.draft.fits and not many.draft.fits
+    # Of shorter texts prompts are shorter, too.
+    short, long = (make(batch=64, length=length, prompt=length) for length in found.largest_length + np.arange(2))
+    assert short.draft.fits and not long.draft.fits
+    assert jspec.plan(BIG, SMALL, device=holding(8e9)).largest_batch == 0
+
+
+# What may be given.
+
+
+def test_sources_are_read_by_their_configurations(tmp_path, monkeypatch):
+    target, draft, _ = jspec.demo_pair()
+    monkeypatch.setattr("jspec.weights.stream", lambda *_: pytest.fail("weights were read"))
+    folders = []
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        text = (jspec.weights.PAIR / name / "config.json").read_text(encoding="utf-8")
+        (tmp_path / name / "config.json").write_text(text, encoding="utf-8")
+        folders.append(tmp_path / name)
+    expected = jspec.plan(target.config, draft.config, device="h100")
+    assert jspec.plan(target, draft, device="h100") == expected
+    assert jspec.plan(*folders, device="h100") == jspec.plan(*map(str, folders), device="h100") == expected
+    assert expected.length == target.config.max_position_embeddings  # no 4096
+    assert jspec.plan(target, jspec.quantize(draft), device="h100").draft == expected.int8
+    json.dumps(dataclasses.asdict(expected), allow_nan=False)
+
+
+GOOD = {"target": BIG, "draft": SMALL, "device": "h100", "length": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("device", "h1000", "no device 'h1000'; there are h200, h100, a100, l4, t4, v5e, v6e"),
+        ("batch", 0, "batch must be an int of at least 1; got 0"),
+        ("length", 1.5, "length must be an int"),
+        ("length", 1 << 18, r"length=262144 is more than the 131072 positions that both models have"),
+        ("prompt", 65, "prompt=65 is more than length=64"),
+        ("prompt", 0, "prompt must be an int of at least 1"),
+        ("acceptance", 1.1, r"acceptance must be a probability in 0..1; got 1.1"),
+        ("acceptance", float("nan"), "acceptance must be a probability"),
+        ("num_draft_tokens", 0, r"num_draft_tokens must be a whole number in 1..16; got 0"),
+        ("num_draft_tokens", 17, "whole number in 1..16; got 17"),
+        ("quantize", "int4", "quantize='int4' is not supported"),
+        (
+            "draft",
+            dataclasses.replace(SMALL, vocab_size=32000),
+            "has 32000 tokens and the target's 128256; use a draft",
+        ),
+        ("draft", "no-such", "no-such is neither a directory nor a file"),
+    ],
+)
+def test_bad_input(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        jspec.plan(**GOOD | {name: value})
+
+
+def test_a_device_of_no_kind():
+    with pytest.raises(TypeError, match="device is of type int"):
+        jspec.plan(**GOOD | {"device": 4})
+
+
+def test_vocabularies_may_differ_by_padding():
+    assert jspec.plan(BIG, dataclasses.replace(SMALL, vocab_size=128256 + 64), device="h100").draft.best
+
+
+def test_slots_are_whole_tiles():
+    assert [slots_of(length, k) for length, k in ((31, 0), (32, 0), (60, 3), (60, 4))] == [32, 64, 64, 96]
