@@ -5,9 +5,9 @@ import dataclasses
 from jspec.devices import Device
 from jspec.footprint import Footprint, Weights, footprint, slots_of
 
-# Kernels that a GPU launches, as `python -m bench compiled --device h100` counts them: for each layer of a pass, beside
-# its layers (embedding, head, sampling), and in a round outside of its passes (acceptance, commit).
-KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = 18, 14, 26
+# Kernels that a GPU launches, as `python -m bench compiled` counts them for an H100 and a T4: for each layer of a pass,
+# beside its layers (embedding, head, sampling), and in a round outside of its passes (acceptance, commit).
+KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 9, "float16": 18}, 14, 26
 
 
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:
@@ -17,7 +17,7 @@ def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: i
     """
     moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.bandwidth
     multiplied = 2 * model.parameters_read * batch * rows / device.flops
-    kernels = KERNELS_A_LAYER * model.config.num_hidden_layers + KERNELS_A_PASS
+    kernels = KERNELS_A_LAYER[device.dtype] * model.config.num_hidden_layers + KERNELS_A_PASS
     return max(moved, multiplied) + kernels * device.launch
 
 
