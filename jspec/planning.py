@@ -116,30 +116,31 @@ def plan(
     Raises:
         ValueError: an argument is out of range, the vocabularies differ, the models have fewer positions, or no device
             of that name is known or here.
+        TypeError: `device` is no device, or a source no model.
         convert.CheckpointError: a source is none, or not supported.
     """
     found = find(device)
     if quantize is not None:
         check_kind(quantize)
-    verifier, drafter = (_weights(source, found) for source in (target, draft))
-    limit = _check_models(verifier.config, drafter.config)
+    target_weights, draft_weights = (_weights(source, found) for source in (target, draft))
+    limit = _check_models(target_weights.config, draft_weights.config)
     length = min(_LENGTH, limit) if length is None else length
     prompt = max(length // 2, 1) if prompt is None else prompt
     _check(batch, length, prompt, limit, acceptance, num_draft_tokens)
-    load, light = Load(found, batch, length, prompt), dataclasses.replace(drafter, quantized=True)
-    chosen = light if quantize else drafter
-    given, int8 = (_drafting(load, verifier, one, acceptance, num_draft_tokens) for one in (chosen, light))
-    plain_fits, k = load.fits(0, verifier), given.num_draft_tokens or 1
+    load, light = Load(found, batch, length, prompt), dataclasses.replace(draft_weights, quantized=True)
+    chosen = light if quantize else draft_weights
+    given, int8 = (_drafting(load, target_weights, one, acceptance, num_draft_tokens) for one in (chosen, light))
+    plain_fits, k = load.fits(0, target_weights), given.num_draft_tokens or 1
 
     def fits(**changes: int) -> bool:
-        return dataclasses.replace(load, **changes).fits(k, verifier, chosen)
+        return dataclasses.replace(load, **changes).fits(k, target_weights, chosen)
 
     return Plan(
         verdict=_verdict(plain_fits, given, int8),
         **vars(load),
         acceptance=acceptance,
-        plain_seconds=load.plain_seconds(verifier),
-        plain_footprint=load.footprint(0, verifier),
+        plain_seconds=load.plain_seconds(target_weights),
+        plain_footprint=load.footprint(0, target_weights),
         plain_fits=plain_fits,
         draft=given,
         int8=int8,
@@ -181,8 +182,11 @@ def _weights(source: Any, device: Device) -> Weights:
     itemsize = dtypes.parse(device.dtype).itemsize
     if isinstance(source, Llama):
         return Weights(source.config, itemsize, source.embed_tokens.scale is not None)
-    if not isinstance(source, LlamaConfig):
+    if isinstance(source, str | Path):
         source = read_config(resolve_config(source))
+    if not isinstance(source, LlamaConfig):
+        raise TypeError(f"Only models can be planned, not a {type(source).__name__}; pass a configuration, a model, or "
+                        "where one is.")  # fmt: skip
     return Weights(source, itemsize)
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from bench import abstract, compiled, devices
 from bench.hlo import arrays
+from jspec import roofline
+from jspec.footprint import Weights, footprint
 
 PAIRS = {"h100": "llama-3.2-3b/llama-3.2-1b", "t4": "llama-3.2-3b/llama-3.2-1b", "v5e": "109m"}
 # Heads as the fused kernels take them.
@@ -68,6 +70,26 @@ def test_kernels_of_an_h100(report):
     base = program("h100", plain=True)[0].count() - 2 * layers["plain"]
     report(**layers, beside_layers=base)
     assert max(layers.values()) <= 10 and base + 28 * layers["plain"] <= 300
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_plans_count_the_kernels_that_there_are(name, report):
+    few, more = (program(name, plain=True, layers=layers)[0] for layers in (2, 4))
+    layer = (more.count() - few.count()) / 2
+    report(layer=layer, beside=few.count() - 2 * layer)
+    assert layer == pytest.approx(roofline.KERNELS_A_LAYER[devices.DEVICES[name].dtype], rel=0.2)
+    assert few.count() - 2 * layer == pytest.approx(roofline.KERNELS_A_PASS + roofline.KERNELS_A_ROUND, rel=0.3)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_plans_know_what_a_long_prompt_takes(name, report):
+    """Beside the caches, which are whole in the end only."""
+    device, setting = devices.prepare(name), abstract.Setting(width=2048, new_tokens=16)
+    models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=2)
+    found = compiled.read(abstract.compiled(device, *models, setting))
+    planned = footprint(tuple(Weights(model.config, 2) for model in models), 1, 2048 + 16, 2048, setting.draft_length)
+    report(planned=planned.temporaries, allocated=found.temporary - planned.caches)
+    assert planned.temporaries == pytest.approx(found.temporary - planned.caches, rel=0.3)
 
 
 @pytest.mark.parametrize("one", cover.pairwise(), ids=cover.name)

@@ -332,9 +332,16 @@ def test_bad_input(name, value, message):
         jspec.plan(**GOOD | {name: value})
 
 
-def test_a_device_of_no_kind():
-    with pytest.raises(TypeError, match="device is of type int"):
-        jspec.plan(**GOOD | {"device": 4})
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("device", 4, "device is of type int"),
+        ("draft", jspec.NGramDrafter(), "not a NGramDrafter; pass a configuration"),
+    ],
+)
+def test_types(name, value, message):
+    with pytest.raises(TypeError, match=message):
+        jspec.plan(**GOOD | {name: value})
 
 
 def test_vocabularies_may_differ_by_padding():
