@@ -71,3 +71,14 @@ def _here(found: Any) -> Device:
             return device
     raise ValueError(f"The device here, {found.device_kind}, is none that plans are made for; name one of "
                      f"{', '.join(DEVICES)}, or let `jspec tune` measure here.")  # fmt: skip
+
+
+def is_before_ampere() -> bool:
+    """Whether an NVIDIA GPU is here that has neither bfloat16 nor XLA's Triton, such as a T4."""
+    import jax
+
+    try:
+        found = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there is none
+        return False
+    return any(float(device.compute_capability) < 8 for device in found)

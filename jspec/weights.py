@@ -14,6 +14,7 @@ from jax.experimental.layout import Format, Layout
 from convert import dtypes
 from convert.config import LlamaConfig
 from convert.loading import stream
+from jspec.devices import is_before_ampere
 from jspec.llama import Llama
 from jspec.quantizer import check_kind, matrices, pack
 from jspec.sharding import Placement, check_placement, place
@@ -33,7 +34,8 @@ def load(
         source: a Hugging Face directory (config.json and safetensors), a Hugging Face hub id such as
             "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file, whose weights are
             dequantised.
-        dtype: of weights, activations and cache; float32 on CPU and bfloat16 on GPU and TPU unless given.
+        dtype: of weights, activations and cache; float32 on CPU and bfloat16 on GPU and TPU unless given, float16 on
+            a GPU that has no bfloat16, such as a T4.
         quantize: "int8" stores every matrix as int8, see `quantize`, without ever holding the model unquantised; norms,
             biases, activations and cache keep `dtype`.
         sharding: where the weights are to lie: a `jax.sharding.Sharding` for all of them, or a function that gives one
@@ -60,8 +62,10 @@ def load(
 
 
 def default_dtype() -> Any:
-    """float32 on CPU, where bfloat16 products are slower; bfloat16 on GPU and TPU."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    """float32 on CPU, where bfloat16 products are slower; on GPU and TPU bfloat16, or float16 where a GPU has none."""
+    if jax.default_backend() == "cpu":
+        return jnp.float32
+    return jnp.float16 if is_before_ampere() else jnp.bfloat16
 
 
 def from_arrays(

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jspec import weights
 from jspec.cache import visible
 from jspec.kernels import choice
 from jspec.kernels.attention import decode_attention
@@ -259,10 +260,14 @@ def test_several_devices_have_it_under_shard_map_alone():
 def test_a_gpu_without_triton_has_xla_form(monkeypatch):
     def has_kernel(*capabilities):
         found = [SimpleNamespace(compute_capability=capability) for capability in capabilities]
-        monkeypatch.setattr(choice.jax, "local_devices", lambda backend: found)
+        monkeypatch.setattr(jax, "local_devices", lambda backend: found)
         return _has_kernel(_choose, _shapes())
 
     assert has_kernel("8.0") and not has_kernel("7.5") and not has_kernel("8.6", "7.5")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert weights.default_dtype() == jnp.float16  # of the last two
+    has_kernel("9.0")
+    assert weights.default_dtype() == jnp.bfloat16
 
 
 def test_elsewhere_the_program_is_as_without_it():

@@ -10,6 +10,7 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jspec.devices import is_before_ampere
 from jspec.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
 from jspec.sharding import vary_like
 
@@ -81,7 +82,7 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
 
     def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
         alone = _on_one_device(context.module_context.axis_context)
-        form = on_gpu if alone and _has_triton() else otherwise
+        form = otherwise if not alone or is_before_ampere() else on_gpu
         return mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others)
 
     primitive = Primitive(name)
@@ -100,15 +101,6 @@ def _on_one_device(axes: Any) -> bool:
     if isinstance(axes, mlir.SPMDAxisContext):  # jax.shard_map
         return axes.manual_axes == frozenset(axes.mesh.axis_names)
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
-
-
-def _has_triton() -> bool:
-    """Whether XLA has it for the GPUs that are here; if none is, the program is for others."""
-    try:
-        found = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return True
-    return all(float(device.compute_capability) >= 8 for device in found)
 
 
 def _differentiate(primals: Any, tangents: Any, **options: Any) -> Any:
