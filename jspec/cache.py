@@ -3,8 +3,8 @@
 Slot t holds position t. A row's validity is one number, its length: a query at position t looks at slots 0..t, and
 whatever lies beyond is overwritten before it is looked at. So rolling back is keeping the smaller length.
 
-A write that would reach past the last slot is dropped without an error; callers allocate K + 1 spare slots, so that
-none does.
+A write must not reach past the last slot, for what becomes of it differs from platform to platform; callers allocate
+K + 1 spare slots, so that none does.
 """
 
 import functools

@@ -36,7 +36,7 @@ def _project(weight: Array, scale: nnx.Param | None, x: Array, dtype: Any = None
         product = _project(weight.astype(x.dtype), None, x, jnp.float32)
         return (product * scale[...]).astype(dtype or x.dtype)
     product = functools.partial(_product, dtype=dtype)
-    if x[..., 0].size > 1:
+    if math.prod(x.shape[:-1]) != 1:
         return product(weight, x)
     return lax.platform_dependent(weight, x, cuda=functools.partial(_of_two_rows, product), default=product)
 

@@ -130,7 +130,9 @@ class Llama(nnx.Module):
                                                      before, norm)  # fmt: skip
             return x[:, : tokens.shape[1]], KVCache(tuple(keys), tuple(values))
 
-        if tokens.size > 1:
+        if not order:
+            return x, cache
+        if tokens.size != 1:
             return through(x, cache, past)
         return lax.platform_dependent(x, cache, past, cuda=_with_a_row_of_zeros(through), default=through)
 

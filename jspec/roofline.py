@@ -6,7 +6,8 @@ from jspec.devices import Device
 from jspec.footprint import Footprint, Weights, footprint, slots_of
 
 # Kernels that a GPU launches, as `python -m bench compiled` counts them for an H100 and a T4: for each layer of a pass,
-# beside its layers (embedding, head, sampling), and in a round outside of its passes (acceptance, commit).
+# beside its layers (embedding, head, sampling), and in a round outside of its passes (acceptance, commit). Weights of
+# int8, q/k norms and biases cost a few more.
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 9, "float16": 18}, 14, 26
 
 

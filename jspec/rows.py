@@ -47,7 +47,7 @@ def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Call
 
 
 def tally(counts: Array, tokens: Array, more: Array) -> Array:
-    """``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``."""
+    """``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``, which is 0 where a token is none of V."""
 
     def together(counts: Array, tokens: Array, more: Array) -> Array:
         # Row by row: with the row as an index, devices that share the batch would exchange the counts.
@@ -61,7 +61,10 @@ def tally(counts: Array, tokens: Array, more: Array) -> Array:
 
 
 def _by_platform(count: int, together: Callable, one_by_one: Callable, *arguments: Array) -> Array:
-    """On TPUs a gather or scatter over rows is a loop that does one after another, and waits each time."""
+    """On TPUs a gather or scatter over rows is a loop that does one after another, and waits each time.
+
+    Where several TPUs share the rows, they exchange some of what is written; with the loop they would not.
+    """
     if count > _UNROLLED:
         return together(*arguments)
     return lax.platform_dependent(*arguments, tpu=one_by_one, default=together)

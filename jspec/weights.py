@@ -93,7 +93,7 @@ def from_arrays(
     if leaves:
         raise ValueError(f"arrays lacks {sorted(leaves)[0]}; expected every name of convert.shapes(config).")
     embedding = model.embed_tokens.weight
-    if all(device.platform == "tpu" for device in embedding[...].devices()):
+    if jax.default_backend() == "tpu":
         embedding.set_value(by_token(embedding[...]))
     return model
 

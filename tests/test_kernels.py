@@ -162,6 +162,24 @@ def test_passes_in_a_loop_build_one_cache():
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03)
 
 
+@pytest.mark.parametrize("slots", [40, 2048])
+def test_the_kernel_is_lowered_with_64_bit_types(slots):
+    with jax.enable_x64(True):
+        qkv, tables, keys, values, positions = _shapes()
+        cache = [leaf.update(shape=tuple(slots if n == 40 else n for n in leaf.shape)) for leaf in (keys, values)]
+        arguments = [qkv, tables, *cache, positions]
+        assert _has_kernel(_choose, arguments)
+        half = [*arguments[:4], arguments[4].update(dtype=jnp.int64)]
+        assert _has_kernel(_choose, half)
+
+
+def test_nothing_is_jitted_where_nothing_may_be():
+    qkv, *others, sizes = _draw(*CASES["one token"])
+    with jax.disable_jit():
+        found = choice.attention(_attend_projected, qkv, *others, sizes)
+    np.testing.assert_allclose(np.float32(found[0]), np.float32(XLA(qkv, *others, sizes)[0]), atol=0.03)
+
+
 @pytest.mark.parametrize("name", ["one token", "two shares"])
 def test_a_row_that_is_no_token_changes_nothing(name):
     qkv, *others, sizes = _draw(*CASES[name])

@@ -157,3 +157,10 @@ def test_bfloat16_weights_stay_bfloat16_and_logits_are_float32(tmp_path):
     assert logits.dtype == jnp.float32
     # Eight bits of mantissa through two layers: a rough agreement, where a mistaken dtype gives none.
     assert np.abs(np.asarray(logits) - expected).mean() < 0.05 * expected.std()
+
+
+def test_no_layers_are_no_layers(toy):
+    model, tokens = toy(0), np.array([[3, 5]])
+    hidden, cache = model.forward(tokens, model.new_cache(1, 4), np.zeros(1, np.int32), layers=())
+    np.testing.assert_array_equal(hidden, model.embed_tokens(tokens))
+    assert not any(np.asarray(leaf).any() for leaf in (*cache.keys, *cache.values))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.accept import judge_coupled
-from jspec.cache import KVCache, prefill
+from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.drafters.base import Context, Verifier, as_draft, fit_vocabulary, shared_vocabulary, window
 from jspec.drafters.model import as_drafter
 from jspec.rows import cut, put
@@ -69,7 +69,7 @@ class CascadeDrafter:
 
     def init(self, tokens: Array, num_slots: int) -> tuple[KVCache, Any]:
         """Both, with room for the tokens by which the last pass of `middle` may overshoot the draft."""
-        num_slots += self.num_small_draft_tokens + 1
+        num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
         return prefill(self.middle, tokens, num_slots), self.small.init(tokens, num_slots)
 
     def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:

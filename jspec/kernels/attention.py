@@ -39,7 +39,7 @@ def decode_attention(
 ) -> tuple[Array, Array, Array]:
     """Write this pass's keys and values, then attend; the caches are updated in place.
 
-    Where a row's tokens do not all fit into the cache, none is written, as by `jspec.cache.write`.
+    Where a row's tokens do not all fit into the cache, none is written.
 
     Args:
         qkv: ``[B, R, (H + 2 G) D]``, queries, keys and values as they are projected; rows beyond S are no tokens.
@@ -75,14 +75,14 @@ def decode_attention(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="decode_attention",
-    )(positions, *tables, qkv.reshape(batch, rows, heads + 2 * groups, size), keys, values)
+    )(positions.astype(jnp.int32), *tables, qkv.reshape(batch, rows, heads + 2 * groups, size), keys, values)
     mixed = _combine(mixed, *weights).astype(qkv.dtype) if weights else mixed
     return mixed.reshape(batch, rows, heads * size), keys, values
 
 
 def _num_shares(programs: int, slots: int) -> int:
     """Of `slots`, where there are so many programs for each share."""
-    return max(1, min(slots // _SHARE, _PROGRAMS // programs, _MAX_SHARES))
+    return max(1, min(slots // _SHARE, _PROGRAMS // max(programs, 1), _MAX_SHARES))
 
 
 def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> dict[str, pl.BlockSpec]:
@@ -140,7 +140,7 @@ def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_r
         """The new tokens."""
         at = jnp.arange(MAX_TOKENS)
         k, v = _new_tokens(qkv_ref, tables, steps, heads + group, heads + groups + group)
-        _write(new_keys_ref, new_values_ref, k, v, start, (at < steps) & (start + steps <= slots))
+        _write(new_keys_ref, new_values_ref, k, v, start, (at < steps) & (start >= 0) & (start + steps <= slots))
         return _add(q, k, v, at[None, :] <= row_steps[:, None], sums)
 
     sums = lax.cond(share == shares - 1, finish, lambda sums: sums, sums) if shares > 1 else finish(sums)

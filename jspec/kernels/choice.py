@@ -1,6 +1,7 @@
 """Which programs get a kernel: only where one is lowered is it known for what platform and for how many devices."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,9 @@ def project_add_norm(
     otherwise: Callable[..., tuple[Array, Array]], x: Array, inner: Array, weight: Array, gamma: Array, eps: float
 ) -> tuple[Array, Array]:
     """`jspec.kernels.norm.project_add_norm` where it can run, and elsewhere `otherwise`: see `_choose`."""
-    suits = x[..., 0].size <= MAX_NORMS and x.dtype == inner.dtype == weight.dtype == gamma.dtype == jnp.bfloat16
+    suits = (
+        math.prod(x.shape[:-1]) <= MAX_NORMS and x.dtype == inner.dtype == weight.dtype == gamma.dtype == jnp.bfloat16
+    )
     return _choose(_norm_p, suits, otherwise, (x, inner, weight, gamma), eps=eps)
 
 
@@ -63,13 +66,15 @@ def _elsewhere(*leaves: Any, otherwise: Callable, tree: Any, options: tuple) -> 
 def _attend_on_gpu(*arguments: Any, **options: Any) -> Any:
     from jspec.kernels.attention import decode_attention
 
-    return decode_attention(*arguments, **options)
+    with jax.enable_x64(False):  # a kernel is of the types it is written in
+        return decode_attention(*arguments, **options)
 
 
 def _norm_on_gpu(*arguments: Any, **options: Any) -> Any:
     from jspec.kernels import norm
 
-    return norm.project_add_norm(*arguments, **options)
+    with jax.enable_x64(False):
+        return norm.project_add_norm(*arguments, **options)
 
 
 def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
@@ -87,7 +92,7 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
 
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("otherwise", "tree", "options")))
+    primitive.def_impl(_elsewhere)  # where nothing is jitted
     primitive.def_abstract_eval(lambda *types, options, **_: results(*types, **dict(options)))
     mlir.register_lowering(primitive, mlir.lower_fun(_elsewhere))
     mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
