@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-from flax import nnx
-
 import jspec
 from bench import abstract, devices, plots
 from bench.hlo import Instruction, Module, array_bytes
 from bench.report import publish
 from bench.traffic import flops, traffic
 from jspec.devices import Device
+from jspec.footprint import Weights, slots_of
 
 PARTS = ("prefill", "draft", "verify", "accept", "commit")
 DRAFT_STEP = "draft step"  # in the loop of drafting; the first pass is outside
@@ -203,15 +201,10 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
 
 def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.Setting, count: int) -> None:
     """Raise ValueError if weights and caches alone are more than `count` devices hold."""
-
-    def gigabytes(tree: Any) -> float:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 1e9
-
-    slots, memory = setting.width + setting.new_tokens, device.memory / 1e9
-    weights = sum(gigabytes(nnx.state(model)) for model in models)
-    caches = sum(
-        gigabytes(jax.eval_shape(lambda model=model: model.new_cache(setting.batch, slots))) for model in models
-    )
+    slots, memory = slots_of(setting.width + setting.new_tokens, 0), device.memory / 1e9
+    held = [Weights(one.config, one.dtype.itemsize, one.embed_tokens.scale is not None) for one in models]
+    weights = sum(one.bytes for one in held) / 1e9
+    caches = sum(one.cache_bytes(setting.batch, slots) for one in held) / 1e9
     if weights + caches > count * memory:
         raise ValueError(f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit into {count} x "
                          f"{device.title} of {memory:.1f} GB; give --devices, or a smaller pair or batch.")  # fmt: skip

@@ -10,7 +10,7 @@ _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0}
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
          "replica-id", "domain", "add-dependency"}  # fmt: skip
 _STRUCTURE = {"while", "conditional", "call", "async-start"}
-_HOST = re.compile(r"callback|python|xla_ffi_partitioned|HostExecute")
+_HOST = re.compile(r"callback|HostExecute")
 
 
 @dataclasses.dataclass(frozen=True)

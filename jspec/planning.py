@@ -164,7 +164,7 @@ def _drafting(load: Load, target: Weights, draft: Weights, acceptance: float, wa
 def _verdict(plain_fits: bool, draft: Drafting, int8: Drafting) -> str:
     if not plain_fits or (draft.best and not draft.fits):
         return NO_ROOM
-    if int8.fits and int8.best and int8.speedup >= _WORTHWHILE * max(draft.speedup, 1 / _WORTHWHILE + _ROUNDING):
+    if int8.fits and int8.speedup > 1 and int8.speedup >= _WORTHWHILE * draft.speedup:
         return QUANTIZE
     return SPECULATE if draft.best else PLAIN
 

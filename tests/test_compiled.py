@@ -139,6 +139,12 @@ def test_a_loop_over_rows_is_seen(program):
     assert found.count() < program.count()  # nobody knows how often it runs
 
 
+def test_who_waits_for_the_host_is_seen(program):
+    called = 'custom-call(%one), custom_call_target="xla_ffi_python_gpu_callback"'
+    found = compiled.read(Compiled(TEXT.replace("convert(%one)", called)))
+    assert (program.host, found.host) == (0, 1)
+
+
 def test_predictions_are_sums(program):
     device = dataclasses.replace(devices.DEVICES["h100"], bandwidth=1e9, flops=1e9, launch=1e-3)
     rows = {row["part"]: row for row in compiled.table(program, device)}

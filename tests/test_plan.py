@@ -267,3 +267,9 @@ def test_types(name, value, message):
 
 def test_vocabularies_may_differ_by_padding():
     assert jspec.plan(BIG, dataclasses.replace(SMALL, vocab_size=128256 + 64), device="h100").draft.best
+
+
+def test_int8_that_loses_too_is_not_advised():
+    found = jspec.plan(BIG, SMALL, device="h100", acceptance=0.1, num_draft_tokens=16)
+    assert found.int8.speedup > 1.05 * found.draft.speedup and found.int8.speedup < 1
+    assert found.verdict == "do not speculate"
