@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,29 +14,35 @@ from bench import plots
 from bench.report import publish
 
 _CHILD = """
-import json, sys, time
+import json, resource, sys, time
 began = time.perf_counter()
 import jax, numpy as np, jspec
 from bench import pairs
 imported = time.perf_counter()
-models = pairs.pair(sys.argv[1])
-jax.block_until_ready(jax.tree.leaves(models[0]))
+pair, source, program = json.loads(sys.argv[1])
+target, draft = (jspec.load(source), jspec.NGramDrafter()) if source else pairs.pair(pair)
+jax.block_until_ready(jax.tree.leaves(target))
 loaded = time.perf_counter()
-plain = sys.argv[2] == "plain"
-function = jspec.generate if plain else jspec.speculative_generate
+lengths = {"plain": None, "K = 4": 4, "up to 8": jspec.UpTo(8)}[program]
+function, models, options = (jspec.generate, [target], {})
+if lengths is not None:
+    function, models, options = jspec.speculative_generate, [target, draft], {"num_draft_tokens": lengths}
 request = (np.ones((1, 64), np.int32), np.array([64]), jax.random.split(jax.random.key(0), 1))
 def first_token():
     start = time.perf_counter()
     limit = jspec.SamplingParams(max_tokens=1)
-    jax.block_until_ready(function(*(models[:1] if plain else models), *request, max_new_tokens=128, sampling=limit))
+    jax.block_until_ready(function(*models, *request, max_new_tokens=128, sampling=limit, **options))
     return time.perf_counter() - start
 first, warm = first_token(), min(first_token() for _ in range(5))
-print(json.dumps({"import": imported - began, "load": loaded - imported, "compile": first - warm, "first token": warm}))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+weights = sum(leaf.nbytes for leaf in jax.tree.leaves((target, draft))) / 1e9
+print(json.dumps({"import, s": imported - began, "load, s": loaded - imported, "first call, s": first,
+                  "first token, s": warm, "weights, GB": weights, "peak memory, GB": peak}))
 """
 
 
-def _child(pair: str, program: str, cache: str | None) -> dict[str, float]:
-    """The times of one fresh process."""
+def _child(subject: tuple[str, str | None, str], cache: str | None) -> dict[str, float]:
+    """The times of one fresh process; `subject` is the pair, a target in its place, and the program."""
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -44,23 +51,22 @@ def _child(pair: str, program: str, cache: str | None) -> dict[str, float]:
     if cache:
         environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, pair, program], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", _CHILD, json.dumps(subject)], env=environment, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run(pair: str) -> None:
-    """Publish one row for each program and state of the cache."""
+def run(pair: str, target: str | None) -> None:
+    """Publish one row for each program and state of the cache; `target` drafts by lookup."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
-        for program in ("plain", "speculative"):
+        for program in ("plain", "K = 4", "up to 8"):
             for state, folder in (("none", None), ("filled", cache), ("used", cache)):
-                times = _child(pair, program, folder)
+                times = _child((pair, target, program), folder)
                 if state != "filled":
-                    rows.append(
-                        {"program": program, "persistent cache": state} | {f"{k}, s": v for k, v in times.items()}
-                    )
-    publish(f"startup-{pair}-{jax.default_backend()}", f"{pair}: a fresh process, prompt of 64 tokens, K = 4", rows,
+                    rows.append({"program": program, "persistent cache": state} | times)
+    name = Path(target or pair).name
+    publish(f"startup-{name}-{jax.default_backend()}", f"{name}: a fresh process, prompt of 64 tokens", rows,
             plots.startup)  # fmt: skip

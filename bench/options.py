@@ -1,0 +1,51 @@
+"""The options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Pair = Annotated[
+    str,
+    typer.Option(
+        "--pair", help="bundled, 109m, or TARGET/DRAFT of two Llama shapes; append :int8 to quantise the draft."
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", min=1)]
+Length = Annotated[int, typer.Option("--num-draft-tokens", min=1)]
+Lengths = Annotated[list[int], typer.Option("--num-draft-tokens", help="May be repeated.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1)]
+Repeats = Annotated[int, typer.Option("--repeats", min=1)]
+Acceptance = Annotated[
+    float | None,
+    typer.Option(
+        "--acceptance", min=0, max=1, help="Accept drafts at this rate instead; results are labelled synthetic."
+    ),
+]
+Temperature = Annotated[float, typer.Option("--temperature", min=0)]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", metavar="SRC", help="Your own target in the place of --pair, a directory or hub id."),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="SRC", help="Its draft, with the same tokenizer; or lookup, which has no model."),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Your own prompts: text in UTF-8, one a line; a batch has the first ones, or all and some again.",
+    ),
+]
+Chatty = Annotated[
+    str, typer.Option("--target", metavar="SRC", help="A model made for chats: a name of jspec models, or your own.")
+]
+Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Of each of the four kinds.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go, instead of bench/results."),
+]
