@@ -23,7 +23,7 @@ class Synthetic:
     def __str__(self) -> str:
         return f"synthetic {self.acceptance:g}"
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         num_draft_tokens = draft.tokens.shape[1]
         uniforms = uniform(stream(keys, start[:, None] + jnp.arange(num_draft_tokens), Purpose.ACCEPT))
         accepted = length_of_prefix(uniforms < self.acceptance)

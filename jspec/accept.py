@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.keys import Purpose, stream, target_noise, uniform
-from jspec.probs import at_tokens, choose, residual, sample
+from jspec.probs import at_tokens, residual, sample, sample_with_noise
 from jspec.types import Draft, Verdict
 
 
@@ -25,8 +25,8 @@ class Rule(Protocol):
     exact: ClassVar[bool]
     shares_noise: ClassVar[bool]
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        """Judge a round.
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        """What becomes of a round's draft.
 
         Args:
             keys: the requests' typed keys ``[B]``.
@@ -44,8 +44,8 @@ class Rejection:
     exact: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = False
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        return judge_tokens(keys, start, draft, target_probs, target_probs[:, :-1])
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        return accept_tokens(keys, start, draft, target_probs, target_probs[:, :-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Block:
     exact: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = False
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         num_draft_tokens = draft.tokens.shape[1]
         # That a later draft was refused has a part in where the round ends, so its noise must not be used again.
         round_keys = stream(keys, start, Purpose.ACCEPT)
@@ -79,28 +79,28 @@ class Coupled:
     So the text is the one that `jspec.generate` gives for the same key, token for token, whatever the draft and K, but
     for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). It accepts less than `Rejection`,
     whose coupling is optimal: with one number a token at least ``(1 - d) / (1 + d)``, d being the total variation
-    distance of p and q, and here, where a token takes two draws, it may be less (`jspec.probs.choose`).
+    distance of p and q, and here, where a token takes two draws, it may be less (`jspec.probs.sample_with_noise`).
     """
 
     exact: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = True
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         noise = target_noise(keys, _positions(start, target_probs.shape[1]), target_probs.shape[2])
-        return judge_coupled(noise, draft, target_probs)
+        return accept_coupled(noise, draft, target_probs)
 
 
 RULES: dict[str, Rule] = {"rejection": Rejection(), "block": Block(), "coupled": Coupled()}
 
 
-def judge_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
+def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
     """Accept token after token, x with probability ``min(1, bound(x) / q(x))``, until the first failure.
 
     The token after is drawn from what the accepted mass ``min(q, bound)`` has left of p. With p as the bound it is
     speculative sampling; a larger bound, somewhere, is a lossy rule.
 
     Args:
-        keys, start, draft, target_probs: as for `Rule.judge`.
+        keys, start, draft, target_probs: as for `Rule.accept`.
         bound: ``float32[B, K, V]``.
     """
     uniforms = uniform(stream(keys, _positions(start, draft.tokens.shape[1]), Purpose.ACCEPT))
@@ -110,10 +110,10 @@ def judge_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, b
     return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
 
 
-def judge_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
+def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
     """Keep the drafts that are the tokens which ``noise[B, K + 1, 2, W]`` draws from the target's laws."""
     # `residual` of no draft is what plain decoding draws from: p, normalised, and nothing where p is not finite.
-    drawn = choose(noise, residual(target_probs, jnp.zeros_like(target_probs)))
+    drawn = sample_with_noise(noise, residual(target_probs, jnp.zeros_like(target_probs)))
     # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
     p, q = (at_tokens(law, draft.tokens) for law in (target_probs[:, :-1], draft.probs))
     lawful = (p > 0) & (q > 0) & (q < jnp.inf)

@@ -117,10 +117,10 @@ def check_rule(accept: Any) -> Rule:
     """
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
-    if isinstance(accept, type) and hasattr(accept, "judge"):
+    if isinstance(accept, type) and hasattr(accept, "accept"):
         raise TypeError(f"accept is the class {accept.__name__}; pass an object of it, such as "
                         f"{accept.__name__}(...), see jspec.lossy.")  # fmt: skip
-    if isinstance(accept, str | type) or not hasattr(accept, "judge"):
+    if isinstance(accept, str | type) or not hasattr(accept, "accept"):
         raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
                          "or pass an object such as jspec.Lenient(0.5), see jspec.lossy.")  # fmt: skip
     declared = {name: getattr(accept, name, None) for name in ("exact", "shares_noise")}
@@ -151,21 +151,21 @@ def _check_whole(name: str, value: Any, or_else: str = "") -> None:
 
 
 def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
-    if isinstance(num_draft_tokens, type) or not hasattr(num_draft_tokens, "wanted"):
+    if isinstance(num_draft_tokens, type) or not hasattr(num_draft_tokens, "budget"):
         if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
             _check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
         return
     kind = type(num_draft_tokens).__name__
-    missing = [name for name in ("most", "needs_confidence", "init", "goes_on", "update")
+    missing = [name for name in ("max_draft_tokens", "needs_confidence", "init", "continues", "update")
                if not hasattr(num_draft_tokens, name)]  # fmt: skip
     if missing:
         raise TypeError(f"num_draft_tokens is of type {kind}, without {', '.join(missing)}; see jspec.draft_length.")
-    _check_whole(f"{kind}.most", num_draft_tokens.most)
+    _check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
     if num_draft_tokens.needs_confidence and not hasattr(drafter, "step"):
         raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
-                         "say; use it with a model or another jspec.drafters.Chain, or "
-                         f"num_draft_tokens=jspec.UpTo({num_draft_tokens.most}).")  # fmt: skip
+                         "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
+                         f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens}).")  # fmt: skip
 
 
 def check_target(target: Any) -> None:

@@ -18,11 +18,18 @@ from jspec.draft_length import DraftLength, most_drafts
 from jspec.drafters.base import Drafter, is_foreign
 from jspec.drafters.checked import CheckedDrafter
 from jspec.drafters.model import as_drafter
-from jspec.keys import rehearsal
+from jspec.keys import trial_keys
 from jspec.llama import Llama
-from jspec.round import Record, Request, State, play_round
-from jspec.rows import cut
-from jspec.sampling import SamplingParams, Warp, draft_warp, seen_in_prompt, spread, warp
+from jspec.round import Record, RequestParams, State, play_round
+from jspec.rows import slice_rows
+from jspec.sampling import (
+    LogitsTransforms,
+    SamplingParams,
+    broadcast_rows,
+    count_prompt,
+    draft_transforms,
+    target_transforms,
+)
 from jspec.sharding import on_any_mesh, vary_like
 from jspec.tuning import TRIALS, Tuning, measure, remembered, tuning_key
 from jspec.types import PADDING, Output, Stats
@@ -108,7 +115,7 @@ def speculative_generate(
     if jax.config.jax_enable_checks:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
     draft_length: Any = num_draft_tokens
-    if not hasattr(draft_length, "wanted"):
+    if not hasattr(draft_length, "budget"):
         draft_length = operator.index(draft_length)
     out, strange = _decode(target, drafter if draft_length else None, tokens, lengths, keys,
                            *_traced(sampling, eos_ids, pad_id),
@@ -159,7 +166,7 @@ def tune(
     rule = check_rule(accept)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
-    trials = [rehearsal(keys, number) for number in range(TRIALS)]
+    trials = [trial_keys(keys, number) for number in range(TRIALS)]
 
     def run(num_draft_tokens: int, limit: int, trial: int) -> Output:
         limited = dataclasses.replace(sampling, max_tokens=limit)
@@ -211,13 +218,16 @@ def _arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any
     return as_array("tokens", tokens), as_array("lengths", lengths), eos_ids, sampling
 
 
-def _traced(sampling: SamplingParams, eos_ids: Any, pad_id: Any) -> tuple[Warp, Warp, Any, Any, Any]:
+def _traced(
+    sampling: SamplingParams, eos_ids: Any, pad_id: Any
+) -> tuple[LogitsTransforms, LogitsTransforms, Any, Any, Any]:
     """What may change from call to call without compiling again."""
 
     def int32(value: Any) -> Any:
         return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
 
-    return warp(sampling), draft_warp(sampling), int32(sampling.max_tokens), int32(eos_ids), int32(pad_id)
+    transforms = target_transforms(sampling), draft_transforms(sampling)
+    return *transforms, int32(sampling.max_tokens), int32(eos_ids), int32(pad_id)
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule"))
@@ -228,8 +238,8 @@ def _decode(
     tokens: Array,
     lengths: Array,
     keys: Array,
-    target_warp: Warp,
-    drafter_warp: Warp,
+    target_transforms: LogitsTransforms,
+    draft_transforms: LogitsTransforms,
     max_tokens: Array,
     eos_ids: Array,
     pad_id: Array,
@@ -246,20 +256,20 @@ def _decode(
     batch = tokens.shape[0]
     lengths = lengths.astype(jnp.int32)
     limits = jnp.where(jnp.asarray(max_tokens) > 0, jnp.minimum(max_tokens, max_new_tokens), max_new_tokens)
-    request = Request(
+    params = RequestParams(
         keys=keys,
         prompt_lengths=lengths,
         limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
         eos_ids=jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1])),
-        warp=spread(target_warp, batch),
-        draft_warp=spread(drafter_warp, batch),
+        transforms=broadcast_rows(target_transforms, batch),
+        draft_transforms=broadcast_rows(draft_transforms, batch),
     )
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
-    began = _start(target, drafter, request, tokens, max_new_tokens, draft_length)
+    began = _start(target, drafter, params, tokens, max_new_tokens, draft_length)
     state, record = lax.while_loop(
         lambda carry: ~jnp.all(carry[0].done),
-        lambda carry: play_round(target, drafter, rule, draft_length, request, *carry),
+        lambda carry: play_round(target, drafter, rule, draft_length, params, *carry),
         vary_like(began, tokens),
     )
     return _finish(state, record, lengths, pad_id, max_new_tokens), record.strange
@@ -268,7 +278,7 @@ def _decode(
 def _start(
     target: Llama,
     drafter: Drafter | None,
-    request: Request,
+    params: RequestParams,
     tokens: Array,
     max_new_tokens: int,
     draft_length: int | DraftLength,
@@ -281,11 +291,11 @@ def _start(
     with jax.named_scope("prefill"):
         cache = prefill(target, tokens, slots)
         drafter_state = () if drafter is None else drafter.init(tokens, slots)
-    seen = None
-    if request.warp.penalised:
-        seen = seen_in_prompt(tokens, request.prompt_lengths, target.config.vocab_size)
+    token_counts = None
+    if params.transforms.penalised:
+        token_counts = count_prompt(tokens, params.prompt_lengths, target.config.vocab_size)
     buffer = jnp.pad(tokens, ((0, 0), (0, max_new_tokens + spare)))
-    state = State(buffer, request.prompt_lengths, jnp.zeros(batch, bool), cache, drafter_state, seen,
+    state = State(buffer, params.prompt_lengths, jnp.zeros(batch, bool), cache, drafter_state, token_counts,
                   () if isinstance(draft_length, int) else draft_length.init(batch))  # fmt: skip
     zeros = jnp.zeros(batch, jnp.int32)
     by_depth = jnp.zeros((batch, k), jnp.int32)
@@ -297,7 +307,7 @@ def _start(
 
 def _finish(state: State, record: Record, prompt_lengths: Array, pad_id: Array, max_new_tokens: int) -> Output:
     """Cut the new tokens out of the buffers and blank what lies past each row's end."""
-    new = cut(state.tokens, prompt_lengths, max_new_tokens)
+    new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
     lengths = state.lengths - prompt_lengths
     kept = jnp.arange(max_new_tokens) < lengths[:, None]
     return Output(

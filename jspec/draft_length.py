@@ -1,6 +1,6 @@
 """How many tokens to draft a round, where that is not one number: row by row, and from round to round.
 
-Rows differ by a mask: a token that a row does not want has a law of zeros, which no rule accepts. Time is saved by
+Rows differ by a mask: a token beyond a row's budget has a law of zeros, which no rule accepts. Time is saved by
 drafting no longer than some row goes on, and by verifying in the shortest of a few compiled lengths that holds all
 drafts. (Of a batch that is sharded over devices these two are asked of all of them, once a token and once a round.)
 So neighbours decide which compiled length verifies a row: its text stays its own but for rounding. Where that matters,
@@ -25,22 +25,22 @@ class DraftLength(Protocol):
     """Decides how far to draft: hashable, for it is part of the program.
 
     Attributes:
-        most: K, the most tokens of a draft; fixes shapes.
-        needs_confidence: whether `goes_on` is to be asked; only a `jspec.drafters.Chain` can.
+        max_draft_tokens: K, the most tokens of a draft; fixes shapes.
+        needs_confidence: whether `continues` is to be asked; only a `jspec.drafters.AutoregressiveDrafter` can.
     """
 
-    most: int
+    max_draft_tokens: int
     needs_confidence: ClassVar[bool]
 
     def init(self, batch: int) -> Any:
         """What it remembers, a pytree, before the first round."""
         ...
 
-    def wanted(self, state: Any, batch: int) -> Array:
-        """``int32[B]`` in 0 .. most: how many tokens to draft in this round."""
+    def budget(self, state: Any, batch: int) -> Array:
+        """``int32[B]`` in 0 .. K: how many tokens to draft in this round."""
         ...
 
-    def goes_on(self, confidence: Array) -> Array:
+    def continues(self, confidence: Array) -> Array:
         """``bool[B]``, whether to draft one more token; the last had this probability ``[B]`` before any transforms."""
         ...
 
@@ -53,20 +53,20 @@ class DraftLength(Protocol):
 class _AtMost:
     """Always as many as it may."""
 
-    most: int
+    max_draft_tokens: int
     needs_confidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_count("most", self.most)
-        object.__setattr__(self, "most", int(self.most))
+        check_count("max_draft_tokens", self.max_draft_tokens)
+        object.__setattr__(self, "max_draft_tokens", int(self.max_draft_tokens))
 
     def init(self, batch: int) -> Any:
         return ()
 
-    def wanted(self, state: Any, batch: int) -> Array:
-        return jnp.full(batch, self.most, jnp.int32)
+    def budget(self, state: Any, batch: int) -> Array:
+        return jnp.full(batch, self.max_draft_tokens, jnp.int32)
 
-    def goes_on(self, confidence: Array) -> Array:
+    def continues(self, confidence: Array) -> Array:
         return jnp.ones(confidence.shape, bool)
 
     def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
@@ -75,7 +75,7 @@ class _AtMost:
 
 @dataclasses.dataclass(frozen=True)
 class UpTo(_AtMost):
-    """Drafts `most` tokens, or as far as the drafter has a guess: a round without a guess costs a plain step.
+    """Drafts as many as it may, or as far as there is a guess: a round without a guess costs a plain step.
 
     For drafters that look things up. With a model it does what the plain number does.
     """
@@ -96,26 +96,27 @@ class WhileConfident(_AtMost):
         super().__post_init__()
         check_between("threshold", self.threshold, 0, 1)
 
-    def goes_on(self, confidence: Array) -> Array:
+    def continues(self, confidence: Array) -> Array:
         return confidence >= self.threshold
 
 
 @dataclasses.dataclass(frozen=True)
 class Heuristic(_AtMost):
-    """Two tokens more after a round that kept all drafts, one less after any other, between 1 and `most`.
+    """Two tokens more after a round that kept all drafts, one less after any other, between 1 and `max_draft_tokens`.
 
-    Each row has its own number, at first half of `most`, rounded up. The rule is that of transformers
+    Each row has its own number, at first half of that, rounded up. The rule is that of transformers
     (``num_assistant_tokens_schedule="heuristic"``).
     """
 
     def init(self, batch: int) -> Array:
-        return jnp.full(batch, (self.most + 1) // 2, jnp.int32)
+        return jnp.full(batch, (self.max_draft_tokens + 1) // 2, jnp.int32)
 
-    def wanted(self, state: Array, batch: int) -> Array:
+    def budget(self, state: Array, batch: int) -> Array:
         return state
 
     def update(self, state: Array, drafted: Array, accepted: Array) -> Array:
-        longer = jnp.where(accepted == drafted, jnp.minimum(state + 2, self.most), jnp.maximum(state - 1, 1))
+        more, less = jnp.minimum(state + 2, self.max_draft_tokens), jnp.maximum(state - 1, 1)
+        longer = jnp.where(accepted == drafted, more, less)
         return jnp.where(drafted > 0, longer, state)
 
 
@@ -141,10 +142,10 @@ class ByAcceptance(_AtMost):
         """Accepted and judged drafts, with their weights."""
         return jnp.zeros(batch, jnp.float32), jnp.zeros(batch, jnp.float32)
 
-    def wanted(self, state: tuple[Array, Array], batch: int) -> Array:
+    def budget(self, state: tuple[Array, Array], batch: int) -> Array:
         accepted, judged = state
         rate = (accepted + 1) / (judged + 2)
-        drafts = jnp.arange(self.most + 1)
+        drafts = jnp.arange(self.max_draft_tokens + 1)
         tokens = jnp.cumsum(rate[:, None] ** drafts, axis=1)
         speedup = tokens / (1 + drafts * self.cost_ratio)
         return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # without a draft nothing would be learnt
@@ -156,20 +157,20 @@ class ByAcceptance(_AtMost):
 
 
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
-    """The draft lengths that verification is compiled for: none, powers of two, and the most.
+    """The draft lengths that verification is compiled for: none, powers of two, and K.
 
     Each compiles all of the target once more. So `UpTo` has none between: what looks things up guesses all or nothing,
     but for the end of a corpus.
     """
-    most = draft_length.most
-    return (0, most) if isinstance(draft_length, UpTo) else (0, *doubling(most))
+    longest = draft_length.max_draft_tokens
+    return (0, longest) if isinstance(draft_length, UpTo) else (0, *doubling(longest))
 
 
-def doubling(most: int) -> tuple[int, ...]:
-    """The powers of two below `most`, and `most`."""
-    return (*(1 << i for i in range((most - 1).bit_length())), most)
+def doubling(largest: int) -> tuple[int, ...]:
+    """The powers of two below `largest`, and `largest`."""
+    return (*(1 << i for i in range((largest - 1).bit_length())), largest)
 
 
 def most_drafts(draft_length: int | DraftLength) -> int:
     """K."""
-    return draft_length if isinstance(draft_length, int) else draft_length.most
+    return draft_length if isinstance(draft_length, int) else draft_length.max_draft_tokens

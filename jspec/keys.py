@@ -37,7 +37,7 @@ def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
     Args:
         keys: typed PRNG keys ``[B]``, one a request.
         positions: ``int32[B]`` or ``int32[B, K]``, absolute index (prompt included) of the token to be drawn; below
-            2^27, so that no number is met twice, nor by `rehearsal`.
+            2^27, so that no number is met twice, nor by `trial_keys`.
         purpose: what they are for.
 
     Returns:
@@ -50,7 +50,7 @@ def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
     return jax.vmap(by_row)(keys, numbers)
 
 
-def rehearsal(keys: Array, number: int) -> Array:
+def trial_keys(keys: Array, number: int) -> Array:
     """Other keys ``[B]`` for a trial run, which no stream of a text reaches.
 
     What is learnt from a run with a request's own keys must not steer that request: that would bias its text.
@@ -71,7 +71,7 @@ def uniform(keys: Array) -> Array:
 
 
 def gumbel(keys: Array, vocab_size: int) -> Array:
-    """What `jspec.probs.choose` draws a token with: Gumbel noise ``float32[..., 2, W]`` of keys ``[...]``, W^2 >= V.
+    """What `jspec.probs.sample_with_noise` draws with: Gumbel noise ``float32[..., 2, W]`` of keys ``[...]``, W^2 >= V.
 
     In mode "high": JAX's default cannot draw tokens below about 1e-7.
     """

@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.accept import judge_tokens
+from jspec.accept import accept_tokens
 from jspec.types import Draft, Verdict, check_between, check_count
 
 
@@ -31,8 +31,8 @@ class Lenient:
     def __post_init__(self) -> None:
         check_between("leniency", self.leniency, 0, 1)
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        return _judge(keys, start, draft, target_probs, target_probs[:, :-1] / self.leniency)
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        return _accept_up_to(keys, start, draft, target_probs, target_probs[:, :-1] / self.leniency)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Typical:
         check_between("epsilon", self.epsilon, 0, 1)
         check_between("delta", self.delta, 0, 1)
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         p = target_probs[:, :-1]
         entropy = -jnp.where(p > 0, p * jnp.log(p), 0).sum(-1, keepdims=True)
-        return _judge_set(
+        return _accept_set(
             keys, start, draft, target_probs, p > jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
         )
 
@@ -72,10 +72,10 @@ class TopK:
     def __post_init__(self) -> None:
         check_count("k", self.k)
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         p = target_probs[:, :-1]
         least = lax.top_k(p, min(self.k, p.shape[-1]))[0][..., -1:]
-        return _judge_set(keys, start, draft, target_probs, (p >= least) & (p > 0))
+        return _accept_set(keys, start, draft, target_probs, (p >= least) & (p > 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +89,18 @@ class Threshold:
     def __post_init__(self) -> None:
         check_between("probability", self.probability, 0, 1)
 
-    def judge(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        return _judge_set(keys, start, draft, target_probs, target_probs[:, :-1] >= self.probability)
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        return _accept_set(keys, start, draft, target_probs, target_probs[:, :-1] >= self.probability)
 
 
-def _judge_set(keys: Array, start: Array, draft: Draft, target_probs: Array, kept: Array) -> Verdict:
+def _accept_set(keys: Array, start: Array, draft: Draft, target_probs: Array, kept: Array) -> Verdict:
     """Keep every drafted token in the set ``kept[B, K, V]``, whatever its probability."""
-    return _judge(keys, start, draft, target_probs, jnp.where(kept, jnp.inf, 0))
+    return _accept_up_to(keys, start, draft, target_probs, jnp.where(kept, jnp.inf, 0))
 
 
-def _judge(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
-    """`judge_tokens` with its receipt."""
-    verdict = judge_tokens(keys, start, draft, target_probs, bound)
+def _accept_up_to(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
+    """`accept_tokens` with its receipt."""
+    verdict = accept_tokens(keys, start, draft, target_probs, bound)
     excess = jnp.minimum(draft.probs, bound) - target_probs[:, :-1]
     distortion = jnp.where(excess > 0, excess, 0).sum(-1)
     return dataclasses.replace(verdict, distortion=jnp.pad(distortion, ((0, 0), (0, 1))))

@@ -27,10 +27,10 @@ def residual(target_probs: Array, draft_probs: Array) -> Array:
 
 def sample(keys: Array, probs: Array) -> Array:
     """One token a row, ``int32[B]``, drawn exactly from ``probs[B, V]`` with typed keys ``[B]``, which are consumed."""
-    return choose(gumbel(keys, probs.shape[-1]), probs)
+    return sample_with_noise(gumbel(keys, probs.shape[-1]), probs)
 
 
-def choose(noise: Array, probs: Array) -> Array:
+def sample_with_noise(noise: Array, probs: Array) -> Array:
     """The token that `noise` draws from `probs`, exactly.
 
     The vocabulary is cut into about sqrt(V) blocks; a block is drawn by its mass, then a token in it. That needs

@@ -11,16 +11,16 @@ from jax import Array, lax
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
-from jspec.drafters.base import Context, Verifier, as_draft, is_foreign, outside
+from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outside
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
-from jspec.rows import put
-from jspec.sampling import Seen, Warp, add_seen, token_probs
+from jspec.rows import write_rows
+from jspec.sampling import LogitsTransforms, TokenCounts, add_tokens, token_probs
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Stats, Verdict, pytree
 
 
 @pytree
-class Request:
+class RequestParams:
     """What stays the same for the whole generation, one entry a row.
 
     Attributes:
@@ -28,15 +28,15 @@ class Request:
         prompt_lengths: ``int32[B]``.
         limits: ``int32[B]``, most new tokens.
         eos_ids: ``int32[B, n]``, tokens that end a row; -1 matches none.
-        warp, draft_warp: the transforms of target and draft.
+        transforms, draft_transforms: the transforms of target and draft.
     """
 
     keys: Array
     prompt_lengths: Array
     limits: Array
     eos_ids: Array
-    warp: Warp
-    draft_warp: Warp
+    transforms: LogitsTransforms
+    draft_transforms: LogitsTransforms
 
 
 @pytree
@@ -49,7 +49,7 @@ class State:
         done: ``bool[B]``; such a row no longer moves.
         cache: the target's; holds every committed token but the last.
         drafter: the drafter's own state.
-        seen: what penalties look at, or None.
+        token_counts: what penalties look at, or None.
         draft_length: what a `jspec.draft_length.DraftLength` remembers.
     """
 
@@ -58,7 +58,7 @@ class State:
     done: Array
     cache: KVCache
     drafter: Any
-    seen: Seen | None
+    token_counts: TokenCounts | None
     draft_length: Any
 
 
@@ -81,24 +81,24 @@ def play_round(
     drafter: Any,
     rule: Rule,
     draft_length: int | DraftLength,
-    request: Request,
+    params: RequestParams,
     state: State,
     record: Record,
 ) -> tuple[State, Record]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
-    draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, request, state)
+    draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     record = dataclasses.replace(record, strange=record.strange | strange & ~state.done)
     with jax.named_scope("verify"):
-        hidden, target_probs, cache = _verify(target, draft_length, request, state, draft)
+        hidden, target_probs, cache = _verify(target, draft_length, params, state, draft)
     with jax.named_scope("accept"):
-        verdict = rule.judge(request.keys, state.lengths, draft, target_probs)
+        verdict = rule.accept(params.keys, state.lengths, draft, target_probs)
         if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
             verdict = dataclasses.replace(verdict, distortion=jnp.full(target_probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None:
             drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
-        state, new = _commit(request, state, record, draft, verdict, target_probs)
+        state, new = _commit(params, state, record, draft, verdict, target_probs)
         if not isinstance(draft_length, int):
             drafted = new.stats.drafted - record.stats.drafted
             accepted = new.stats.accepted - record.stats.accepted
@@ -107,7 +107,7 @@ def play_round(
 
 
 def _propose(
-    target: Any, drafter: Any, rule: Rule, draft_length: int | DraftLength, request: Request, state: State
+    target: Any, drafter: Any, rule: Rule, draft_length: int | DraftLength, params: RequestParams, state: State
 ) -> tuple[Draft, Array, Any]:
     """The draft of this round, without a drafter one of no tokens; `Record.strange` of it; the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
@@ -117,13 +117,13 @@ def _propose(
     k = most_drafts(draft_length)
     with jax.named_scope("draft"):
         draw = target_noise if rule.shares_noise else draft_noise
-        noise = draw(request.keys, state.lengths[:, None] + jnp.arange(k), vocab_size)
-        context = Context(state.tokens, state.lengths, noise, request.draft_warp, state.seen,
-                          Verifier(target, state.cache, unread=1), vocab_size)  # fmt: skip
+        noise = draw(params.keys, state.lengths[:, None] + jnp.arange(k), vocab_size)
+        context = Context(state.tokens, state.lengths, noise, params.draft_transforms, state.token_counts,
+                          TargetView(target, state.cache, unread=1), vocab_size)  # fmt: skip
         if not isinstance(draft_length, int):
-            wanted = jnp.clip(draft_length.wanted(state.draft_length, batch), 0, k)
-            wanted = jnp.where(state.done, 0, wanted)
-            context = dataclasses.replace(context, wanted=wanted, draft_length=draft_length)
+            budget = jnp.clip(draft_length.budget(state.draft_length, batch), 0, k)
+            budget = jnp.where(state.done, 0, budget)
+            context = dataclasses.replace(context, budget=budget, draft_length=draft_length)
         draft, drafter_state = drafter.propose(state.drafter, context, k)
         mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if is_foreign(drafter):  # it costs a look at all laws
@@ -132,24 +132,25 @@ def _propose(
 
 
 def _verify(
-    target: Any, draft_length: int | DraftLength, request: Request, state: State, draft: Draft
+    target: Any, draft_length: int | DraftLength, params: RequestParams, state: State, draft: Draft
 ) -> tuple[Array, Array, KVCache]:
     """The target's hidden states and laws over the last token and the draft, K + 1 a row, and its cache."""
     start = state.lengths - 1
-    fed = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
+    block = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
 
     def laws(hidden: Array) -> Array:
-        return token_probs(target.logits(hidden), request.warp, state.seen, draft.tokens[:, : hidden.shape[1] - 1])
+        drafted = draft.tokens[:, : hidden.shape[1] - 1]
+        return token_probs(target.logits(hidden), params.transforms, state.token_counts, drafted)
 
     if isinstance(draft_length, int):
-        hidden, cache = target.forward(fed, state.cache, start)
+        hidden, cache = target.forward(block, state.cache, start)
         return hidden, laws(hidden), cache
 
     def up_to(k: int) -> tuple[Array, Array, KVCache]:
         # The cache is only read here, for XLA would copy what one of several branches updates.
-        new = target.new_cache(len(fed), draft_length.most + 1)
-        hidden, new = target.forward(fed[:, : k + 1], new, start, past=(state.cache, start))
-        rest = ((0, 0), (0, draft_length.most - k), (0, 0))
+        new = target.new_cache(len(block), draft_length.max_draft_tokens + 1)
+        hidden, new = target.forward(block[:, : k + 1], new, start, past=(state.cache, start))
+        rest = ((0, 0), (0, draft_length.max_draft_tokens - k), (0, 0))
         return jnp.pad(hidden, rest), jnp.pad(laws(hidden), rest), new
 
     lengths = compiled_lengths(draft_length)
@@ -159,43 +160,44 @@ def _verify(
 
 
 def _commit(
-    request: Request, state: State, record: Record, draft: Draft, verdict: Verdict, target_probs: Array
+    params: RequestParams, state: State, record: Record, draft: Draft, verdict: Verdict, target_probs: Array
 ) -> tuple[State, Record]:
     """Write the accepted tokens and the one after them, up to the end of text and the row's limit."""
     num_accepted, guessed, width = verdict.num_accepted, _num_guessed(draft), draft.tokens.shape[1] + 1
     index, emitted = jnp.arange(width), _emitted(draft, verdict)
     # Where the target's law has no mass (its logits were not finite) there is no next token.
-    lawless = ~(jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
+    no_mass = ~(jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
 
-    written = state.lengths - request.prompt_lengths
-    remaining = request.limits - written
-    is_eos = (emitted[:, :, None] == request.eos_ids[:, None, :]).any(-1)
+    written = state.lengths - params.prompt_lengths
+    remaining = params.limits - written
+    is_eos = (emitted[:, :, None] == params.eos_ids[:, None, :]).any(-1)
     to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1).astype(jnp.int32) + 1, width)
-    possible = num_accepted + ~lawless
+    possible = num_accepted + ~no_mass
     count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, remaining)))
     last_is_eos = jnp.take_along_axis(is_eos, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     ended = last_is_eos & (count > 0) | (count == remaining)
-    invalid = lawless & (count == num_accepted) & ~ended & ~state.done
+    invalid = no_mass & (count == num_accepted) & ~ended & ~state.done
 
     kept = index < count[:, None]
     log_law = jnp.log(at_tokens(target_probs, emitted))
-    paid = 0.0
+    distortion = 0.0
     if verdict.distortion is not None:
-        paid = jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
+        distortion = jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
     accepted = jnp.minimum(num_accepted, count)
     refused = (num_accepted < guessed) & (num_accepted < count)  # and its correction is written
-    offered = jnp.minimum(guessed, remaining)
-    offered = jnp.where(to_eos <= accepted, to_eos, offered)  # an accepted end of text ends the draft with it
+    drafted = jnp.minimum(guessed, remaining)
+    drafted = jnp.where(to_eos <= accepted, to_eos, drafted)  # an accepted end of text ends the draft with it
     record = Record(
-        put(record.logprobs, log_law, written),
-        put(record.origins, _origins(num_accepted, guessed, width), written),
-        _count(record.stats, state.done, offered, accepted, accepted + refused, invalid, paid),
+        write_rows(record.logprobs, log_law, written),
+        write_rows(record.origins, _origins(num_accepted, guessed, width), written),
+        _count(record.stats, state.done, drafted, accepted, accepted + refused, invalid, distortion),
         record.strange,
     )
-    seen = None if state.seen is None else add_seen(state.seen, emitted, kept)
-    tokens = put(state.tokens, emitted, state.lengths)
+    token_counts = None if state.token_counts is None else add_tokens(state.token_counts, emitted, kept)
+    tokens = write_rows(state.tokens, emitted, state.lengths)
     done = state.done | ended | invalid
-    return dataclasses.replace(state, tokens=tokens, lengths=state.lengths + count, done=done, seen=seen), record
+    lengths = state.lengths + count
+    return dataclasses.replace(state, tokens=tokens, lengths=lengths, done=done, token_counts=token_counts), record
 
 
 def _emitted(draft: Draft, verdict: Verdict) -> Array:
@@ -218,16 +220,16 @@ def _num_guessed(draft: Draft) -> Array:
 
 
 def _count(
-    stats: Stats, done: Array, offered: Array, accepted: Array, judged: Array, invalid: Array, paid: Array | float
+    stats: Stats, done: Array, drafted: Array, accepted: Array, judged: Array, invalid: Array, distortion: Array | float
 ) -> Stats:
-    """`stats` after a round in which `accepted` of `offered` drafted tokens were committed, of `judged` ones."""
+    """`stats` after a round in which `accepted` of `drafted` tokens were committed, of which `judged` were judged."""
     index = jnp.arange(stats.accepted_at.shape[1])
     return Stats(
         rounds=stats.rounds + ~done,
-        drafted=stats.drafted + jnp.where(done, 0, offered),
+        drafted=stats.drafted + jnp.where(done, 0, drafted),
         accepted=stats.accepted + accepted,
         accepted_at=stats.accepted_at + (index < accepted[:, None]),
         judged_at=stats.judged_at + (index < judged[:, None]),
         invalid=stats.invalid | invalid,
-        distortion=stats.distortion + paid,
+        distortion=stats.distortion + distortion,
     )

@@ -10,7 +10,7 @@ from jax import Array, lax
 _UNROLLED = 32
 
 
-def cut(rows: Array, start: Array, size: int) -> Array:
+def slice_rows(rows: Array, start: Array, size: int) -> Array:
     """``rows[b, start[b] : start[b] + size]`` of every row."""
 
     def together(rows: Array, start: Array) -> Array:
@@ -22,7 +22,7 @@ def cut(rows: Array, start: Array, size: int) -> Array:
     return _by_platform(len(rows), together, one_by_one, rows, start)
 
 
-def put(rows: Array, new: Array, start: Array) -> Array:
+def write_rows(rows: Array, new: Array, start: Array) -> Array:
     """`rows` with ``new[b]`` from index ``start[b]`` of row b on."""
 
     def together(rows: Array, new: Array, start: Array) -> Array:

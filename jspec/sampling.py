@@ -53,8 +53,8 @@ class SamplingParams:
 
 
 @pytree
-class Warp:
-    """`SamplingParams` as the program takes them: None for what is left out, else numbers or arrays (see `spread`)."""
+class LogitsTransforms:
+    """`SamplingParams` as the program takes them: None for what is left out, else numbers or arrays."""
 
     temperature: Any
     top_k: Any
@@ -72,21 +72,21 @@ class Warp:
 
 
 @pytree
-class Seen:
+class TokenCounts:
     """The tokens a penalty looks at: ``prompt`` bool[B, V], ``counts`` int32[B, V] of generated tokens."""
 
     prompt: Array
     counts: Array
 
 
-def warp(params: SamplingParams) -> Warp:
+def target_transforms(params: SamplingParams) -> LogitsTransforms:
     """The target's transforms. A filter left at its off value, as a plain number, is left out. No device work."""
 
     def unless(off: float, value: Any) -> Any:
         value = _float32(value)
         return None if isinstance(value, np.ndarray) and value.ndim == 0 and value == off else value
 
-    return Warp(
+    return LogitsTransforms(
         temperature=_float32(params.temperature),
         top_k=unless(0, params.top_k),
         # A plain number is subtracted in double precision, as transformers does.
@@ -104,55 +104,58 @@ def _float32(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, np.float32)
 
 
-def draft_warp(params: SamplingParams) -> Warp:
+def draft_transforms(params: SamplingParams) -> LogitsTransforms:
     """The draft's transforms: the target's, with the draft's own temperature and top-p where it has them."""
     own = {"temperature": params.draft_temperature, "top_p": params.draft_top_p}
-    return warp(dataclasses.replace(params, **{name: value for name, value in own.items() if value is not None}))
+    given = {name: value for name, value in own.items() if value is not None}
+    return target_transforms(dataclasses.replace(params, **given))
 
 
-def spread(warp: Warp, batch: int) -> Warp:
-    """`warp` with one float32 entry a row: ``[B]``, and ``[B, V]`` for the bias."""
-    fields = {field.name: getattr(warp, field.name) for field in dataclasses.fields(warp)}
+def broadcast_rows(transforms: LogitsTransforms, batch: int) -> LogitsTransforms:
+    """`transforms` with one float32 entry a row: ``[B]``, and ``[B, V]`` for the bias."""
+    fields = {field.name: getattr(transforms, field.name) for field in dataclasses.fields(transforms)}
     bias = fields.pop("bias")
     rows = jax.tree.map(lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,)), fields)
     if bias is not None:
         bias = jnp.asarray(bias, jnp.float32)
         bias = jnp.broadcast_to(bias, (batch, bias.shape[-1]))
-    return Warp(**rows, bias=bias)
+    return LogitsTransforms(**rows, bias=bias)
 
 
-def seen_in_prompt(tokens: Array, lengths: Array, vocab_size: int) -> Seen:
-    """`Seen` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
+def count_prompt(tokens: Array, lengths: Array, vocab_size: int) -> TokenCounts:
+    """`TokenCounts` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     prompt = jax.vmap(lambda tokens, inside: jnp.zeros(vocab_size, bool).at[tokens].max(inside))(tokens, inside)
-    return Seen(prompt, jnp.zeros(prompt.shape, jnp.int32))
+    return TokenCounts(prompt, jnp.zeros(prompt.shape, jnp.int32))
 
 
-def add_seen(seen: Seen, tokens: Array, keep: Array) -> Seen:
-    """`seen` after ``tokens[B, S]`` were generated, those where ``keep[B, S]``."""
-    return Seen(seen.prompt, tally(seen.counts, tokens, keep.astype(jnp.int32)))
+def add_tokens(token_counts: TokenCounts, tokens: Array, keep: Array) -> TokenCounts:
+    """`token_counts` after ``tokens[B, S]`` were generated, those where ``keep[B, S]``."""
+    return TokenCounts(token_counts.prompt, tally(token_counts.counts, tokens, keep.astype(jnp.int32)))
 
 
-def token_probs(logits: Array, warp: Warp, seen: Seen | None, drafted: Array | None = None) -> Array:
+def token_probs(
+    logits: Array, transforms: LogitsTransforms, token_counts: TokenCounts | None, drafted: Array | None = None
+) -> Array:
     """The law each position is sampled from.
 
     Args:
         logits: ``[B, S, V]``, any float dtype.
-        warp: the transforms, one set a row.
-        seen: what penalties look at before the first position; needed only where ``warp.penalised``.
-        drafted: ``int32[B, S - 1]``, the tokens between the positions: position s has seen ``drafted[:, :s]`` as well.
+        transforms: the transforms, one set a row.
+        token_counts: what penalties look at before the first position; needed only where ``transforms.penalised``.
+        drafted: ``int32[B, S - 1]``, the tokens between the positions: position s counts ``drafted[:, :s]`` as well.
 
     Returns:
         ``float32[B, S, V]``; rows sum to 1, or are all 0 where the logits are no law (NaN, +inf, or all -inf).
     """
     logits = logits.astype(jnp.float32)
-    if warp.bias is not None:
-        logits = logits + warp.bias[:, None, :]
-    if warp.penalised:
-        assert seen is not None, "penalties need the tokens they look at"
-        counts = _counts_by_position(seen.counts, drafted)
-        logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, seen.prompt, warp)
-    return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(warp, bias=None))
+    if transforms.bias is not None:
+        logits = logits + transforms.bias[:, None, :]
+    if transforms.penalised:
+        assert token_counts is not None, "penalties need the tokens they look at"
+        counts = _counts_by_position(token_counts.counts, drafted)
+        logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, token_counts.prompt, transforms)
+    return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
 
 
 def _counts_by_position(counts: Array, drafted: Array | None) -> Array:
@@ -163,35 +166,35 @@ def _counts_by_position(counts: Array, drafted: Array | None) -> Array:
     return counts[:, None, :] + jnp.pad(grown, ((0, 0), (1, 0), (0, 0)))
 
 
-def _penalise(logits: Array, counts: Array, prompt: Array, warp: Warp) -> Array:
+def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTransforms) -> Array:
     """Penalties for one position of one row, unbatched: ``[V]`` to ``[V]``."""
-    if warp.repetition is not None:
-        penalised = jnp.where(logits < 0, logits * warp.repetition, logits / warp.repetition)
+    if transforms.repetition is not None:
+        penalised = jnp.where(logits < 0, logits * transforms.repetition, logits / transforms.repetition)
         logits = jnp.where(prompt | (counts > 0), penalised, logits)
-    if warp.frequency is not None:
-        logits = logits - warp.frequency * counts
-    if warp.presence is not None:
-        logits = logits - warp.presence * (counts > 0)
+    if transforms.frequency is not None:
+        logits = logits - transforms.frequency * counts
+    if transforms.presence is not None:
+        logits = logits - transforms.presence * (counts > 0)
     return logits
 
 
-def _law(logits: Array, warp: Warp) -> Array:
+def _law(logits: Array, transforms: LogitsTransforms) -> Array:
     """Temperature and filters for one position of one row, unbatched: logits ``[V]`` to probabilities ``[V]``."""
     largest, index = jnp.max(logits), jnp.arange(logits.size)
     # The first of the largest, without argmax: on CPU that takes three times as long as two plain reductions.
     greedy = (index == jnp.min(jnp.where(logits == largest, index, logits.size))).astype(logits.dtype)
     # The maximum is taken off first, so that a tiny temperature cannot overflow.
-    scaled = (logits - largest) / jnp.where(warp.temperature > 0, warp.temperature, 1)
-    if warp.top_k is not None:
-        scaled = jnp.where(scaled >= _kth_largest(scaled, warp.top_k), scaled, -jnp.inf)
+    scaled = (logits - largest) / jnp.where(transforms.temperature > 0, transforms.temperature, 1)
+    if transforms.top_k is not None:
+        scaled = jnp.where(scaled >= _kth_largest(scaled, transforms.top_k), scaled, -jnp.inf)
     probs = jax.nn.softmax(scaled)
     keep = jnp.ones(probs.shape, bool)
-    if warp.tail_mass is not None:
-        keep &= _nucleus(probs, warp.tail_mass)
-    if warp.min_p is not None:
-        keep &= probs >= warp.min_p * jnp.max(probs)
+    if transforms.tail_mass is not None:
+        keep &= _nucleus(probs, transforms.tail_mass)
+    if transforms.min_p is not None:
+        keep &= probs >= transforms.min_p * jnp.max(probs)
     probs = jnp.where(keep, probs, 0)
-    probs = jnp.where(warp.temperature > 0, probs / probs.sum(), greedy)
+    probs = jnp.where(transforms.temperature > 0, probs / probs.sum(), greedy)
     return jnp.where(jnp.isfinite(largest), probs, 0)
 
 

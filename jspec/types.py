@@ -1,6 +1,6 @@
 """The nouns every file shares, and the alphabet of their shapes.
 
-B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens fed in one forward
+B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens read in one forward
 pass, T cache slots, L slots for a text, V vocabulary, E hidden size, H query heads, G key/value heads, D head size;
 W of a block of noise, with ``W^2 >= V``.
 
@@ -91,7 +91,7 @@ class Stats:
 
     Attributes:
         rounds: ``int32[B]``, passes of the target after the prompt.
-        drafted: ``int32[B]``, draft tokens that could still be committed when they were offered, judged or not.
+        drafted: ``int32[B]``, draft tokens that could still be committed when they were drafted, judged or not.
         accepted: ``int32[B]``, draft tokens committed.
         accepted_at: ``int32[B, K]``, rounds in which draft k was committed.
         judged_at: ``int32[B, K]``, rounds in which draft k was judged.

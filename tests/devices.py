@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jspec
-from jspec.drafters import Chain
+from jspec.drafters import AutoregressiveDrafter
 from jspec.sharding import place
 from jspec.types import pytree
 from jspec.weights import PAIR
@@ -108,7 +108,7 @@ def traced(name):
 
 
 @pytree
-class Fresh(Chain):
+class Fresh(AutoregressiveDrafter):
     """Carries, within a draft and from draft to draft, what at first is the same everywhere."""
 
     vocab_size = max_positions = None

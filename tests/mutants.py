@@ -13,7 +13,7 @@ from jax import lax
 from jspec import accept, keys, probs, sampling
 from jspec import round as rounds
 from jspec.drafters import Context, Draft, FallbackDrafter, base
-from jspec.drafters import chain as drafting
+from jspec.drafters import autoregressive as drafting
 
 
 def shared_noise(patch):
@@ -28,15 +28,15 @@ def one_key_for_all_rows(patch):
 
 
 def raw_q(patch):
-    """The draft is drawn from its warped law, and judged by the unwarped one."""
-    token_probs, draw, warped = drafting.token_probs, Context.draw, []
+    """The draft is drawn from its transformed law, and judged by the raw one."""
+    token_probs, draw, transformed = drafting.token_probs, Context.draw, []
 
-    def raw(logits, warp, seen):
-        warped.append(token_probs(logits, warp, seen)[:, 0])
+    def raw(logits, transforms, token_counts):
+        transformed.append(token_probs(logits, transforms, token_counts)[:, 0])
         return jax.nn.softmax(logits)
 
     patch(drafting, "token_probs", raw)
-    patch(Context, "draw", lambda context, k, probs: draw(context, k, warped.pop()))
+    patch(Context, "draw", lambda context, k, probs: draw(context, k, transformed.pop()))
 
 
 def rounded_to_bfloat16(patch):
@@ -71,8 +71,9 @@ def bonus_from_q(patch):
 def temperature_on_one_side(patch):
     token_probs = rounds.token_probs
 
-    def mutant(logits, warp, *history):
-        return token_probs(logits, dataclasses.replace(warp, temperature=jnp.ones_like(warp.temperature)), *history)
+    def mutant(logits, transforms, *history):
+        at_one = dataclasses.replace(transforms, temperature=jnp.ones_like(transforms.temperature))
+        return token_probs(logits, at_one, *history)
 
     patch(rounds, "token_probs", mutant)
 
@@ -113,9 +114,9 @@ def top_p_after_the_residual(patch):
     """The target is compared without top-p, which then cuts the law of the correction."""
     token_probs, next_probs, cut = rounds.token_probs, accept.next_probs, []
 
-    def uncut(logits, warp, *history):
-        cut.append(warp.tail_mass)
-        return token_probs(logits, dataclasses.replace(warp, tail_mass=None), *history)
+    def uncut(logits, transforms, *history):
+        cut.append(transforms.tail_mass)
+        return token_probs(logits, dataclasses.replace(transforms, tail_mass=None), *history)
 
     def mutant(*args):
         law = next_probs(*args)
@@ -129,21 +130,22 @@ def top_p_after_the_residual(patch):
 def penalty_not_advanced_in_verify(patch):
     token_probs = rounds.token_probs
 
-    def mutant(logits, warp, seen, drafted):
-        return jnp.concatenate([token_probs(logits[:, s : s + 1], warp, seen) for s in range(logits.shape[1])], axis=1)
+    def mutant(logits, transforms, token_counts, drafted):
+        alone = [token_probs(logits[:, s : s + 1], transforms, token_counts) for s in range(logits.shape[1])]
+        return jnp.concatenate(alone, axis=1)
 
     patch(rounds, "token_probs", mutant)
 
 
 def penalty_not_advanced_in_draft(patch):
     """Draft laws stay honest, so the text stays exact: what it costs is acceptance."""
-    patch(drafting, "add_seen", lambda seen, tokens, keep: seen)
+    patch(drafting, "add_tokens", lambda token_counts, tokens, keep: token_counts)
 
 
 def eos_ignored(patch):
     commit = rounds._commit
-    patch(rounds, "_commit", lambda request, *rest: commit(
-        dataclasses.replace(request, eos_ids=jnp.full_like(request.eos_ids, -1)), *rest))  # fmt: skip
+    patch(rounds, "_commit", lambda params, *rest: commit(
+        dataclasses.replace(params, eos_ids=jnp.full_like(params.eos_ids, -1)), *rest))  # fmt: skip
 
 
 def picked_by_position(patch):
@@ -165,11 +167,12 @@ def picked_by_position(patch):
 
 def _forgets(patch, forgotten):
     names = {"repetition", "presence", "frequency"} - {forgotten}
-    patch(sampling.Warp, "penalised", property(lambda warp: any(getattr(warp, name) is not None for name in names)))
+    looked_at = property(lambda transforms: any(getattr(transforms, name) is not None for name in names))
+    patch(sampling.LogitsTransforms, "penalised", looked_at)
 
 
 def repetition_forgotten(patch):
-    """`Warp.penalised` does not look at one of the penalties, so alone that has no effect."""
+    """`LogitsTransforms.penalised` does not look at one of the penalties, so alone that has no effect."""
     _forgets(patch, "repetition")
 
 
@@ -183,15 +186,15 @@ def frequency_forgotten(patch):
 
 def temperature_forgotten_alone(patch):
     """A short cut for drafts without filters says their law is that at temperature 1."""
-    token_probs, draw, warped = drafting.token_probs, Context.draw, []
+    token_probs, draw, transformed = drafting.token_probs, Context.draw, []
 
-    def mutant(logits, warp, seen):
-        warped.append(token_probs(logits, warp, seen)[:, 0])
-        filters = warp.top_k, warp.tail_mass, warp.min_p, warp.repetition, warp.presence, warp.frequency
-        return jax.nn.softmax(logits) if all(field is None for field in filters) else warped[-1][:, None]
+    def mutant(logits, transforms, token_counts):
+        transformed.append(token_probs(logits, transforms, token_counts)[:, 0])
+        filters = jax.tree.leaves(dataclasses.replace(transforms, temperature=None, bias=None))
+        return transformed[-1][:, None] if filters else jax.nn.softmax(logits)
 
     patch(drafting, "token_probs", mutant)
-    patch(Context, "draw", lambda context, k, probs: draw(context, k, warped.pop()))
+    patch(Context, "draw", lambda context, k, probs: draw(context, k, transformed.pop()))
 
 
 def _wrap_stream(patch, change):
@@ -214,7 +217,7 @@ def stride_below_the_number_of_purposes(patch):
 
 
 def trials_with_the_keys_of_texts(patch):
-    patch(keys, "rehearsal", lambda row_keys, number: jax.vmap(jax.random.fold_in, (0, None))(row_keys, number))
+    patch(keys, "trial_keys", lambda row_keys, number: jax.vmap(jax.random.fold_in, (0, None))(row_keys, number))
 
 
 def gumbel_of_low_mode(patch):
@@ -236,6 +239,6 @@ def masses_rounded_to_bfloat16(patch):
 
 
 def tokens_in_16_bits(patch):
-    choose = probs.choose
+    draw = probs.sample_with_noise
     for module in (accept, base, probs):
-        patch(module, "choose", lambda noise, law: choose(noise, law).astype(jnp.int16).astype(jnp.int32))
+        patch(module, "sample_with_noise", lambda *args: draw(*args).astype(jnp.int16).astype(jnp.int32))

@@ -173,7 +173,7 @@ def test_degenerate_rows_give_no_nan_and_no_impossible_token(report, monkeypatch
     if u is not None:
         monkeypatch.setattr(accept, "uniform", lambda keys: jnp.full(keys.shape, u, jnp.float32))
     row_keys, start = jax.random.split(jax.random.key(3), rows), jnp.full(rows, 5, jnp.int32)
-    verdict = jax.jit(lambda *args: rule.judge(*args))(row_keys, start, draft, target_probs)
+    verdict = jax.jit(lambda *args: rule.accept(*args))(row_keys, start, draft, target_probs)
     after = np.asarray(jax.jit(accept.next_probs)(verdict.num_accepted, draft, target_probs))
     num_accepted, p, q = map(np.asarray, (verdict.num_accepted, target_probs, draft.probs))
     tokens, here = np.asarray(draft.tokens), np.arange(rows)

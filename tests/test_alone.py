@@ -40,7 +40,7 @@ def expected(name):
         last = texts[:, -1] if i else np.full(ROWS, PROMPT[-1])
         laws = [oracle.sampling_law(table[token], prompt=PROMPT, generated=text, **{name: ALONE[name]})
                 for token, text in zip(last, texts, strict=True)]  # fmt: skip
-        texts = np.column_stack([texts, oracle.choose(noise()[:, i], np.stack(laws))])
+        texts = np.column_stack([texts, oracle.sample_with_noise(noise()[:, i], np.stack(laws))])
     return texts
 
 

@@ -28,7 +28,7 @@ class Undeclared:
     def __init__(self, **declared):
         vars(self).update(declared)
 
-    def judge(self, keys, start, draft, target_probs):
+    def accept(self, keys, start, draft, target_probs):
         raise AssertionError("never asked")
 
 

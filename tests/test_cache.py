@@ -13,8 +13,8 @@ from jspec import ModelDrafter, SamplingParams
 from jspec.accept import RULES
 from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.decode import _start
-from jspec.round import Request, play_round
-from jspec.sampling import draft_warp, spread, warp
+from jspec.round import RequestParams, play_round
+from jspec.sampling import broadcast_rows, draft_transforms, target_transforms
 from jspec.types import Draft, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -57,8 +57,8 @@ def _begin_with(target, drafter, batch, sampling, num_draft_tokens):
     """The request and ``(state, record)`` before the first round."""
     tokens, lengths, keys = batch
     size = len(lengths)
-    request = Request(keys, jnp.asarray(lengths), jnp.full(size, NEW), jnp.full((size, 20), -1),
-                      spread(warp(sampling), size), spread(draft_warp(sampling), size))  # fmt: skip
+    transforms = (broadcast_rows(make(sampling), size) for make in (target_transforms, draft_transforms))
+    request = RequestParams(keys, jnp.asarray(lengths), jnp.full(size, NEW), jnp.full((size, 20), -1), *transforms)
     return request, _begin(target, drafter, request, tokens, num_draft_tokens)
 
 

@@ -15,7 +15,7 @@ from test_matrix import check_texts, pair, text_p_values
 
 import jspec
 from jspec.draft_length import compiled_lengths
-from jspec.rows import cut, put
+from jspec.rows import slice_rows, write_rows
 from jspec.types import pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
@@ -71,13 +71,15 @@ def test_it_stops_behind_the_first_token_it_is_unsure_of():
     draft, most, lengths = toys.tiny_llama(11), jnp.array([1, 3, 3, 2, 0]), set()
     for threshold, sampling in ((0.2, {}), (0.45, {"temperature": 0.0}), (0.4, {"top_p": 0.5})):
         full = drafted(jspec.ModelDrafter(draft), **sampling)
-        text = put(jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K))), jnp.asarray(full.tokens), jnp.asarray(LENGTHS))
-        laws = cut(jax.nn.softmax(draft(text)), jnp.asarray(LENGTHS) - 1, K)
+        text = write_rows(
+            jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K))), jnp.asarray(full.tokens), jnp.asarray(LENGTHS)
+        )
+        laws = slice_rows(jax.nn.softmax(draft(text)), jnp.asarray(LENGTHS) - 1, K)
         sure = np.take_along_axis(np.asarray(laws), full.tokens[..., None], axis=-1)[..., 0] >= threshold
         expected = np.minimum(1 + np.cumprod(sure[:, :-1], axis=1).sum(1), most)
         lengths |= set(expected[1:3].tolist())
         rule = jspec.WhileConfident(K, threshold)
-        out = drafted(jspec.ModelDrafter(draft), wanted=most, draft_length=rule, **sampling)
+        out = drafted(jspec.ModelDrafter(draft), budget=most, draft_length=rule, **sampling)
         kept = np.arange(K) < expected[:, None]
         np.testing.assert_array_equal(out.probs.any(-1), kept)
         np.testing.assert_array_equal(out.tokens[kept], full.tokens[kept])
@@ -136,7 +138,7 @@ def test_each_row_has_its_own_length():
     np.testing.assert_array_equal(state, [6, 3, 3, 4])
     for _ in range(4):
         state = length.update(state, state, state * jnp.array([1, 0, 1, 0]))
-    np.testing.assert_array_equal(length.wanted(state, 4), [8, 1, 8, 1])
+    np.testing.assert_array_equal(length.budget(state, 4), [8, 1, 8, 1])
 
 
 def test_acceptance_leads_to_the_best_length_of_theory():
@@ -146,7 +148,7 @@ def test_acceptance_leads_to_the_best_length_of_theory():
         state = length.init(4)
         for _ in range(200):  # rounds that kept as many drafts as that rate makes likely
             state = length.update(state, jnp.full(4, 99.0), jnp.asarray(rates / (1 - rates)))
-        found = np.asarray(length.wanted(state, 4))
+        found = np.asarray(length.budget(state, 4))
         share = np.asarray((state[0] + 1) / (state[1] + 2))
         best = [max(range(1, 9), key=lambda k: float(jspec.theory.speedup(a, k, cost))) for a in share]
         np.testing.assert_array_equal(found, best)
@@ -186,7 +188,7 @@ class Asked(jspec.ModelDrafter):
     """Tells `ASKED` how many tokens each row wanted."""
 
     def propose(self, state, context, num_draft_tokens):
-        jax.debug.callback(ASKED.append, context.wanted)
+        jax.debug.callback(ASKED.append, context.budget)
         return super().propose(state, context, num_draft_tokens)
 
 
@@ -209,8 +211,8 @@ def test_it_learns_what_each_round_has_brought(toy, prompts):
 
 @dataclasses.dataclass(frozen=True)
 class TooMany(jspec.UpTo):
-    def wanted(self, state, batch):
-        return jnp.full(batch, self.most + 5)
+    def budget(self, state, batch):
+        return jnp.full(batch, self.max_draft_tokens + 5)
 
 
 def test_more_than_the_most_is_the_most(toy, prompts):
@@ -237,8 +239,8 @@ class Bursts(jspec.UpTo):
     def init(self, batch):
         return 3 * jnp.arange(batch)
 
-    def wanted(self, state, batch):
-        return jnp.where(state % 6 == 5, self.most, 0)
+    def budget(self, state, batch):
+        return jnp.where(state % 6 == 5, self.max_draft_tokens, 0)
 
     def update(self, state, drafted, accepted):
         return state + 1
@@ -262,8 +264,8 @@ class Loose(jspec.UpTo):
 
 def test_mistakes_are_named(toy, prompts):
     for make, message in (
-        (lambda: jspec.UpTo(0), "most must be an int of at least 1; got 0"),
-        (lambda: jspec.Heuristic(True), "most must be an int"),
+        (lambda: jspec.UpTo(0), "max_draft_tokens must be an int of at least 1; got 0"),
+        (lambda: jspec.Heuristic(True), "max_draft_tokens must be an int"),
         (lambda: jspec.WhileConfident(4, 1.5), "threshold must be a number above 0 and at most 1; got 1.5"),
         (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number above 0 and at most 1; got 'a'"),
         (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most 1000; got nan"),
@@ -272,8 +274,8 @@ def test_mistakes_are_named(toy, prompts):
             make()
     for length, message in ((jspec.WhileConfident(4), "how sure the draft is of each token, which NGramDrafter does"),
                             (jspec.UpTo, r"an object such as jspec.UpTo\(8\)"),
-                            (SimpleNamespace(wanted=1, most=2), "SimpleNamespace, without needs_confidence, init"),
-                            (Loose(2), r"Loose\(most=2\) cannot be hashed")):  # fmt: skip
+                            (SimpleNamespace(budget=1, max_draft_tokens=2), "without needs_confidence, init"),
+                            (Loose(2), r"Loose\(max_draft_tokens=2\) cannot be hashed")):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):
             jspec.speculative_generate(toy(0), jspec.NGramDrafter(), *prompts([3]), max_new_tokens=4,
                                        num_draft_tokens=length)  # fmt: skip

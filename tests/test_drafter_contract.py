@@ -112,7 +112,7 @@ class Unregistered:
 
 
 @pytree
-class Flat(jspec.drafters.Chain):
+class Flat(jspec.drafters.AutoregressiveDrafter):
     """All that a drafter without memory has to say."""
 
     logits: jax.Array

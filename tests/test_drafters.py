@@ -194,7 +194,7 @@ def test_parts_are_told_and_their_limits_hold(toy, prompts):
     assert pair.commit((1, (2, ())), None, None, None) == (2, (3, ()))
     cascade = jspec.CascadeDrafter(toy(1), Counting(), 1)
     state, _ = toys.first_round(target, cascade, *map(jnp.asarray, batch[:2]), batch[2],
-                                toys.warps(jspec.SamplingParams(), 2), 3)  # fmt: skip
+                                toys.both_transforms(jspec.SamplingParams(), 2), 3)  # fmt: skip
     assert state.drafter[1] > 0
     for drafter in (Counting(), pair, cascade):
         assert drafter.max_positions == 100

@@ -13,7 +13,7 @@ from flax import nnx
 import jspec
 from jspec.cache import prefill
 from jspec.decode import _decode
-from jspec.drafters.base import Context, Verifier
+from jspec.drafters.base import Context, TargetView
 from jspec.keys import draft_noise
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -29,16 +29,19 @@ def shortened(model, num_layers):
     return short
 
 
-def drafted(drafter, target=None, unread=1, wanted=None, draft_length=None, **sampling):
+def drafted(drafter, target=None, unread=1, budget=None, draft_length=None, **sampling):
     """What `drafter` proposes for `TOKENS`, of which the target has read all but the last `unread`."""
-    keys, warp = jax.random.split(jax.random.key(3), 5), toys.warps(jspec.SamplingParams(**sampling), 5)[1]
+    keys, transforms = (
+        jax.random.split(jax.random.key(3), 5),
+        toys.both_transforms(jspec.SamplingParams(**sampling), 5)[1],
+    )
     noise = draft_noise(keys, LENGTHS[:, None] + np.arange(K), 8)
     text = jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K + 1)))
     # What stands behind the text read so far must not matter.
     unknown = np.arange(TOKENS.shape[1] + K + 1) >= np.maximum(LENGTHS - unread, 0)[:, None]
     cache = None if target is None else prefill(target, jnp.where(unknown, 7, text), text.shape[1])
-    verifier = Verifier(target, cache, unread)
-    context = Context(text, jnp.asarray(LENGTHS), noise, warp, None, verifier, 8, 2, wanted, draft_length)
+    view = TargetView(target, cache, unread)
+    context = Context(text, jnp.asarray(LENGTHS), noise, transforms, None, view, 8, 2, budget, draft_length)
     propose = jax.jit(lambda drafter, context: drafter.propose(drafter.init(text, text.shape[1]), context, K)[0])
     return jax.device_get(propose(drafter, context))
 

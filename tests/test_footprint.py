@@ -52,7 +52,7 @@ def test_caches_are_those_that_decoding_allocates(width, new, k):
     def start():
         keys = jax.random.split(jax.random.key(0), 2)
         lengths, tokens = np.full(2, width, np.int32), np.zeros((2, width), np.int32)
-        asked = toys.request(keys, lengths, new, *toys.warps(SamplingParams(), 2))
+        asked = toys.request(keys, lengths, new, *toys.both_transforms(SamplingParams(), 2))
         state, _ = _start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), new, k)
         return state.cache, state.drafter
 

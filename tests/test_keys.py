@@ -20,7 +20,7 @@ def repeated_streams():
     # A round draws from keys made of such a stream in turn.
     rounds = [keys.stream(streams[purpose][:64], jnp.arange(64)[:, None] + jnp.arange(4), purpose).ravel()
               for purpose in (keys.Purpose.DRAFT, keys.Purpose.ACCEPT)]  # fmt: skip
-    trials = [keys.rehearsal(own, number) for number in range(TRIALS)]
+    trials = [keys.trial_keys(own, number) for number in range(TRIALS)]
     data = np.concatenate([jax.random.key_data(part) for part in (own, *streams, *rounds, *trials)])
     distinct = len(np.unique(data, axis=0))
     return len(data) - distinct, distinct

@@ -47,8 +47,8 @@ def round_counts(target, draft, keys, sampling, num_draft_tokens):
     batch, vocab_size = keys.shape[0], target.config.vocab_size
     tokens = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (batch, len(PROMPT)))
     lengths = jnp.full(batch, len(PROMPT))
-    warps = toys.warps(sampling, batch)
-    state, record = toys.first_round(target, ModelDrafter(draft), tokens, lengths, keys, warps, num_draft_tokens)
+    transforms = toys.both_transforms(sampling, batch)
+    state, record = toys.first_round(target, ModelDrafter(draft), tokens, lengths, keys, transforms, num_draft_tokens)
     offsets = jnp.arange(num_draft_tokens + 1)
     text = state.tokens[:, len(PROMPT) - 1 :]
     cells = (offsets * vocab_size + text[:, offsets]) * vocab_size + text[:, offsets + 1]
@@ -263,8 +263,8 @@ def test_no_key_is_used_twice(monkeypatch):
     tokens, lengths = jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
 
     def run(seed):
-        keys, warps = jax.random.split(jax.random.key(seed), 2), toys.warps(SamplingParams(), 2)
-        return toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, warps, max_new_tokens=5,
+        keys, transforms = jax.random.split(jax.random.key(seed), 2), toys.both_transforms(SamplingParams(), 2)
+        return toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, transforms, max_new_tokens=5,
                            num_draft_tokens=2)  # fmt: skip
 
     with jax.debug_key_reuse(True):

@@ -32,10 +32,10 @@ def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRA
     """`draws` texts of up to three tokens from whatever jspec is at this moment; other settings are left out of it."""
     target, other = toys.markov_pair(7)
     fields = {name: jnp.float32(value) for name, value in sampling_settings.items()}
-    warps = toys.warps(sampling.SamplingParams(**fields), draws)
+    transforms = toys.both_transforms(sampling.SamplingParams(**fields), draws)
     tokens = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (draws, len(PROMPT)))
     keys = jax.random.split(jax.random.key(8), draws)
-    return toys.decode(target, drafter or ModelDrafter(other), tokens, jnp.full(draws, len(PROMPT)), keys, warps,
+    return toys.decode(target, drafter or ModelDrafter(other), tokens, jnp.full(draws, len(PROMPT)), keys, transforms,
                        max_new_tokens=NUM_TOKENS, num_draft_tokens=length, eos_ids=(EOS,),
                        rule=accept.RULES[rule])  # fmt: skip
 

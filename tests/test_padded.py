@@ -9,8 +9,8 @@ import toys
 from flax import nnx
 
 import jspec
-from jspec.drafters import Context, ModelDrafter, chain
-from jspec.sampling import draft_warp, warp
+from jspec.drafters import Context, ModelDrafter, autoregressive
+from jspec.sampling import draft_transforms, target_transforms
 from jspec.types import longer_by_padding, same_but_for_padding
 
 V, PADDED = 61, 64
@@ -96,8 +96,8 @@ def p_of_two_tokens(draws=10_000):
     target, draft = (toys.MarkovModel(jnp.asarray(table)) for table in tables)
     keys, tokens = jax.random.split(jax.random.key(4), draws), jnp.full((draws, 1), IDS[0])
     plain = jspec.SamplingParams()
-    warps = warp(plain), draft_warp(plain)
-    out = toys.decode(target, ModelDrafter(draft), tokens, jnp.ones(draws, jnp.int32), keys, warps,
+    transforms = target_transforms(plain), draft_transforms(plain)
+    out = toys.decode(target, ModelDrafter(draft), tokens, jnp.ones(draws, jnp.int32), keys, transforms,
                       max_new_tokens=2, num_draft_tokens=2)  # fmt: skip
     laws = oracle.softmax(tables[0].astype(np.float64))
     joint = laws[IDS[0]][:, None] * laws
@@ -114,7 +114,9 @@ def test_the_law_is_that_of_a_padded_target(report, monkeypatch, quick_compile):
     draw = Context.draw
     monkeypatch.setattr(Context, "draw", lambda self, k, probs: jnp.minimum(draw(self, k, probs), V - 1))
     monkeypatch.setattr(
-        chain, "fit_vocabulary", lambda logits, size: jnp.pad(logits, ((0, 0), (0, size - V)), constant_values=1)
+        autoregressive,
+        "fit_vocabulary",
+        lambda logits, size: jnp.pad(logits, ((0, 0), (0, size - V)), constant_values=1),
     )
     assert p_of_two_tokens()[0] < oracle.ALPHA
 

@@ -43,11 +43,11 @@ def wrong_draws(rows=40, vocab_size=LLAMA_3, seed=0):
     rng = np.random.default_rng(seed)
     laws = law(rng, rows, vocab_size)
     drawn = np.asarray(gumbel(jax.random.split(jax.random.key(seed), rows), vocab_size))
-    choose = jax.jit(lambda *args: probs.choose(*args))  # as it is at this moment
+    sample_with_noise = jax.jit(lambda *args: probs.sample_with_noise(*args))  # as it is at this moment
     wrong, last = 0, 0
     for noise in (near_ties(rng, laws, drawn.shape[-1]), drawn):
-        tokens = np.asarray(choose(noise, laws))
-        wrong += int((tokens != oracle.choose(noise, laws)).sum())
+        tokens = np.asarray(sample_with_noise(noise, laws))
+        wrong += int((tokens != oracle.sample_with_noise(noise, laws)).sum())
         last = max(last, int(tokens.max()))
     return wrong, last
 

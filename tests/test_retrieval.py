@@ -191,7 +191,8 @@ def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
     assert run("generate", "x", "--draft", store, "--max-new-tokens", 2)[2].count("vocabulary has 261 tokens") == 1
     monkeypatch.setattr(cli.generate, "_decode",
                         lambda *arguments: pytest.fail(str(arguments[5]["num_draft_tokens"])))  # fmt: skip
-    with pytest.raises(pytest.fail.Exception, match=r"UpTo\(most=3\)"):  # a round without a guess costs a plain step
+    # A round without a guess costs a plain step.
+    with pytest.raises(pytest.fail.Exception, match=r"UpTo\(max_draft_tokens=3\)"):
         run("generate", *common, "--draft", store, "--num-draft-tokens", 3)
 
 

@@ -11,7 +11,7 @@ from jax import export
 import jspec
 from jspec import rows, weights
 from jspec.cache import write
-from jspec.rows import cut, put, tally
+from jspec.rows import slice_rows, tally, write_rows
 
 START = np.array([0, 5, 3, 9], np.int32)
 ROWS = np.arange(4 * 12, dtype=np.int32).reshape(4, 12)
@@ -29,16 +29,16 @@ def platform(request, monkeypatch):
         monkeypatch.setattr(rows, "_UNROLLED", 3)
 
 
-def test_rows_are_cut(platform):
+def test_rows_are_sliced(platform):
     expected = [row[at : at + 3] for row, at in zip(ROWS, START, strict=True)]
-    np.testing.assert_array_equal(cut(jnp.asarray(ROWS), jnp.asarray(START), 3), expected)
+    np.testing.assert_array_equal(slice_rows(jnp.asarray(ROWS), jnp.asarray(START), 3), expected)
 
 
-def test_rows_are_put(platform):
+def test_rows_are_written(platform):
     expected = ROWS.copy()
     for row, new, at in zip(expected, NEW, START, strict=True):
         row[at : at + 3] = new
-    np.testing.assert_array_equal(put(jnp.asarray(ROWS), jnp.asarray(NEW), jnp.asarray(START)), expected)
+    np.testing.assert_array_equal(write_rows(jnp.asarray(ROWS), jnp.asarray(NEW), jnp.asarray(START)), expected)
 
 
 @pytest.mark.parametrize("axis", [2, 3])
@@ -67,7 +67,7 @@ def test_a_cache_that_is_written_whole_is_what_is_written():
 @pytest.mark.parametrize(("platform_name", "scatters"), [("tpu", 0), ("cuda", 3), ("cpu", 3)])
 def test_only_on_tpus_there_is_an_update_for_every_row(platform_name, scatters):
     def program(texts, new, cache, piece, start):
-        return put(texts, new, start), cut(texts, start, 3), write(cache, piece, start, 3)
+        return write_rows(texts, new, start), slice_rows(texts, start, 3), write(cache, piece, start, 3)
 
     arguments = ROWS, NEW, CACHE, PIECE, START
     module = export.export(jax.jit(program), platforms=[platform_name])(*arguments).mlir_module()

@@ -15,7 +15,7 @@ from jspec import accept, lossy
 from jspec.accept import RULES, Block, Rejection, block_chances, block_weights, next_probs
 from jspec.drafters import ModelDrafter
 from jspec.keys import Purpose, gumbel, stream
-from jspec.probs import choose
+from jspec.probs import sample_with_noise
 from jspec.sampling import SamplingParams
 from jspec.types import BONUS, Draft
 
@@ -137,7 +137,7 @@ def texts(rule, seed, draws=200_000, k=3):
     target, draft = markov()
     tokens, lengths = jnp.full((draws, 1), 2, jnp.int32), jnp.ones(draws, jnp.int32)
     keys = jax.random.split(jax.random.key(seed), draws)
-    out = toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, toys.warps(SamplingParams(), draws),
+    out = toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, toys.both_transforms(SamplingParams(), draws),
                       max_new_tokens=4, num_draft_tokens=k, rule=rule)  # fmt: skip
     law = oracle.softmax(np.asarray(target.table, float))
     joint = oracle.joint_law(lambda text: law[text[-1] if text else 2], 4, 4)
@@ -193,7 +193,7 @@ def test_coupled_acceptance_is_that_of_the_noise(report):
     for _ in range(20):
         p, q = rng.gamma(0.5, size=(2, vocab_size)) + 1e-3
         p, q = p / p.sum(), q / q.sum()
-        drawn = [choose(noise, jnp.broadcast_to(jnp.float32(law), (draws, vocab_size))) for law in (p, q)]
+        drawn = [sample_with_noise(noise, jnp.broadcast_to(jnp.float32(law), (draws, vocab_size))) for law in (p, q)]
         same = float(jnp.mean(drawn[0] == drawn[1]))
         blocks = [np.pad(law, (0, -vocab_size % width)).reshape(-1, width) for law in (p, q)]
         rate = sum(agree(*(block[i] for block in blocks)).sum() * share
@@ -247,7 +247,7 @@ def chances(rule, p, q):
 
 
 def judged(rule, keys, start, draft, laws):
-    """Acceptance thresholds of every row, the law after a rejection, and the receipts, all out of ``rule.judge``."""
+    """Acceptance thresholds of every row, the law after a rejection, and the receipts, all out of ``rule.accept``."""
     seen = {}
 
     def verdict(u):
@@ -255,7 +255,7 @@ def judged(rule, keys, start, draft, laws):
             patch.setattr(accept, "uniform", lambda keys: u[:, None])
             patch.setattr(accept, "next_probs", lambda n, *rest: seen.setdefault("law", next_probs(n * 0, *rest)))
             seen.clear()
-            out = rule.judge(keys, start, draft, laws)
+            out = rule.accept(keys, start, draft, laws)
         return out.num_accepted == 1, seen["law"], out.distortion[:, 0]
 
     run = jax.jit(verdict)

@@ -9,7 +9,16 @@ import oracle
 import pytest
 import toys
 
-from jspec.sampling import SamplingParams, Warp, add_seen, draft_warp, seen_in_prompt, spread, token_probs, warp
+from jspec.sampling import (
+    LogitsTransforms,
+    SamplingParams,
+    add_tokens,
+    broadcast_rows,
+    count_prompt,
+    draft_transforms,
+    target_transforms,
+    token_probs,
+)
 
 ROWS, VOCAB = 48, 97
 SETTINGS = {
@@ -40,8 +49,8 @@ def params_of(rows, vocab_size):
 @jax.jit
 def shipped(logits, params, prompt, lengths):
     """`token_probs` after a prompt: ``[B, V]`` logits to probabilities."""
-    seen = seen_in_prompt(prompt, lengths, logits.shape[-1])
-    return token_probs(logits[:, None], spread(warp(params), logits.shape[0]), seen)[:, 0]
+    token_counts = count_prompt(prompt, lengths, logits.shape[-1])
+    return token_probs(logits[:, None], broadcast_rows(target_transforms(params), logits.shape[0]), token_counts)[:, 0]
 
 
 def random_logits(rng, tied, rows=ROWS, vocab_size=VOCAB):
@@ -116,9 +125,9 @@ def test_penalties_by_position_are_their_plain_definition():
     settings = {"repetition_penalty": [1.2, 1.0], "presence_penalty": [0.5, -0.3, 0.0],
                 "frequency_penalty": [0.4, 0.0, -0.2]}  # fmt: skip
     rows = rows_of(settings, batch)
-    target_warp = spread(warp(params_of(rows, vocab_size)), batch)
-    seen = add_seen(seen_in_prompt(prompt, lengths, vocab_size), text, kept)
-    ours = jitted(logits, target_warp, seen, drafted)
+    transforms = broadcast_rows(target_transforms(params_of(rows, vocab_size)), batch)
+    token_counts = add_tokens(count_prompt(prompt, lengths, vocab_size), text, kept)
+    ours = jitted(logits, transforms, token_counts, drafted)
     for b in range(batch):
         for s in range(k + 1):
             history = [*text[b][kept[b]], *drafted[b, :s]]
@@ -126,9 +135,9 @@ def test_penalties_by_position_are_their_plain_definition():
             np.testing.assert_allclose(ours[b, s], law, atol=1e-6)
     # One step at a time, as the draft does it, is the same law.
     for s in range(k):
-        one_step = jitted(logits[:, s : s + 1], target_warp, seen)[:, 0]
+        one_step = jitted(logits[:, s : s + 1], transforms, token_counts)[:, 0]
         np.testing.assert_allclose(one_step, ours[:, s], atol=1e-7)
-        seen = add_seen(seen, drafted[:, s : s + 1], np.ones((batch, 1), bool))
+        token_counts = add_tokens(token_counts, drafted[:, s : s + 1], np.ones((batch, 1), bool))
 
 
 jitted = jax.jit(token_probs)
@@ -136,8 +145,8 @@ jitted = jax.jit(token_probs)
 
 def law(logits, **settings):
     """The shipped law of one row, filters that are off left out of the program."""
-    target_warp = spread(warp(SamplingParams(**settings)), 1)
-    return np.asarray(jitted(jnp.asarray(logits, jnp.float32)[None, None], target_warp, None)[0, 0])
+    transforms = broadcast_rows(target_transforms(SamplingParams(**settings)), 1)
+    return np.asarray(jitted(jnp.asarray(logits, jnp.float32)[None, None], transforms, None)[0, 0])
 
 
 def test_temperature_0_is_the_first_largest_logit():
@@ -187,11 +196,11 @@ def test_filters_left_out_are_filters_at_their_off_value():
     logits = random_logits(np.random.default_rng(5), tied=False)
     prompt, lengths = np.zeros((ROWS, 1), np.int32), jnp.ones(ROWS, jnp.int32)
     written_out = shipped(logits, params_of([{}] * ROWS, VOCAB), prompt, lengths)
-    left_out = jitted(logits[:, None], spread(warp(SamplingParams()), ROWS), None)[:, 0]
+    left_out = jitted(logits[:, None], broadcast_rows(target_transforms(SamplingParams()), ROWS), None)[:, 0]
     np.testing.assert_allclose(written_out, left_out, atol=1e-7)
 
 
 def test_the_draft_may_have_its_own_temperature_and_top_p():
     params = SamplingParams(temperature=0.5, top_k=3, draft_temperature=0.9, draft_top_p=0.75)
-    assert draft_warp(params) == Warp(np.float32(0.9), 3, 0.25, None, None, None, None, None)
-    assert draft_warp(SamplingParams(temperature=0.5)) == warp(SamplingParams(temperature=0.5))
+    assert draft_transforms(params) == LogitsTransforms(np.float32(0.9), 3, 0.25, None, None, None, None, None)
+    assert draft_transforms(SamplingParams(temperature=0.5)) == target_transforms(SamplingParams(temperature=0.5))

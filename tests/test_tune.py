@@ -12,7 +12,7 @@ import toys
 import jspec
 from jspec import theory, tuning
 from jspec.draft_length import doubling
-from jspec.keys import Purpose, rehearsal, stream
+from jspec.keys import Purpose, stream, trial_keys
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -188,7 +188,7 @@ def test_no_trial_uses_a_key_of_the_request(monkeypatch, toy, prompts):
     streams = [stream(keys, np.full(2, n, np.int32), purpose) for n in range(40) for purpose in Purpose]
     own = np.concatenate([jax.random.key_data(k) for k in [keys, *streams]])
     assert len(np.unique(np.concatenate([used, own]), axis=0)) == len(used) + len(own)
-    np.testing.assert_array_equal(jax.random.key_data(rehearsal(keys, 0)), used[:2])
+    np.testing.assert_array_equal(jax.random.key_data(trial_keys(keys, 0)), used[:2])
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from jspec.accept import RULES
 from jspec.cache import KVCache
 from jspec.decode import _decode, _start
 from jspec.llama import Llama
-from jspec.round import Request, play_round
-from jspec.sampling import Warp, draft_warp, spread, warp
+from jspec.round import RequestParams, play_round
+from jspec.sampling import LogitsTransforms, broadcast_rows, draft_transforms, target_transforms
 
 SPREAD_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                  "frequency_penalty", "draft_temperature")  # fmt: skip
@@ -94,39 +94,39 @@ def tiny_llama(seed, num_layers=2, related_to=None, closeness=0.9, **details):
     return model
 
 
-def warps(params, batch):
+def both_transforms(params, batch):
     """Target's and draft's transforms with one entry a row, nothing left out: one program for all settings."""
-    return spread(warp(params), batch), spread(draft_warp(params), batch)
+    return broadcast_rows(target_transforms(params), batch), broadcast_rows(draft_transforms(params), batch)
 
 
-def request(keys, lengths, limit, target_warp: Warp, drafter_warp: Warp, eos_ids=(-1,)):
-    """A `Request` as `_decode` makes it."""
+def request(keys, lengths, limit, own: LogitsTransforms, drafts: LogitsTransforms, eos_ids=(-1,)):
+    """`RequestParams` as `_decode` makes it."""
     batch = keys.shape[0]
     eos = jnp.broadcast_to(jnp.asarray(eos_ids, jnp.int32), (batch, len(eos_ids)))
-    return Request(keys, lengths, jnp.full(batch, limit), eos, target_warp, drafter_warp)
+    return RequestParams(keys, lengths, jnp.full(batch, limit), eos, own, drafts)
 
 
-def first_round(target, drafter, tokens, lengths, keys, warps, num_draft_tokens, rule=RULES["rejection"]):
+def first_round(target, drafter, tokens, lengths, keys, transforms, num_draft_tokens, rule=RULES["rejection"]):
     """The shipped start and one shipped round: ``(State, Record)``, with no limit or end of text in the way."""
     width = num_draft_tokens + 1
 
     @jax.jit
-    def program(target, drafter, tokens, lengths, keys, warps):
-        asked = request(keys, lengths, width + 1, *warps)
+    def program(target, drafter, tokens, lengths, keys, transforms):
+        asked = request(keys, lengths, width + 1, *transforms)
         state, record = _start(target, drafter, asked, tokens, width + 1, num_draft_tokens)
         return play_round(target, drafter, rule, num_draft_tokens, asked, state, record)
 
-    return program(target, drafter, tokens, lengths, keys, warps)
+    return program(target, drafter, tokens, lengths, keys, transforms)
 
 
-def decode(target, drafter, tokens, lengths, keys, warps, *, max_new_tokens, num_draft_tokens, eos_ids=(-1,),
+def decode(target, drafter, tokens, lengths, keys, transforms, *, max_new_tokens, num_draft_tokens, eos_ids=(-1,),
            rule=RULES["rejection"]):  # fmt: skip
     """The shipped program, compiled anew at every call, so that a patched function is never hidden by a cache."""
     eos_ids = jnp.asarray(eos_ids, jnp.int32)
 
-    def program(target, drafter, tokens, lengths, keys, warps):
-        return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *warps, 0, eos_ids, 0,
+    def program(target, drafter, tokens, lengths, keys, transforms):
+        return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *transforms, 0, eos_ids, 0,
                                    max_new_tokens=max_new_tokens, draft_length=num_draft_tokens,
                                    rule=rule)[0]  # fmt: skip
 
-    return jax.jit(program)(target, drafter, tokens, lengths, keys, warps)
+    return jax.jit(program)(target, drafter, tokens, lengths, keys, transforms)

@@ -1,8 +1,8 @@
 """Ways to guess the next tokens. See `jspec.drafters.base` for the contract."""
 
+from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, Drafter, Stateless
 from jspec.drafters.cascade import CascadeDrafter
-from jspec.drafters.chain import Chain
 from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.mixture import MixtureDrafter
@@ -13,9 +13,9 @@ from jspec.drafters.tables import BigramDrafter, UnigramDrafter
 from jspec.types import Draft
 
 __all__ = [
+    "AutoregressiveDrafter",
     "BigramDrafter",
     "CascadeDrafter",
-    "Chain",
     "Context",
     "Draft",
     "Drafter",

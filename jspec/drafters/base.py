@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.draft_length import DraftLength
-from jspec.probs import choose
-from jspec.rows import cut
-from jspec.sampling import Seen, Warp
+from jspec.probs import sample_with_noise
+from jspec.rows import slice_rows
+from jspec.sampling import LogitsTransforms, TokenCounts
 from jspec.types import Draft, Verdict, longer_by_padding, same_but_for_padding
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "cache"], meta_fields=["unread"])
 @dataclasses.dataclass(frozen=True)
-class Verifier:
+class TargetView:
     """The model that will verify the draft, and what it has read.
 
     Attributes:
@@ -38,7 +38,7 @@ class Verifier:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "noise", "warp", "seen", "verifier", "wanted"],
+    data_fields=["tokens", "lengths", "noise", "transforms", "token_counts", "target", "budget"],
     meta_fields=["vocab_size", "unread", "draft_length"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -49,30 +49,30 @@ class Context:
         tokens: ``int32[B, L]``, prompt and text so far; row b is valid up to ``lengths[b]``.
         lengths: ``int32[B]``.
         noise: ``float32[B, K, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`.
-        warp: the transforms the draft's law goes through.
-        seen: what penalties look at, or None where there are none.
-        verifier: the model that will verify the draft.
+        transforms: the transforms the draft's law goes through.
+        token_counts: what penalties look at, or None where there are none.
+        target: the model that will verify the draft.
         vocab_size: V of the target.
         unread: how many of the last tokens a drafter's own cache may lack. With drafts of its own only it is 2: its
-            last draft, which was drawn and not fed, and the token that the target wrote after it.
-        wanted: ``int32[B]``, how many tokens each row is to get; None for all of them. More are cut off.
+            last draft, which was drawn and not read, and the token that the target wrote after it.
+        budget: ``int32[B]``, how many tokens each row is to get; None for all of them. More are cut off.
         draft_length: what decides whether to go on after a token, or None (`jspec.draft_length`).
     """
 
     tokens: Array
     lengths: Array
     noise: Array
-    warp: Warp
-    seen: Seen | None
-    verifier: Verifier
+    transforms: LogitsTransforms
+    token_counts: TokenCounts | None
+    target: TargetView
     vocab_size: int
     unread: int = 2
-    wanted: Array | None = None
+    budget: Array | None = None
     draft_length: DraftLength | None = None
 
     def draw(self, k: Array | int, probs: Array) -> Array:
         """Draft token k, ``int32[B]``, drawn from its law ``probs[B, V]``; each k once a round."""
-        return choose(self.noise[:, k], probs)
+        return sample_with_noise(self.noise[:, k], probs)
 
 
 class Drafter(Protocol):
@@ -80,7 +80,7 @@ class Drafter(Protocol):
 
     @property
     def vocab_size(self) -> int | None:
-        """V, which must be the target's, or None for any. Of a `Chain` it may be the target's but for padding."""
+        """V, which must be the target's, or None for any; drawing token by token, the target's but for padding."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class Drafter(Protocol):
 
 
 def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
-    """What `drafter` has proposed, in the program's dtypes, without the laws of tokens that a row does not want.
+    """What `drafter` has proposed, in the program's dtypes, without the laws of tokens beyond a row's budget.
 
     Nor those of ids outside the vocabulary, which drafters of jspec cannot have: they are no guess.
 
@@ -122,8 +122,8 @@ def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int
                          f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
     # With 64-bit types enabled, a user's arrays are easily wider than the program's.
     draft = Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32))
-    if context.wanted is not None:
-        draft = _kept(draft, jnp.arange(num_draft_tokens) < context.wanted[:, None])
+    if context.budget is not None:
+        draft = _kept(draft, jnp.arange(num_draft_tokens) < context.budget[:, None])
     if is_foreign(drafter):
         draft = _kept(draft, ~outside(draft))
     return draft
@@ -172,7 +172,7 @@ def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
 
 
 def is_foreign(drafter: Any) -> bool:
-    """Whether drafts come from a function from outside jspec, as they do not from a `Chain`'s own `propose`."""
+    """Whether drafts come from a function from outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
     if drafter is None:
         return False
     home = type(drafter).propose.__module__ or ""  # code that was run from a string has none
@@ -191,7 +191,7 @@ class Stateless:
         return state
 
 
-def window(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[Array, Array, Array]:
+def last_tokens(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[Array, Array, Array]:
     """What is around the end of each row: its last `before` tokens, and `after` more.
 
     Returns:
@@ -200,4 +200,4 @@ def window(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[
     """
     before = min(before, tokens.shape[1] - after)  # nested fallbacks ask for more than a short text has
     start = jnp.maximum(lengths - before, 0)
-    return cut(tokens, start, before + after), start, lengths - 1 - start
+    return slice_rows(tokens, start, before + after), start, lengths - 1 - start

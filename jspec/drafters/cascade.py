@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.accept import judge_coupled
+from jspec.accept import accept_coupled
 from jspec.cache import KVCache, prefill, whole_tiles
-from jspec.drafters.base import Context, Verifier, as_draft, fit_vocabulary, shared_vocabulary, window
+from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
 from jspec.drafters.model import as_drafter
-from jspec.rows import cut, put
-from jspec.sampling import Seen, add_seen, token_probs
+from jspec.rows import slice_rows, write_rows
+from jspec.sampling import TokenCounts, add_tokens, token_probs
 from jspec.sharding import vary_like
 from jspec.types import Draft, Verdict, check_count, pytree
 
@@ -25,7 +25,7 @@ class _Progress:
     counts: Array
     tokens: Array
     probs: Array
-    seen: Seen | None
+    token_counts: TokenCounts | None
     cache: KVCache
     small: Any
 
@@ -79,21 +79,21 @@ class CascadeDrafter:
             counts=jnp.zeros(batch, jnp.int32),
             tokens=jnp.pad(context.tokens, ((0, 0), (0, spare))),
             probs=jnp.zeros((batch, num_draft_tokens + spare, context.vocab_size), jnp.float32),
-            seen=context.seen,
+            token_counts=context.token_counts,
             cache=state[0],
             small=state[1],
         )
         # What is drawn past the draft is thrown away: any noise will do there.
         noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0)))
-        # At least one round, even where no token is wanted: a row that is not read now might never be read whole.
-        wanted = num_draft_tokens if context.wanted is None else jnp.maximum(context.wanted, 1)
-        inner = dataclasses.replace(context, noise=noise, wanted=None, draft_length=None)
+        # At least one round, even where the budget is 0: a row that is not read now might never be read whole.
+        budget = num_draft_tokens if context.budget is None else jnp.maximum(context.budget, 1)
+        inner = dataclasses.replace(context, noise=noise, budget=None, draft_length=None)
         progress = lax.while_loop(
-            lambda progress: jnp.any(progress.counts < wanted),
+            lambda progress: jnp.any(progress.counts < budget),
             lambda progress: self._round(progress, inner, num_draft_tokens),
             vary_like(progress, context.lengths),
         )
-        tokens = cut(progress.tokens, context.lengths, num_draft_tokens)
+        tokens = slice_rows(progress.tokens, context.lengths, num_draft_tokens)
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
 
     def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
@@ -104,28 +104,30 @@ class CascadeDrafter:
         """One round; in rows whose draft is complete it changes nothing of it."""
         counts, k = progress.counts, self.num_small_draft_tokens
         lengths = context.lengths + counts
-        noise = cut(context.noise, counts, k + 1)
+        noise = slice_rows(context.noise, counts, k + 1)
         # Behind what the target may have added since the last draft there is a token that `middle` has added.
-        inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise, seen=progress.seen,
-                                    verifier=Verifier(self.middle, progress.cache, context.unread),
+        inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise,
+                                    token_counts=progress.token_counts,
+                                    target=TargetView(self.middle, progress.cache, context.unread),
                                     unread=context.unread + 1)  # fmt: skip
         guess, small = self.small.propose(progress.small, inner, k)
         guess = as_draft(self.small, guess, inner, k)
-        tokens = put(progress.tokens, guess.tokens, lengths)
-        fed, start, last = window(tokens, lengths, context.unread, k)
-        hidden, cache = self.middle.forward(fed, progress.cache, start)
+        tokens = write_rows(progress.tokens, guess.tokens, lengths)
+        block, start, last = last_tokens(tokens, lengths, context.unread, k)
+        hidden, cache = self.middle.forward(block, progress.cache, start)
         hidden = jnp.take_along_axis(hidden, (last[:, None] + jnp.arange(k + 1))[..., None], axis=1)
         logits = fit_vocabulary(self.middle.logits(hidden), context.vocab_size)
-        probs = token_probs(logits, context.warp, progress.seen, guess.tokens)
-        verdict = judge_coupled(noise, guess, probs)
-        emitted = cut(put(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted), lengths, k + 1)
+        probs = token_probs(logits, context.transforms, progress.token_counts, guess.tokens)
+        verdict = accept_coupled(noise, guess, probs)
+        tokens = write_rows(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted)
+        emitted = slice_rows(tokens, lengths, k + 1)
         gained = jnp.minimum(verdict.num_accepted + 1, num_draft_tokens - counts)
         kept = jnp.arange(k + 1) < gained[:, None]
         return _Progress(
             counts=counts + gained,
-            tokens=put(progress.tokens, emitted, lengths),
-            probs=put(progress.probs, probs, counts),
-            seen=None if progress.seen is None else add_seen(progress.seen, emitted, kept),
+            tokens=write_rows(progress.tokens, emitted, lengths),
+            probs=write_rows(progress.probs, probs, counts),
+            token_counts=None if progress.token_counts is None else add_tokens(progress.token_counts, emitted, kept),
             cache=cache,
             small=self.small.commit(small, guess, verdict, hidden),
         )

@@ -39,11 +39,11 @@ class CheckedDrafter:
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
-        seen = as_draft(self, draft, context, num_draft_tokens)
-        drawn = jnp.where(outside(seen), 0, at_tokens(seen.probs, seen.tokens))
-        sums, least = seen.probs.sum(-1), seen.probs.min(-1)
+        held = as_draft(self, draft, context, num_draft_tokens)
+        drawn = jnp.where(outside(held), 0, at_tokens(held.probs, held.tokens))
+        sums, least = held.probs.sum(-1), held.probs.min(-1)
         check = functools.partial(_check, type(self.inner).__name__, context.vocab_size)
-        jax.debug.callback(check, seen.tokens, sums, least, drawn)
+        jax.debug.callback(check, held.tokens, sums, least, drawn)
         return draft, state
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:

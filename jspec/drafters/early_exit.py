@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.cache import KVCache
-from jspec.drafters.base import Context, window
-from jspec.drafters.chain import Chain
+from jspec.drafters.autoregressive import AutoregressiveDrafter
+from jspec.drafters.base import Context, last_tokens
 from jspec.types import check_count
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_layers", "skipped"])
 @dataclasses.dataclass(frozen=True)
-class EarlyExitDrafter(Chain):
+class EarlyExitDrafter(AutoregressiveDrafter):
     """Drafts with the target's own first layers and its head, without weights or a cache of its own.
 
     It reads the target's cache of the text; keys and values of the draft itself are kept beside it until the round
@@ -52,25 +52,25 @@ class EarlyExitDrafter(Chain):
 
     def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple[KVCache, Array]]:
         """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
-        verifier = context.verifier
-        if not hasattr(verifier.model, "layers"):
-            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and {type(verifier.model).__name__} "
+        view = context.target
+        if not hasattr(view.model, "layers"):
+            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and {type(view.model).__name__} "
                             "has no `layers`; use another drafter.")  # fmt: skip
-        depth = len(verifier.model.layers)
+        depth = len(view.model.layers)
         if self.num_layers > depth:
             raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
-                             f"{type(verifier.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
-        fed, start, last = window(context.tokens, context.lengths, verifier.unread)
-        own = verifier.model.new_cache(context.lengths.size, verifier.unread + num_draft_tokens - 1)
-        hidden, own = self._forward(fed, own, start, start, context)
+                             f"{type(view.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
+        block, start, last = last_tokens(context.tokens, context.lengths, view.unread)
+        own = view.model.new_cache(context.lengths.size, view.unread + num_draft_tokens - 1)
+        hidden, own = self._forward(block, own, start, start, context)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-        return verifier.model.logits(hidden)[:, 0], (own, start)
+        return view.model.logits(hidden)[:, 0], (own, start)
 
     def step(self, carry: tuple[KVCache, Array], token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
         own, start = carry
         hidden, own = self._forward(token[:, None], own, context.lengths + k - 1, start, context)
-        return context.verifier.model.logits(hidden)[:, 0], (own, start)
+        return context.target.model.logits(hidden)[:, 0], (own, start)
 
     def _forward(self, tokens: Array, own: KVCache, at: Array, start: Array, context: Context) -> tuple[Array, KVCache]:
-        verifier = context.verifier
-        return verifier.model.forward(tokens, own, at, layers=self.layers, past=(verifier.cache, start))
+        view = context.target
+        return view.model.forward(tokens, own, at, layers=self.layers, past=(view.cache, start))

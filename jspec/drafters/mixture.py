@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, fit_vocabulary
-from jspec.drafters.chain import Chain
 from jspec.drafters.duo import Duo
 from jspec.types import pytree
 
 
 @pytree
-class MixtureDrafter(Duo, Chain):
+class MixtureDrafter(Duo, AutoregressiveDrafter):
     """Drafts every token from ``weight * first + (1 - weight) * second``; drafters or models.
 
     The laws are mixed as they are at temperature 1, and the sampling transforms then act on the mixture. Where one has
-    no guess the law is the other's. Both must give their law token by token (`jspec.drafters.Chain`), for each has to
-    go on behind a token which may be the other's idea.
+    no guess the law is the other's. Both must give their law token by token (`jspec.drafters.AutoregressiveDrafter`),
+    for each has to go on behind a token which may be the other's idea.
 
     Attributes:
         weight: between 0 and 1; traced, so another weight compiles nothing.
@@ -35,7 +35,8 @@ class MixtureDrafter(Duo, Chain):
             part = getattr(self, name)
             if hasattr(part, "propose") and not hasattr(part, "step"):
                 raise TypeError(f"{name} is of type {type(part).__name__}, which does not give its law token by token, "
-                                "as a mixture needs it; use a jspec.drafters.Chain, or FallbackDrafter.")  # fmt: skip
+                                "as a mixture needs it; use a jspec.drafters.AutoregressiveDrafter, or "
+                                "FallbackDrafter.")  # fmt: skip
         if isinstance(self.weight, numbers.Real | str):
             _check_weight(self.weight)
             object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program

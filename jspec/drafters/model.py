@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.cache import KVCache, prefill
-from jspec.drafters.base import Context, window
-from jspec.drafters.chain import Chain
+from jspec.drafters.autoregressive import AutoregressiveDrafter
+from jspec.drafters.base import Context, last_tokens
 from jspec.llama import Llama
 from jspec.types import Draft, Verdict, pytree
 
 
 @pytree
-class ModelDrafter(Chain):
+class ModelDrafter(AutoregressiveDrafter):
     """Drafts with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
 
     model: Any
@@ -35,12 +35,12 @@ class ModelDrafter(Chain):
     def begin(self, cache: KVCache, context: Context, num_draft_tokens: int) -> tuple[Array, KVCache]:
         """The first pass reads all that may be unread.
 
-        Where the whole draft was accepted, the cache lacks its last token, which was drawn but never fed. That costs a
+        Where the whole draft was accepted, the cache lacks its last token, which was drawn but never read. That costs a
         few more rows, where a pass for it would cost all the weights again.
         """
-        fed, start, last = window(context.tokens, context.lengths, context.unread)
-        # A row that is shorter than the window writes slots past its end; the next steps overwrite them unseen.
-        hidden, cache = self.model.forward(fed, cache, start)
+        block, start, last = last_tokens(context.tokens, context.lengths, context.unread)
+        # A row that is shorter than that writes slots past its end; the next steps overwrite them unseen.
+        hidden, cache = self.model.forward(block, cache, start)
         return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
 
     def step(self, cache: KVCache, token: Array, k: Array, context: Context) -> tuple[Array, KVCache]:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from convert.unfinished import deleted_in_the_end
+from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
-from jspec.drafters.chain import Chain
 from jspec.drafters.tables import checked_tokens
 from jspec.rows import tally
 from jspec.sharding import vary_like
@@ -28,7 +28,7 @@ _SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order"], meta_fields=_SIZES)
 @dataclasses.dataclass(frozen=True)
-class RetrievalDrafter(Chain):
+class RetrievalDrafter(AutoregressiveDrafter):
     """Drafts what followed the longest matches of the row's last tokens in a corpus; `from_tokens` makes one.
 
     The law of a token is how often it followed, among the matches that agree with the draft so far; where none is

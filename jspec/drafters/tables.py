@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
-from jspec.drafters.chain import Chain
 from jspec.types import pytree
 
 _MOST_BYTES = 2**30
 
 
 @pytree
-class UnigramDrafter(Chain):
+class UnigramDrafter(AutoregressiveDrafter):
     """Drafts from one law, whatever came before.
 
     Attributes:
@@ -46,7 +46,7 @@ class UnigramDrafter(Chain):
 
 
 @pytree
-class BigramDrafter(Chain):
+class BigramDrafter(AutoregressiveDrafter):
     """Drafts from a law for each last token.
 
     Attributes:

@@ -8,22 +8,22 @@ from jax import Array, lax
 
 from jspec.drafters.base import Context, Stateless, fit_vocabulary
 from jspec.probs import at_tokens
-from jspec.sampling import Seen, add_seen, token_probs
+from jspec.sampling import TokenCounts, add_tokens, token_probs
 from jspec.sharding import vary_like
 from jspec.types import Draft, pytree
 
 
 @pytree
 class _Drawn:
-    """A token ``[B]`` and its law ``[B, V]``, what has been seen with it, and whether a row goes on after it."""
+    """A token ``[B]`` and its law ``[B, V]``, the counts that include it, and whether a row goes on after it."""
 
     token: Array
     probs: Array
-    seen: Seen | None
-    goes_on: Array
+    token_counts: TokenCounts | None
+    continues: Array
 
 
-class Chain(Stateless):
+class AutoregressiveDrafter(Stateless):
     """A drafter that says, one by one, what law the next token has: `begin` and `step`; `propose` draws from those.
 
     `carry`, a pytree, is what it remembers within a draft. One that remembers more, from round to round, has an `init`
@@ -48,13 +48,13 @@ class Chain(Stateless):
         def advance(carried: tuple[Any, _Drawn], k: Array) -> tuple[tuple[Any, _Drawn], tuple[Array, Array]]:
             carry, last = carried
             logits, carry = self.step(carry, last.token, k, context)
-            drawn = _draw(logits, last.seen, last.goes_on, k, context)
+            drawn = _draw(logits, last.token_counts, last.continues, k, context)
             return (carry, drawn), (drawn.token, drawn.probs)
 
         logits, carry = self.begin(state, context, num_draft_tokens)
         everywhere = jnp.ones(context.lengths.size, bool)
-        first = _draw(logits, context.seen, everywhere, 0, context)
-        loop = lax.scan if context.wanted is None else _scan_while_wanted
+        first = _draw(logits, context.token_counts, everywhere, 0, context)
+        loop = lax.scan if context.budget is None else _scan_while_continued
         (carry, _), later = loop(advance, vary_like((carry, first), context.lengths), jnp.arange(1, num_draft_tokens))
         tokens, laws = jax.tree.map(
             lambda head, tail: jnp.concatenate([head[None], tail]), (first.token, first.probs), later
@@ -62,22 +62,24 @@ class Chain(Stateless):
         return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), self.end(carry)
 
 
-def _draw(logits: Array, seen: Seen | None, goes_on: Array, k: Array | int, context: Context) -> _Drawn:
-    """Draft token k; without a law in rows that do not want it."""
+def _draw(
+    logits: Array, token_counts: TokenCounts | None, continues: Array, k: Array | int, context: Context
+) -> _Drawn:
+    """Draft token k; without a law in rows whose draft ends before it."""
     logits = fit_vocabulary(logits, context.vocab_size)
-    probs = token_probs(logits[:, None], context.warp, seen)[:, 0]
+    probs = token_probs(logits[:, None], context.transforms, token_counts)[:, 0]
     token = context.draw(k, probs)
-    if context.wanted is not None:
-        probs = jnp.where((goes_on & (k < context.wanted))[:, None], probs, 0)
-        goes_on &= k + 1 < context.wanted
+    if context.budget is not None:
+        probs = jnp.where((continues & (k < context.budget))[:, None], probs, 0)
+        continues &= k + 1 < context.budget
     if context.draft_length is not None and context.draft_length.needs_confidence:
-        goes_on &= context.draft_length.goes_on(at_tokens(jax.nn.softmax(logits.astype(jnp.float32)), token))
-    if seen is not None:
-        seen = add_seen(seen, token[:, None], jnp.ones((token.size, 1), bool))
-    return _Drawn(token, probs, seen, goes_on)
+        continues &= context.draft_length.continues(at_tokens(jax.nn.softmax(logits.astype(jnp.float32)), token))
+    if token_counts is not None:
+        token_counts = add_tokens(token_counts, token[:, None], jnp.ones((token.size, 1), bool))
+    return _Drawn(token, probs, token_counts, continues)
 
 
-def _scan_while_wanted(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> tuple[Any, tuple[Array, Array]]:
+def _scan_while_continued(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> tuple[Any, tuple[Array, Array]]:
     """`lax.scan` over 1, 2, ..., but it ends when no row goes on; what it does not reach is 0."""
     first = carried[1]
     outputs = jax.tree.map(lambda leaf: jnp.zeros((ks.size, *leaf.shape), leaf.dtype), (first.token, first.probs))
@@ -89,8 +91,8 @@ def _scan_while_wanted(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> 
         carried, output = advance(carried, i + 1)
         return i + 1, carried, jax.tree.map(lambda rows, row: rows.at[i].set(row), outputs, output)
 
-    def wanted(loop: tuple) -> Array:
-        return (loop[0] < ks.size) & jnp.any(loop[1][1].goes_on)
+    def unfinished(loop: tuple) -> Array:
+        return (loop[0] < ks.size) & jnp.any(loop[1][1].continues)
 
-    _, carried, outputs = lax.while_loop(wanted, body, (0, carried, vary_like(outputs, first)))
+    _, carried, outputs = lax.while_loop(unfinished, body, (0, carried, vary_like(outputs, first)))
     return carried, outputs
