@@ -16,6 +16,7 @@ from convert.config import LlamaConfig
 from jspec.accept import RULES, Rule
 from jspec.decode import _decode, _traced
 from jspec.devices import Device
+from jspec.draft_length import as_draft_length
 from jspec.drafters.model import as_drafter
 from jspec.quantizer import matrices
 from jspec.weights import BY_TOKEN
@@ -88,10 +89,10 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
         target, draft: of shapes or of numbers; a model, a drafter, or None.
         found: devices, from `bench.devices.topology`; over several, matrices are divided. None for JAX's own.
     """
-    batch, length = setting.batch, setting.draft_length
+    batch, length = setting.batch, as_draft_length(setting.draft_length)
     request = jax.eval_shape(lambda: (jnp.zeros((batch, setting.width), jnp.int32), jnp.zeros(batch, jnp.int32),
                                       jax.random.split(jax.random.key(0), batch)))  # fmt: skip
-    drafter = as_drafter(draft) if length else None
+    drafter = as_drafter(draft) if length.max_draft_tokens else None
     if found is not None:
         mesh = Mesh(found, ("model",))
         target, drafter, request = divided(target, mesh), divided(drafter, mesh), divided(request, mesh)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from numpy.typing import ArrayLike
 from jspec.accept import RULES, Rule
 from jspec.cache import prefill, whole_tiles
 from jspec.checks import as_array, check_arguments, check_drafted, check_measurable, check_rule, check_tuning
-from jspec.draft_length import DraftLength, most_drafts
+from jspec.draft_length import DraftLength, Fixed, as_draft_length
 from jspec.drafters.base import Drafter, is_foreign
 from jspec.drafters.checked import CheckedDrafter
 from jspec.drafters.model import as_drafter
@@ -53,7 +52,7 @@ def generate(
     tokens, lengths, eos_ids, sampling = _arrays(tokens, lengths, eos_ids, sampling)
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, pad_id)
     return _decode(target, None, tokens, lengths, keys, *_traced(sampling, eos_ids, pad_id),
-                   max_new_tokens=max_new_tokens, draft_length=0, rule=RULES["rejection"])[0]  # fmt: skip
+                   max_new_tokens=max_new_tokens, draft_length=Fixed(0), rule=RULES["rejection"])[0]  # fmt: skip
 
 
 def speculative_generate(
@@ -114,10 +113,8 @@ def speculative_generate(
         num_draft_tokens = _auto(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
     if jax.config.jax_enable_checks:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
-    draft_length: Any = num_draft_tokens
-    if not hasattr(draft_length, "budget"):
-        draft_length = operator.index(draft_length)
-    out, strange = _decode(target, drafter if draft_length else None, tokens, lengths, keys,
+    draft_length = as_draft_length(num_draft_tokens)
+    out, strange = _decode(target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
                            *_traced(sampling, eos_ids, pad_id),
                            max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule)  # fmt: skip
     if is_foreign(drafter):
@@ -245,7 +242,7 @@ def _decode(
     pad_id: Array,
     *,
     max_new_tokens: int,
-    draft_length: int | DraftLength,
+    draft_length: DraftLength,
     rule: Rule,
 ) -> tuple[Output, Array]:
     """The program: read the prompts, play rounds until every row is done, cut the result to size.
@@ -281,11 +278,11 @@ def _start(
     params: RequestParams,
     tokens: Array,
     max_new_tokens: int,
-    draft_length: int | DraftLength,
+    draft_length: DraftLength,
 ) -> tuple[State, Record]:
     """All storage, allocated once, with the prompts read in. No token is drawn here: the first round does that."""
     batch, width = tokens.shape
-    k = most_drafts(draft_length)
+    k = draft_length.max_draft_tokens
     spare = k + 1
     slots = whole_tiles(width + max_new_tokens + spare)
     with jax.named_scope("prefill"):
@@ -296,7 +293,7 @@ def _start(
         token_counts = count_prompt(tokens, params.prompt_lengths, target.config.vocab_size)
     buffer = jnp.pad(tokens, ((0, 0), (0, max_new_tokens + spare)))
     state = State(buffer, params.prompt_lengths, jnp.zeros(batch, bool), cache, drafter_state, token_counts,
-                  () if isinstance(draft_length, int) else draft_length.init(batch))  # fmt: skip
+                  draft_length.init(batch))  # fmt: skip
     zeros = jnp.zeros(batch, jnp.int32)
     by_depth = jnp.zeros((batch, k), jnp.int32)
     stats = Stats(zeros, zeros, zeros, by_depth, by_depth, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.float32))

@@ -1,4 +1,4 @@
-"""How many tokens to draft a round, where that is not one number: row by row, and from round to round.
+"""How many tokens to draft a round: one number, or row by row and from round to round.
 
 Rows differ by a mask: a token beyond a row's budget has a law of zeros, which no rule accepts. Time is saved by
 drafting no longer than some row goes on, and by verifying in the shortest of a few compiled lengths that holds all
@@ -12,6 +12,7 @@ the draft was unsure.
 """
 
 import dataclasses
+import operator
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -25,19 +26,22 @@ class DraftLength(Protocol):
     """Decides how far to draft: hashable, for it is part of the program.
 
     Attributes:
-        max_draft_tokens: K, the most tokens of a draft; fixes shapes.
         needs_confidence: whether `continues` is to be asked; only a `jspec.drafters.AutoregressiveDrafter` can.
     """
 
-    max_draft_tokens: int
     needs_confidence: ClassVar[bool]
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """K, the most tokens of a draft; fixes shapes."""
+        ...
 
     def init(self, batch: int) -> Any:
         """What it remembers, a pytree, before the first round."""
         ...
 
-    def budget(self, state: Any, batch: int) -> Array:
-        """``int32[B]`` in 0 .. K: how many tokens to draft in this round."""
+    def budget(self, state: Any, batch: int) -> Array | None:
+        """``int32[B]`` in 0 .. K: how many tokens to draft in this round; None for K in every row, which costs less."""
         ...
 
     def continues(self, confidence: Array) -> Array:
@@ -49,28 +53,43 @@ class DraftLength(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class _AtMost:
-    """Always as many as it may."""
+class _Forgetful:
+    """What most have in common: nothing to remember, nothing to ask."""
 
-    max_draft_tokens: int
     needs_confidence: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_count("max_draft_tokens", self.max_draft_tokens)
-        object.__setattr__(self, "max_draft_tokens", int(self.max_draft_tokens))
 
     def init(self, batch: int) -> Any:
         return ()
-
-    def budget(self, state: Any, batch: int) -> Array:
-        return jnp.full(batch, self.max_draft_tokens, jnp.int32)
 
     def continues(self, confidence: Array) -> Array:
         return jnp.ones(confidence.shape, bool)
 
     def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
         return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(_Forgetful):
+    """The same in every row and round: what a plain number stands for, and 0 for plain decoding."""
+
+    max_draft_tokens: int
+
+    def budget(self, state: Any, batch: int) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _AtMost(_Forgetful):
+    """Always as many as it may."""
+
+    max_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        check_count("max_draft_tokens", self.max_draft_tokens)
+        object.__setattr__(self, "max_draft_tokens", int(self.max_draft_tokens))
+
+    def budget(self, state: Any, batch: int) -> Array:
+        return jnp.full(batch, self.max_draft_tokens, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +176,14 @@ class ByAcceptance(_AtMost):
 
 
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
-    """The draft lengths that verification is compiled for: none, powers of two, and K.
+    """The draft lengths that verification is compiled for: none, powers of two, and K; of a `Fixed` one K alone.
 
     Each compiles all of the target once more. So `UpTo` has none between: what looks things up guesses all or nothing,
     but for the end of a corpus.
     """
     longest = draft_length.max_draft_tokens
+    if isinstance(draft_length, Fixed):
+        return (longest,)
     return (0, longest) if isinstance(draft_length, UpTo) else (0, *doubling(longest))
 
 
@@ -171,6 +192,7 @@ def doubling(largest: int) -> tuple[int, ...]:
     return (*(1 << i for i in range((largest - 1).bit_length())), largest)
 
 
-def most_drafts(draft_length: int | DraftLength) -> int:
-    """K."""
-    return draft_length if isinstance(draft_length, int) else draft_length.max_draft_tokens
+def as_draft_length(num_draft_tokens: Any) -> DraftLength:
+    """What decides how far to draft, of what users pass: a number or a `DraftLength`."""
+    is_number = not hasattr(num_draft_tokens, "budget")
+    return Fixed(operator.index(num_draft_tokens)) if is_number else num_draft_tokens

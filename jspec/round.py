@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jspec.accept import Rule, length_of_prefix
 from jspec.cache import KVCache, append
-from jspec.draft_length import DraftLength, compiled_lengths, most_drafts
+from jspec.draft_length import DraftLength, compiled_lengths
 from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outside
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
@@ -80,7 +80,7 @@ def play_round(
     target: Any,
     drafter: Any,
     rule: Rule,
-    draft_length: int | DraftLength,
+    draft_length: DraftLength,
     params: RequestParams,
     state: State,
     record: Record,
@@ -98,31 +98,26 @@ def play_round(
         if drafter is not None:
             drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
-        state, new = _commit(params, state, record, draft, verdict, target_probs)
-        if not isinstance(draft_length, int):
-            drafted = new.stats.drafted - record.stats.drafted
-            accepted = new.stats.accepted - record.stats.accepted
-            state = dataclasses.replace(state, draft_length=draft_length.update(state.draft_length, drafted, accepted))
-        return state, new
+        return _commit(params, draft_length, state, record, draft, verdict, target_probs)
 
 
 def _propose(
-    target: Any, drafter: Any, rule: Rule, draft_length: int | DraftLength, params: RequestParams, state: State
+    target: Any, drafter: Any, rule: Rule, draft_length: DraftLength, params: RequestParams, state: State
 ) -> tuple[Draft, Array, Any]:
     """The draft of this round, without a drafter one of no tokens; `Record.strange` of it; the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None:
         empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), jnp.zeros(batch, bool), state.drafter
-    k = most_drafts(draft_length)
+    k = draft_length.max_draft_tokens
     with jax.named_scope("draft"):
         draw = target_noise if rule.shares_noise else draft_noise
         noise = draw(params.keys, state.lengths[:, None] + jnp.arange(k), vocab_size)
         context = Context(state.tokens, state.lengths, noise, params.draft_transforms, state.token_counts,
                           TargetView(target, state.cache, unread=1), vocab_size)  # fmt: skip
-        if not isinstance(draft_length, int):
-            budget = jnp.clip(draft_length.budget(state.draft_length, batch), 0, k)
-            budget = jnp.where(state.done, 0, budget)
+        budget = draft_length.budget(state.draft_length, batch)
+        if budget is not None:
+            budget = jnp.where(state.done, 0, jnp.clip(budget, 0, k))
             context = dataclasses.replace(context, budget=budget, draft_length=draft_length)
         draft, drafter_state = drafter.propose(state.drafter, context, k)
         mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
@@ -132,7 +127,7 @@ def _propose(
 
 
 def _verify(
-    target: Any, draft_length: int | DraftLength, params: RequestParams, state: State, draft: Draft
+    target: Any, draft_length: DraftLength, params: RequestParams, state: State, draft: Draft
 ) -> tuple[Array, Array, KVCache]:
     """The target's hidden states and laws over the last token and the draft, K + 1 a row, and its cache."""
     start = state.lengths - 1
@@ -142,25 +137,31 @@ def _verify(
         drafted = draft.tokens[:, : hidden.shape[1] - 1]
         return token_probs(target.logits(hidden), params.transforms, state.token_counts, drafted)
 
-    if isinstance(draft_length, int):
+    lengths = compiled_lengths(draft_length)
+    if len(lengths) == 1:
         hidden, cache = target.forward(block, state.cache, start)
         return hidden, laws(hidden), cache
 
     def up_to(k: int) -> tuple[Array, Array, KVCache]:
         # The cache is only read here, for XLA would copy what one of several branches updates.
-        new = target.new_cache(len(block), draft_length.max_draft_tokens + 1)
+        new = target.new_cache(*block.shape)
         hidden, new = target.forward(block[:, : k + 1], new, start, past=(state.cache, start))
-        rest = ((0, 0), (0, draft_length.max_draft_tokens - k), (0, 0))
+        rest = ((0, 0), (0, block.shape[1] - 1 - k), (0, 0))
         return jnp.pad(hidden, rest), jnp.pad(laws(hidden), rest), new
 
-    lengths = compiled_lengths(draft_length)
     shortest = jnp.searchsorted(jnp.array(lengths), _num_guessed(draft).max())
     hidden, probs, new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
     return hidden, probs, append(state.cache, new, start)
 
 
 def _commit(
-    params: RequestParams, state: State, record: Record, draft: Draft, verdict: Verdict, target_probs: Array
+    params: RequestParams,
+    draft_length: DraftLength,
+    state: State,
+    record: Record,
+    draft: Draft,
+    verdict: Verdict,
+    target_probs: Array,
 ) -> tuple[State, Record]:
     """Write the accepted tokens and the one after them, up to the end of text and the row's limit."""
     num_accepted, guessed, width = verdict.num_accepted, _num_guessed(draft), draft.tokens.shape[1] + 1
@@ -187,6 +188,7 @@ def _commit(
     refused = (num_accepted < guessed) & (num_accepted < count)  # and its correction is written
     drafted = jnp.minimum(guessed, remaining)
     drafted = jnp.where(to_eos <= accepted, to_eos, drafted)  # an accepted end of text ends the draft with it
+    drafted = jnp.where(state.done, 0, drafted)
     record = Record(
         write_rows(record.logprobs, log_law, written),
         write_rows(record.origins, _origins(num_accepted, guessed, width), written),
@@ -197,7 +199,11 @@ def _commit(
     tokens = write_rows(state.tokens, emitted, state.lengths)
     done = state.done | ended | invalid
     lengths = state.lengths + count
-    return dataclasses.replace(state, tokens=tokens, lengths=lengths, done=done, token_counts=token_counts), record
+    learnt = draft_length.update(state.draft_length, drafted, accepted)
+    state = dataclasses.replace(
+        state, tokens=tokens, lengths=lengths, done=done, token_counts=token_counts, draft_length=learnt
+    )
+    return state, record
 
 
 def _emitted(draft: Draft, verdict: Verdict) -> Array:
@@ -226,7 +232,7 @@ def _count(
     index = jnp.arange(stats.accepted_at.shape[1])
     return Stats(
         rounds=stats.rounds + ~done,
-        drafted=stats.drafted + jnp.where(done, 0, drafted),
+        drafted=stats.drafted + drafted,
         accepted=stats.accepted + accepted,
         accepted_at=stats.accepted_at + (index < accepted[:, None]),
         judged_at=stats.judged_at + (index < judged[:, None]),

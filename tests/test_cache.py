@@ -13,6 +13,7 @@ from jspec import ModelDrafter, SamplingParams
 from jspec.accept import RULES
 from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.decode import _start
+from jspec.draft_length import Fixed
 from jspec.round import RequestParams, play_round
 from jspec.sampling import broadcast_rows, draft_transforms, target_transforms
 from jspec.types import Draft, pytree
@@ -26,12 +27,12 @@ DRAFTS = ("unrelated", "related", "itself")
 
 @functools.partial(jax.jit, static_argnames="num_draft_tokens")
 def _begin(target, drafter, request, tokens, num_draft_tokens):
-    return _start(target, drafter, request, tokens, NEW, num_draft_tokens)
+    return _start(target, drafter, request, tokens, NEW, Fixed(num_draft_tokens))
 
 
 @functools.partial(jax.jit, static_argnames="num_draft_tokens")
 def _round(target, drafter, request, state, record, num_draft_tokens):
-    return play_round(target, drafter, RULES["rejection"], num_draft_tokens, request, state, record)
+    return play_round(target, drafter, RULES["rejection"], Fixed(num_draft_tokens), request, state, record)
 
 
 @functools.partial(jax.jit, static_argnames="rows")

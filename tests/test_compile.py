@@ -12,6 +12,7 @@ import jspec
 from jspec.accept import RULES
 from jspec.cache import whole_tiles
 from jspec.decode import _decode, _traced
+from jspec.draft_length import Fixed
 
 SIZE, NEW, K = 3, 12, 2
 
@@ -132,7 +133,7 @@ def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
     batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
     drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))
-    draft_length = jspec.Heuristic(k) if kind == "varying length" else k
+    draft_length = jspec.Heuristic(k) if kind == "varying length" else Fixed(k)
     lowered = _decode.lower(target, drafter, *batch, *_traced(jspec.SamplingParams(), (5,), 0), max_new_tokens=new,
                             draft_length=draft_length, rule=RULES["rejection"])  # fmt: skip
     program = lowered.compile(as_shipped).as_text()

@@ -14,7 +14,7 @@ from test_early_exit import LENGTHS, TOKENS, K, drafted
 from test_matrix import check_texts, pair, text_p_values
 
 import jspec
-from jspec.draft_length import compiled_lengths
+from jspec.draft_length import as_draft_length, compiled_lengths
 from jspec.rows import slice_rows, write_rows
 from jspec.types import pytree
 
@@ -124,7 +124,8 @@ def test_what_no_row_wants_is_not_computed():
 @pytest.mark.parametrize(
     ("length", "lengths"),
     [(jspec.UpTo(8), (0, 8)), (jspec.UpTo(1), (0, 1)), (jspec.Heuristic(8), (0, 1, 2, 4, 8)),
-     (jspec.WhileConfident(3), (0, 1, 2, 3)), (jspec.ByAcceptance(1), (0, 1))],
+     (jspec.WhileConfident(3), (0, 1, 2, 3)), (jspec.ByAcceptance(1), (0, 1)),
+     (as_draft_length(np.int64(8)), (8,)), (as_draft_length(0), (0,))],
 )  # fmt: skip
 def test_few_lengths_are_compiled(length, lengths):
     assert compiled_lengths(length) == lengths

@@ -13,6 +13,7 @@ from bench import abstract
 from bench.pairs import SHAPES, llama
 from jspec import footprint
 from jspec.decode import _start
+from jspec.draft_length import Fixed
 from jspec.drafters.model import as_drafter
 from jspec.footprint import Weights, slots_of
 from jspec.sampling import SamplingParams
@@ -53,7 +54,7 @@ def test_caches_are_those_that_decoding_allocates(width, new, k):
         keys = jax.random.split(jax.random.key(0), 2)
         lengths, tokens = np.full(2, width, np.int32), np.zeros((2, width), np.int32)
         asked = toys.request(keys, lengths, new, *toys.both_transforms(SamplingParams(), 2))
-        state, _ = _start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), new, k)
+        state, _ = _start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), new, Fixed(k))
         return state.cache, state.drafter
 
     models = tuple(Weights(model.config, 4) for model in (target, draft)[: 1 + bool(k)])

@@ -210,7 +210,7 @@ def answers(monkeypatch):
 @pytest.fixture
 def only_lengths(monkeypatch):
     """Instead of decoding, say with how many draft tokens."""
-    monkeypatch.setattr(decode, "_decode", lambda *_, **options: (options["draft_length"], None))
+    monkeypatch.setattr(decode, "_decode", lambda *_, **options: (options["draft_length"].max_draft_tokens, None))
 
 
 def _same(one, other):

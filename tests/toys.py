@@ -14,6 +14,7 @@ from convert.config import LlamaConfig, RopeConfig
 from jspec.accept import RULES
 from jspec.cache import KVCache
 from jspec.decode import _decode, _start
+from jspec.draft_length import Fixed, as_draft_length
 from jspec.llama import Llama
 from jspec.round import RequestParams, play_round
 from jspec.sampling import LogitsTransforms, broadcast_rows, draft_transforms, target_transforms
@@ -108,13 +109,13 @@ def request(keys, lengths, limit, own: LogitsTransforms, drafts: LogitsTransform
 
 def first_round(target, drafter, tokens, lengths, keys, transforms, num_draft_tokens, rule=RULES["rejection"]):
     """The shipped start and one shipped round: ``(State, Record)``, with no limit or end of text in the way."""
-    width = num_draft_tokens + 1
+    width, length = num_draft_tokens + 1, Fixed(num_draft_tokens)
 
     @jax.jit
     def program(target, drafter, tokens, lengths, keys, transforms):
         asked = request(keys, lengths, width + 1, *transforms)
-        state, record = _start(target, drafter, asked, tokens, width + 1, num_draft_tokens)
-        return play_round(target, drafter, rule, num_draft_tokens, asked, state, record)
+        state, record = _start(target, drafter, asked, tokens, width + 1, length)
+        return play_round(target, drafter, rule, length, asked, state, record)
 
     return program(target, drafter, tokens, lengths, keys, transforms)
 
@@ -126,7 +127,7 @@ def decode(target, drafter, tokens, lengths, keys, transforms, *, max_new_tokens
 
     def program(target, drafter, tokens, lengths, keys, transforms):
         return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *transforms, 0, eos_ids, 0,
-                                   max_new_tokens=max_new_tokens, draft_length=num_draft_tokens,
+                                   max_new_tokens=max_new_tokens, draft_length=as_draft_length(num_draft_tokens),
                                    rule=rule)[0]  # fmt: skip
 
     return jax.jit(program)(target, drafter, tokens, lengths, keys, transforms)
