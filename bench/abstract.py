@@ -14,10 +14,10 @@ import jspec
 from bench import devices, pairs
 from convert.config import LlamaConfig
 from jspec.accept import RULES, Rule
-from jspec.decode import _decode, _traced
 from jspec.devices import Device
 from jspec.draft_length import as_draft_length
 from jspec.drafters.model import as_drafter
+from jspec.program import decode_program, traced
 from jspec.quantizer import matrices
 from jspec.weights import BY_TOKEN
 
@@ -96,8 +96,9 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
     if found is not None:
         mesh = Mesh(found, ("model",))
         target, drafter, request = divided(target, mesh), divided(drafter, mesh), divided(request, mesh)
-    return _decode.trace(target, drafter, *request, *_traced(setting.sampling, (2,), 0),
-                         max_new_tokens=setting.new_tokens, draft_length=length, rule=setting.rule)  # fmt: skip
+    return decode_program.trace(
+        target, drafter, *request, *traced(setting.sampling, (2,), 0), max_new_tokens=setting.new_tokens,
+        draft_length=length, rule=setting.rule)  # fmt: skip
 
 
 def divided(tree: Any, mesh: Mesh) -> Any:

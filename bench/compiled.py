@@ -86,7 +86,7 @@ class Program:
 def read(compiled: Any) -> Program:
     """The program that JAX has compiled: the loop at its top plays the rounds, one within may draft."""
     module = Module(compiled.as_text())
-    rounds = [loop for loop in module.loops(module.entry) if loop.scope.endswith("jit(_decode)/while")]
+    rounds = [loop for loop in module.loops(module.entry) if loop.scope.endswith("jit(decode_program)/while")]
     if len(rounds) != 1:
         raise ValueError(f"Expected one loop over rounds, found {len(rounds)}; this is not a program that decodes.")
     inside = [found for name in rounds[0].calls for found in module.launches(name)]

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jspec import theory
+    from jspec.auto import tune
     from jspec.completion import Completion, complete
-    from jspec.decode import generate, speculative_generate, tune
+    from jspec.decode import generate, speculative_generate
     from jspec.draft_length import ByAcceptance, Heuristic, UpTo, WhileConfident
     from jspec.drafters import (
         BigramDrafter,
@@ -105,7 +106,7 @@ _HOMES = {
     "quantize": "jspec.quantizer",
     "generate": "jspec.decode",
     "speculative_generate": "jspec.decode",
-    "tune": "jspec.decode",
+    "tune": "jspec.auto",
 }
 
 

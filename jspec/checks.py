@@ -3,6 +3,7 @@
 Inside a caller's `jax.jit` arguments are tracers without values; then only their shapes and dtypes can be checked.
 """
 
+import dataclasses
 import operator
 import reprlib
 from typing import Any
@@ -99,6 +100,18 @@ def as_array(name: str, value: Any, remedy: str = "pad them on the right to one 
         return jnp.asarray(value)
     except ValueError:
         raise ValueError(f"{name} has rows of different lengths; {remedy}.") from None
+
+
+def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any, Any, Any, Any]:
+    """What users may pass as lists, as arrays; one end of text is a sequence of one."""
+    eos_ids = as_array("eos_ids", eos_ids, "fill the shorter ones up with -1")
+    if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
+        eos_ids = eos_ids[None]
+    if isinstance(sampling, SamplingParams):
+        lists = {name: value for name, value in vars(sampling).items() if isinstance(value, list | tuple)}
+        arrays = {name: as_array(name, value, "give one number for each row") for name, value in lists.items()}
+        sampling = dataclasses.replace(sampling, **arrays)
+    return as_array("tokens", tokens), as_array("lengths", lengths), eos_ids, sampling
 
 
 def _values(x: Any) -> np.ndarray | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,79 +15,16 @@ from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outsi
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.rows import write_rows
-from jspec.sampling import LogitsTransforms, TokenCounts, add_tokens, token_probs
-from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Stats, Verdict, pytree
-
-
-@pytree
-class RequestParams:
-    """What stays the same for the whole generation, one entry a row.
-
-    Attributes:
-        keys: typed keys ``[B]``.
-        prompt_lengths: ``int32[B]``.
-        limits: ``int32[B]``, most new tokens.
-        eos_ids: ``int32[B, n]``, tokens that end a row; -1 matches none.
-        transforms, draft_transforms: the transforms of target and draft.
-    """
-
-    keys: Array
-    prompt_lengths: Array
-    limits: Array
-    eos_ids: Array
-    transforms: LogitsTransforms
-    draft_transforms: LogitsTransforms
-
-
-@pytree
-class State:
-    """What the next round needs. Buffers have K + 1 spare slots: a round may write that far past the last limit.
-
-    Attributes:
-        tokens: ``int32[B, W]``, prompt and text; valid up to ``lengths[b]``.
-        lengths: ``int32[B]``, committed tokens, prompt included.
-        done: ``bool[B]``; such a row no longer moves.
-        cache: the target's; holds every committed token but the last.
-        drafter: the drafter's own state.
-        token_counts: what penalties look at, or None.
-        draft_length: what a `jspec.draft_length.DraftLength` remembers.
-    """
-
-    tokens: Array
-    lengths: Array
-    done: Array
-    cache: KVCache
-    drafter: Any
-    token_counts: TokenCounts | None
-    draft_length: Any
-
-
-@pytree
-class Record:
-    """What people want to know afterwards; no round reads it. Shapes as in `jspec.types.Output`, with spare slots.
-
-    Attributes:
-        strange: ``bool[B]``, whether a drafter that is not jspec's own has guessed an id outside the vocabulary.
-    """
-
-    logprobs: Array
-    origins: Array
-    stats: Stats
-    strange: Array
+from jspec.sampling import add_tokens, token_probs
+from jspec.state import DecodeState, RequestParams, RoundOutput
+from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
 
 
 def play_round(
-    target: Any,
-    drafter: Any,
-    rule: Rule,
-    draft_length: DraftLength,
-    params: RequestParams,
-    state: State,
-    record: Record,
-) -> tuple[State, Record]:
+    target: Any, drafter: Any, rule: Rule, draft_length: DraftLength, params: RequestParams, state: DecodeState
+) -> tuple[DecodeState, RoundOutput]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
-    record = dataclasses.replace(record, strange=record.strange | strange & ~state.done)
     with jax.named_scope("verify"):
         hidden, target_probs, cache = _verify(target, draft_length, params, state, draft)
     with jax.named_scope("accept"):
@@ -97,14 +34,15 @@ def play_round(
     with jax.named_scope("commit"):
         if drafter is not None:
             drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
-        state = dataclasses.replace(state, cache=cache, drafter=drafter_state)
-        return _commit(params, draft_length, state, record, draft, verdict, target_probs)
+        new, ended = _output(params, state, draft, verdict, target_probs, strange)
+        state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
+        return _commit(draft_length, state, new), new
 
 
 def _propose(
-    target: Any, drafter: Any, rule: Rule, draft_length: DraftLength, params: RequestParams, state: State
+    target: Any, drafter: Any, rule: Rule, draft_length: DraftLength, params: RequestParams, state: DecodeState
 ) -> tuple[Draft, Array, Any]:
-    """The draft of this round, without a drafter one of no tokens; `Record.strange` of it; the drafter's state."""
+    """The draft of this round, without a drafter one of no tokens; `RoundOutput.strange` of it; the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None:
         empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
@@ -122,12 +60,12 @@ def _propose(
         draft, drafter_state = drafter.propose(state.drafter, context, k)
         mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if is_foreign(drafter):  # it costs a look at all laws
-            strange = (outside(draft) & (draft.probs.sum(-1) != 0)).any(1)
+            strange = (outside(draft) & (draft.probs.sum(-1) != 0)).any(1) & ~state.done
         return mended, strange, drafter_state
 
 
 def _verify(
-    target: Any, draft_length: DraftLength, params: RequestParams, state: State, draft: Draft
+    target: Any, draft_length: DraftLength, params: RequestParams, state: DecodeState, draft: Draft
 ) -> tuple[Array, Array, KVCache]:
     """The target's hidden states and laws over the last token and the draft, K + 1 a row, and its cache."""
     start = state.lengths - 1
@@ -154,59 +92,89 @@ def _verify(
     return hidden, probs, append(state.cache, new, start)
 
 
-def _commit(
-    params: RequestParams,
-    draft_length: DraftLength,
-    state: State,
-    record: Record,
-    draft: Draft,
-    verdict: Verdict,
-    target_probs: Array,
-) -> tuple[State, Record]:
-    """Write the accepted tokens and the one after them, up to the end of text and the row's limit."""
-    num_accepted, guessed, width = verdict.num_accepted, _num_guessed(draft), draft.tokens.shape[1] + 1
-    index, emitted = jnp.arange(width), _emitted(draft, verdict)
+class _Stop(NamedTuple):
+    """Where each row stops, ``[B]``.
+
+    Attributes:
+        count: how many tokens it gains.
+        limit: how many it still may.
+        to_eos: how many of the next tokens an end of text leaves, itself included; K + 1 where there is none.
+        ended: whether it has met its end of text or its limit.
+        invalid: whether it has met a law without mass.
+    """
+
+    count: Array
+    limit: Array
+    to_eos: Array
+    ended: Array
+    invalid: Array
+
+
+def _stop(params: RequestParams, state: DecodeState, tokens: Array, verdict: Verdict, target_probs: Array) -> _Stop:
+    """How far the next tokens go: to the end of text, the row's limit, or where the target has no law."""
+    num_accepted, width = verdict.num_accepted, tokens.shape[1]
     # Where the target's law has no mass (its logits were not finite) there is no next token.
     no_mass = ~(jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
-
-    written = state.lengths - params.prompt_lengths
-    remaining = params.limits - written
-    is_eos = (emitted[:, :, None] == params.eos_ids[:, None, :]).any(-1)
+    limit = params.limits - (state.lengths - params.prompt_lengths)
+    is_eos = (tokens[:, :, None] == params.eos_ids[:, None, :]).any(-1)
     to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1).astype(jnp.int32) + 1, width)
     possible = num_accepted + ~no_mass
-    count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, remaining)))
+    count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, limit)))
     last_is_eos = jnp.take_along_axis(is_eos, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    ended = last_is_eos & (count > 0) | (count == remaining)
-    invalid = no_mass & (count == num_accepted) & ~ended & ~state.done
+    ended = last_is_eos & (count > 0) | (count == limit)
+    return _Stop(count, limit, to_eos, ended, no_mass & (count == num_accepted) & ~ended & ~state.done)
 
-    kept = index < count[:, None]
-    log_law = jnp.log(at_tokens(target_probs, emitted))
-    distortion = 0.0
-    if verdict.distortion is not None:
-        distortion = jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
-    accepted = jnp.minimum(num_accepted, count)
-    refused = (num_accepted < guessed) & (num_accepted < count)  # and its correction is written
-    drafted = jnp.minimum(guessed, remaining)
-    drafted = jnp.where(to_eos <= accepted, to_eos, drafted)  # an accepted end of text ends the draft with it
-    drafted = jnp.where(state.done, 0, drafted)
-    record = Record(
-        write_rows(record.logprobs, log_law, written),
-        write_rows(record.origins, _origins(num_accepted, guessed, width), written),
-        _count(record.stats, state.done, drafted, accepted, accepted + refused, invalid, distortion),
-        record.strange,
+
+def _output(
+    params: RequestParams, state: DecodeState, draft: Draft, verdict: Verdict, target_probs: Array, strange: Array
+) -> tuple[RoundOutput, Array]:
+    """What the round brings, and which rows have ended with it."""
+    tokens, num_guessed = _next_tokens(draft, verdict), _num_guessed(draft)
+    stop = _stop(params, state, tokens, verdict, target_probs)
+    accepted = jnp.minimum(verdict.num_accepted, stop.count)
+    refused = (verdict.num_accepted < num_guessed) & (
+        verdict.num_accepted < stop.count
+    )  # and its correction is written
+    drafted = jnp.minimum(num_guessed, stop.limit)
+    drafted = jnp.where(stop.to_eos <= accepted, stop.to_eos, drafted)  # an accepted end of text ends the draft with it
+    output = RoundOutput(
+        tokens=tokens,
+        count=stop.count,
+        logprobs=jnp.log(at_tokens(target_probs, tokens)),
+        origins=_origins(verdict.num_accepted, num_guessed, tokens.shape[1]),
+        drafted=jnp.where(state.done, 0, drafted),
+        judged=accepted + refused,
+        accepted=accepted,
+        invalid=stop.invalid,
+        distortion=_distortion(verdict, stop.count),
+        strange=strange,
     )
-    token_counts = None if state.token_counts is None else add_tokens(state.token_counts, emitted, kept)
-    tokens = write_rows(state.tokens, emitted, state.lengths)
-    done = state.done | ended | invalid
-    lengths = state.lengths + count
-    learnt = draft_length.update(state.draft_length, drafted, accepted)
-    state = dataclasses.replace(
-        state, tokens=tokens, lengths=lengths, done=done, token_counts=token_counts, draft_length=learnt
+    return output, stop.ended
+
+
+def _distortion(verdict: Verdict, count: Array) -> Array:
+    """That of the tokens a row has gained, ``float32[B]``."""
+    if verdict.distortion is None:
+        return jnp.zeros(count.shape, jnp.float32)
+    kept = jnp.arange(verdict.distortion.shape[1]) < count[:, None]
+    return jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
+
+
+def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> DecodeState:
+    """The state with the new tokens in it."""
+    counts = state.token_counts
+    if counts is not None:
+        counts = add_tokens(counts, new.tokens, jnp.arange(new.tokens.shape[1]) < new.count[:, None])
+    return dataclasses.replace(
+        state,
+        tokens=write_rows(state.tokens, new.tokens, state.lengths),
+        lengths=state.lengths + new.count,
+        token_counts=counts,
+        draft_length=draft_length.update(state.draft_length, new.drafted, new.accepted),
     )
-    return state, record
 
 
-def _emitted(draft: Draft, verdict: Verdict) -> Array:
+def _next_tokens(draft: Draft, verdict: Verdict) -> Array:
     """The accepted drafts, the token after them, then anything, ``int32[B, K + 1]``."""
     padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
     follows = jnp.arange(padded.shape[1]) == verdict.num_accepted[:, None]
@@ -214,7 +182,7 @@ def _emitted(draft: Draft, verdict: Verdict) -> Array:
 
 
 def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
-    """Where the tokens of `_emitted` come from, ``int8[B, K + 1]``."""
+    """Where the tokens of `_next_tokens` come from, ``int8[B, K + 1]``."""
     none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, where nothing was to be drafted
     after = jnp.where(num_accepted < guessed, CORRECTED, jnp.where(guessed > 0, BONUS, none))
     return jnp.where(jnp.arange(width) < num_accepted[:, None], ACCEPTED, after[:, None]).astype(jnp.int8)
@@ -223,19 +191,3 @@ def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
 def _num_guessed(draft: Draft) -> Array:
     """How many tokens of each draft come before one that is no guess, ``int32[B]``."""
     return length_of_prefix(at_tokens(draft.probs, draft.tokens) > 0)
-
-
-def _count(
-    stats: Stats, done: Array, drafted: Array, accepted: Array, judged: Array, invalid: Array, distortion: Array | float
-) -> Stats:
-    """`stats` after a round in which `accepted` of `drafted` tokens were committed, of which `judged` were judged."""
-    index = jnp.arange(stats.accepted_at.shape[1])
-    return Stats(
-        rounds=stats.rounds + ~done,
-        drafted=stats.drafted + drafted,
-        accepted=stats.accepted + accepted,
-        accepted_at=stats.accepted_at + (index < accepted[:, None]),
-        judged_at=stats.judged_at + (index < judged[:, None]),
-        invalid=stats.invalid | invalid,
-        distortion=stats.distortion + distortion,
-    )

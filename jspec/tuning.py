@@ -1,6 +1,6 @@
 """How many tokens to draft a round: what rounds cost and yield here, and which length follows from that.
 
-Nothing in this file decodes: it is handed a function that does (`jspec.decode.tune`), times it, counts, and chooses.
+Nothing in this file decodes: it is handed a function that does (`jspec.auto.tune`), times it, counts, and chooses.
 """
 
 import dataclasses

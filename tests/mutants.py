@@ -143,8 +143,8 @@ def penalty_not_advanced_in_draft(patch):
 
 
 def eos_ignored(patch):
-    commit = rounds._commit
-    patch(rounds, "_commit", lambda params, *rest: commit(
+    stop = rounds._stop
+    patch(rounds, "_stop", lambda params, *rest: stop(
         dataclasses.replace(params, eos_ids=jnp.full_like(params.eos_ids, -1)), *rest))  # fmt: skip
 
 

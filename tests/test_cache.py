@@ -12,10 +12,12 @@ import jspec
 from jspec import ModelDrafter, SamplingParams
 from jspec.accept import RULES
 from jspec.cache import KVCache, prefill, whole_tiles
-from jspec.decode import _start
 from jspec.draft_length import Fixed
-from jspec.round import RequestParams, play_round
+from jspec.output import collect
+from jspec.program import start
+from jspec.round import play_round
 from jspec.sampling import broadcast_rows, draft_transforms, target_transforms
+from jspec.state import RequestParams
 from jspec.types import Draft, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -27,12 +29,13 @@ DRAFTS = ("unrelated", "related", "itself")
 
 @functools.partial(jax.jit, static_argnames="num_draft_tokens")
 def _begin(target, drafter, request, tokens, num_draft_tokens):
-    return _start(target, drafter, request, tokens, NEW, Fixed(num_draft_tokens))
+    return start(target, drafter, request, tokens, NEW, Fixed(num_draft_tokens))
 
 
 @functools.partial(jax.jit, static_argnames="num_draft_tokens")
 def _round(target, drafter, request, state, record, num_draft_tokens):
-    return play_round(target, drafter, RULES["rejection"], Fixed(num_draft_tokens), request, state, record)
+    after, new = play_round(target, drafter, RULES["rejection"], Fixed(num_draft_tokens), request, state)
+    return after, collect(record, new, state.lengths - request.prompt_lengths, state.done)
 
 
 @functools.partial(jax.jit, static_argnames="rows")

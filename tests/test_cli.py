@@ -21,9 +21,9 @@ import convert
 import jspec
 from convert import __main__ as module
 from convert import dtypes
-from jspec import cli
+from jspec import auto, cli
 from jspec.cli.shared import status_line
-from jspec.decode import _decode
+from jspec.program import decode_program
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FIELDS = {"prompt", "text", "tokens", "logprobs", "origins", "finish_reason", "num_draft_tokens", "stats", "times"}
@@ -161,30 +161,29 @@ def test_every_option_arrives(monkeypatch, sources):
 
 def test_another_limit_needs_no_other_program(generate, report):
     longer = generate(PROMPTS[0], "--seed", 13, length=57)[0]
-    compiled = _decode._cache_size()
+    compiled = decode_program._cache_size()
     for length in (1, 24, 96):
         line = generate(PROMPTS[0], "--seed", 13, length=length)[0]
         assert len(line["tokens"]) == length and line["tokens"][:57] == longer["tokens"][:length]
-    report(compilations=_decode._cache_size() - compiled)
-    assert _decode._cache_size() == compiled
+    report(compilations=decode_program._cache_size() - compiled)
+    assert decode_program._cache_size() == compiled
 
 
 def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
     tuning = {2: jspec.Tuning(2, 1.5, 1.0, (1.0, 1.0), (1.2, 1.5)), 0: jspec.Tuning(0, 1.0, 1.0, (2.0,), (1.2,))}
     for best, options in ((2, ["--num-draft-tokens", 2]), (0, ["--plain"])):
-        monkeypatch.setattr(importlib.import_module("jspec.decode"), "measure", lambda *_, best=best: tuning[best])
-        auto, fixed = (generate(PROMPTS[0], *extra) for extra in (["--num-draft-tokens", "auto"], options))
-        assert [line["tokens"] for line in auto] == [line["tokens"] for line in fixed]
-        assert [line["stats"] for line in auto] == [line["stats"] for line in fixed]
-        assert [line["num_draft_tokens"] for line in auto] == [best]
+        monkeypatch.setattr(auto, "measure", lambda *_, best=best: tuning[best])
+        found, fixed = (generate(PROMPTS[0], *extra) for extra in (["--num-draft-tokens", "auto"], options))
+        assert [line["tokens"] for line in found] == [line["tokens"] for line in fixed]
+        assert [line["stats"] for line in found] == [line["stats"] for line in fixed]
+        assert [line["num_draft_tokens"] for line in found] == [best]
 
 
 @pytest.mark.parametrize(
     ("best", "said"), [(2, "auto: num_draft_tokens=2 "), (0, "auto: plain decoding is the fastest")]
 )
 def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
-    monkeypatch.setattr(importlib.import_module("jspec.decode"), "tune",
-                        lambda *_, **__: jspec.Tuning(best, 1.5, 1.0, (1.0,), (1.2,)))  # fmt: skip
+    monkeypatch.setattr(auto, "tune", lambda *_, **__: jspec.Tuning(best, 1.5, 1.0, (1.0,), (1.2,)))
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
     code, _, error = run(*command, "--num-draft-tokens", "auto")
     assert code == 0 and error.splitlines()[-1].startswith(said)

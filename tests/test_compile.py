@@ -11,8 +11,8 @@ import pytest
 import jspec
 from jspec.accept import RULES
 from jspec.cache import whole_tiles
-from jspec.decode import _decode, _traced
 from jspec.draft_length import Fixed
+from jspec.program import decode_program, traced
 
 SIZE, NEW, K = 3, 12, 2
 
@@ -46,14 +46,14 @@ def test_one_compilation_serves_all_calls_of_a_shape(models, prompts, quick_comp
         texts.add(np.asarray(out.tokens).tobytes())
 
     call(0)
-    before, programs = compilations(), _decode._cache_size()
+    before, programs = compilations(), decode_program._cache_size()
     assert before > 0  # the listener hears something
     for i in range(1, 101):
         call(i)
     report(calls=100, distinct_outputs=len(texts), compilations=compilations() - before)
     assert len(texts) == 101
     assert compilations() == before
-    assert _decode._cache_size() == programs
+    assert decode_program._cache_size() == programs
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k
     batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
     drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))
     draft_length = jspec.Heuristic(k) if kind == "varying length" else Fixed(k)
-    lowered = _decode.lower(target, drafter, *batch, *_traced(jspec.SamplingParams(), (5,), 0), max_new_tokens=new,
-                            draft_length=draft_length, rule=RULES["rejection"])  # fmt: skip
+    lowered = decode_program.lower(target, drafter, *batch, *traced(jspec.SamplingParams(), (5,), 0),
+                                   max_new_tokens=new, draft_length=draft_length, rule=RULES["rejection"])  # fmt: skip
     program = lowered.compile(as_shipped).as_text()
     slots = whole_tiles(7 + new + k + 1)
     sizes = {rows * heads * slots * 8 for heads in ((2, 4) if k else (2,))}
@@ -164,7 +164,7 @@ def test_the_kind_of_number_does_not_compile_again(models, prompts, quick_compil
     def call(temperature, max_tokens):
         settings = jspec.SamplingParams(temperature=temperature, max_tokens=max_tokens)
         out = jspec.speculative_generate(*models, *batch, max_new_tokens=NEW, num_draft_tokens=K, sampling=settings)
-        return np.asarray(out.tokens), _decode._cache_size()
+        return np.asarray(out.tokens), decode_program._cache_size()
 
     text, programs = call(0, 3)
     for temperature, max_tokens in ((0.0, 3.0), (np.float32(0), np.int64(3)), (np.float64(0), np.float32(3))):

@@ -33,7 +33,7 @@ TEXT = """HloModule jit_f, entry_computation_layout={(bf16[8,4]{1,0})->bf16[8,4]
   %arg = (s32[], bf16[8,4]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%arg), index=0
   %rows = bf16[8,4]{1,0} get-tuple-element(%arg), index=1
-  %copied = bf16[8,4]{1,0} copy(%rows), metadata={op_name="jit(_decode)/while/body/draft/while/body/copy"}
+  %copied = bf16[8,4]{1,0} copy(%rows), metadata={op_name="jit(decode_program)/while/body/draft/while/body/copy"}
   ROOT %out = (s32[], bf16[8,4]{1,0}) tuple(%i, %copied)
 }
 
@@ -50,12 +50,12 @@ TEXT = """HloModule jit_f, entry_computation_layout={(bf16[8,4]{1,0})->bf16[8,4]
   %cache = bf16[8,4]{1,0} get-tuple-element(%arg.2), index=1
   %weight = bf16[4,16]{1,0} get-tuple-element(%arg.2), index=2
   %pair = (s32[], bf16[8,4]{1,0}) tuple(%at, %cache)
-  %drafting = (s32[], bf16[8,4]{1,0}) while(%pair), condition=%fewer, body=%steps, metadata={op_name="jit(_decode)/while/body/draft/while"}
+  %drafting = (s32[], bf16[8,4]{1,0}) while(%pair), condition=%fewer, body=%steps, metadata={op_name="jit(decode_program)/while/body/draft/while"}
   %drafted = bf16[8,4]{1,0} get-tuple-element(%drafting), index=1
-  %one = f32[1,4]{1,0} fusion(%drafted, %at), kind=kLoop, calls=%sliced, metadata={op_name="jit(_decode)/while/body/verify/convert"}
+  %one = f32[1,4]{1,0} fusion(%drafted, %at), kind=kLoop, calls=%sliced, metadata={op_name="jit(decode_program)/while/body/verify/convert"}
   %small = bf16[1,4]{1,0} convert(%one)
-  %product = f32[1,16]{1,0} dot(%small, %weight), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(_decode)/while/body/verify/dot"}
-  %kept = bf16[8,4]{1,0} fusion(%drafted, %small, %at), kind=kLoop, calls=%fused, metadata={op_name="jit(_decode)/while/body/commit/put"}
+  %product = f32[1,16]{1,0} dot(%small, %weight), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(decode_program)/while/body/verify/dot"}
+  %kept = bf16[8,4]{1,0} fusion(%drafted, %small, %at), kind=kLoop, calls=%fused, metadata={op_name="jit(decode_program)/while/body/commit/put"}
   ROOT %next = (s32[], bf16[8,4]{1,0}, bf16[4,16]{1,0}) tuple(%at, %kept, %weight)
 }
 
@@ -68,9 +68,9 @@ ENTRY %main (x: bf16[8,4], w: bf16[4,16]) -> bf16[8,4] {
   %x = bf16[8,4]{1,0} parameter(0)
   %w = bf16[4,16]{1,0} parameter(1)
   %start = s32[] constant(0)
-  %read = bf16[8,4]{1,0} transpose(%x), dimensions={0,1}, metadata={op_name="jit(_decode)/prefill/transpose"}
+  %read = bf16[8,4]{1,0} transpose(%x), dimensions={0,1}, metadata={op_name="jit(decode_program)/prefill/transpose"}
   %all = (s32[], bf16[8,4]{1,0}, bf16[4,16]{1,0}) tuple(%start, %read, %w)
-  %rounds = (s32[], bf16[8,4]{1,0}, bf16[4,16]{1,0}) while(%all), condition=%unfinished, body=%round, metadata={op_name="jit(_decode)/while"}
+  %rounds = (s32[], bf16[8,4]{1,0}, bf16[4,16]{1,0}) while(%all), condition=%unfinished, body=%round, metadata={op_name="jit(decode_program)/while"}
   ROOT %result = bf16[8,4]{1,0} get-tuple-element(%rounds), index=1
 }
 """  # noqa: E501
@@ -135,7 +135,7 @@ def test_what_is_on_the_chip_is_not_read_from_memory():
 def test_a_loop_over_rows_is_seen(program):
     serial = TEXT.replace("body/draft/while", "body/verify/scatter").replace("direction=LT", "direction=GT")
     found = compiled.read(Compiled(serial))
-    assert found.loops == ["jit(_decode)/while/body/verify/scatter"] and found.waits == 1
+    assert found.loops == ["jit(decode_program)/while/body/verify/scatter"] and found.waits == 1
     assert found.count() < program.count()  # nobody knows how often it runs
 
 

@@ -1,6 +1,5 @@
 """`jspec.complete` says in one call what the parts say: same tokens, texts cut at the first stop string."""
 
-import importlib
 import json
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jspec
-from jspec import completion, text
+from jspec import completion, program, text
 from jspec.completion import until
 from jspec.prompts import encode
 
@@ -59,7 +58,7 @@ def test_one_prompt_of_any_kind(complete):
 
 def test_limits_of_rows_and_of_all(complete):
     """The lower one counts, and another limit compiles nothing."""
-    decode = importlib.import_module("jspec.decode")._decode
+    decode = program.decode_program
     free = complete()
     compiled = decode._cache_size()
     found = complete(sampling=jspec.SamplingParams(max_tokens=[0, 3, 30]), max_new_tokens=9)
@@ -173,7 +172,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_mistakes_are_told_before_anything_is_decoded(complete, monkeypatch, case):
-    monkeypatch.setattr(importlib.import_module("jspec.decode"), "_decode", lambda *_, **__: pytest.fail("it decoded"))
+    monkeypatch.setattr(program, "decode_program", lambda *_, **__: pytest.fail("it decoded"))
     options, phrase = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=phrase):
         complete(**{"prompts": "x"} | options)

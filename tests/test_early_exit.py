@@ -12,9 +12,9 @@ from flax import nnx
 
 import jspec
 from jspec.cache import prefill
-from jspec.decode import _decode
 from jspec.drafters.base import Context, TargetView
 from jspec.keys import draft_noise
+from jspec.program import decode_program
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 K = 3
@@ -114,7 +114,7 @@ def test_another_weight_compiles_nothing(toy, prompts):
     for weight in (0.2, np.float32(0.5), 1):
         mixture = jspec.MixtureDrafter(toy(1), jspec.ModelDrafter(toy(2)), weight)
         drafters.generate(toy(0), mixture, batch, max_new_tokens=4)
-        sizes.append(_decode._cache_size())
+        sizes.append(decode_program._cache_size())
     assert len(set(sizes)) == 1
 
 

@@ -12,10 +12,10 @@ import jspec
 from bench import abstract
 from bench.pairs import SHAPES, llama
 from jspec import footprint
-from jspec.decode import _start
 from jspec.draft_length import Fixed
 from jspec.drafters.model import as_drafter
 from jspec.footprint import Weights, slots_of
+from jspec.program import start
 from jspec.sampling import SamplingParams
 
 BIG, SMALL = SHAPES["llama-3.2-3b"], SHAPES["llama-3.2-1b"]
@@ -50,15 +50,15 @@ def test_a_tied_embedding_is_read_as_the_head():
 def test_caches_are_those_that_decoding_allocates(width, new, k):
     target, draft = toys.tiny_llama(0), toys.tiny_llama(1, num_layers=1)
 
-    def start():
+    def begin():
         keys = jax.random.split(jax.random.key(0), 2)
         lengths, tokens = np.full(2, width, np.int32), np.zeros((2, width), np.int32)
         asked = toys.request(keys, lengths, new, *toys.both_transforms(SamplingParams(), 2))
-        state, _ = _start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), new, Fixed(k))
+        state, _ = start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), new, Fixed(k))
         return state.cache, state.drafter
 
     models = tuple(Weights(model.config, 4) for model in (target, draft)[: 1 + bool(k)])
-    allocated = sum(leaf.size * 4 for leaf in jax.tree.leaves(jax.eval_shape(start)))
+    allocated = sum(leaf.size * 4 for leaf in jax.tree.leaves(jax.eval_shape(begin)))
     assert footprint.footprint(models, 2, width + new, width, k).caches == allocated
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax.extend.random import define_prng_impl
 
 from jspec import keys
-from jspec.decode import TRIALS
+from jspec.tuning import TRIALS
 
 # Every position of a text, each power of two and what is beside it: where a number that is too narrow begins anew.
 POWERS = 1 << np.arange(13, 28)

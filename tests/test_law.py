@@ -48,13 +48,13 @@ def round_counts(target, draft, keys, sampling, num_draft_tokens):
     tokens = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (batch, len(PROMPT)))
     lengths = jnp.full(batch, len(PROMPT))
     transforms = toys.both_transforms(sampling, batch)
-    state, record = toys.first_round(target, ModelDrafter(draft), tokens, lengths, keys, transforms, num_draft_tokens)
+    state, new = toys.first_round(target, ModelDrafter(draft), tokens, lengths, keys, transforms, num_draft_tokens)
     offsets = jnp.arange(num_draft_tokens + 1)
     text = state.tokens[:, len(PROMPT) - 1 :]
     cells = (offsets * vocab_size + text[:, offsets]) * vocab_size + text[:, offsets + 1]
     emitted = offsets < (state.lengths - lengths)[:, None]
     counts = jnp.zeros((num_draft_tokens + 1) * vocab_size**2, jnp.int32).at[cells].add(emitted)
-    return counts.reshape(-1, vocab_size, vocab_size), record.stats.accepted_at.sum(0)
+    return counts.reshape(-1, vocab_size, vocab_size), (offsets[:-1] < new.accepted[:, None]).sum(0)
 
 
 @functools.cache

@@ -20,8 +20,8 @@ from test_accept import algebra_error
 
 import jspec
 from jspec import accept, sampling
-from jspec.decode import _decode
 from jspec.drafters import FallbackDrafter, ModelDrafter, RetrievalDrafter
+from jspec.program import decode_program
 
 DRAWS, VOCAB, NUM_TOKENS, EOS, PROMPT = 20_000, 8, 3, 5, (3, 6)
 SETTINGS = {"temperature": 0.7, "top_p": 0.85, "repetition_penalty": 1.2, "presence_penalty": 0.6,
@@ -162,10 +162,10 @@ PLANTED = [(judge, mutant) for judge, planted in MUTANTS.items() for mutant in p
 @pytest.fixture
 def patch(monkeypatch):
     """`setattr` that ends with the test; no program from before, or with the bug, is used again."""
-    _decode.clear_cache()
+    decode_program.clear_cache()
     yield monkeypatch.setattr
     monkeypatch.undo()
-    _decode.clear_cache()
+    decode_program.clear_cache()
 
 
 def prepare(judge, patch):

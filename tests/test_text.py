@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import convert
 import jspec
 from jspec import text
-from jspec.decode import _decode
+from jspec.program import decode_program
 from jspec.prompts import Batch, encode, room
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -153,11 +153,11 @@ def test_ragged_batch_is_its_prompts_alone(pair):
 
 def test_new_prompts_of_a_known_shape_do_not_compile(pair, report):
     continued(pair, encode(TOKENIZER, PROMPTS), text.request_keys(0, 4))
-    compiled = _decode._cache_size()
+    compiled = decode_program._cache_size()
     for seed, prompts in enumerate([["a", "bc", "def", "ghij"], ["x" * 32, "y", "z", "zz"]]):
         continued(pair, encode(TOKENIZER, prompts), text.request_keys(seed, 4), temperature=0.5 + seed)
-    report(compilations=_decode._cache_size() - compiled)
-    assert _decode._cache_size() == compiled
+    report(compilations=decode_program._cache_size() - compiled)
+    assert decode_program._cache_size() == compiled
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

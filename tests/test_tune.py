@@ -1,7 +1,6 @@
 """How many tokens to draft: the choice is arithmetic, the counts are exact, and the clock is a fake one."""
 
 import gc
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,12 @@ import pytest
 import toys
 
 import jspec
-from jspec import theory, tuning
+from jspec import auto, program, theory, tuning
 from jspec.draft_length import doubling
 from jspec.keys import Purpose, stream, trial_keys
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-decode = sys.modules["jspec.decode"]
 CHOICES = {
     # plain seconds, round seconds, tokens a round: K, speed-up
     "the best is chosen": (1.0, [1.5, 2.0, 3.0], [1.75, 3.0, 3.5], 2, 1.5),
@@ -181,8 +179,8 @@ def test_tokens_a_round_are_those_of_long_texts(report):
 def test_no_trial_uses_a_key_of_the_request(monkeypatch, toy, prompts):
     """What was learnt from a request's own keys would steer its text."""
     runs, (tokens, lengths, keys) = [], prompts([4, 2])
-    monkeypatch.setattr(decode, "measure", lambda run, *_: runs.append(run))
-    monkeypatch.setattr(decode, "generate", lambda *arguments, **_: arguments[-1])
+    monkeypatch.setattr(auto, "measure", lambda run, *_: runs.append(run))
+    monkeypatch.setattr(auto, "run_program", lambda *arguments, **_: arguments[4])
     jspec.tune(toy(0), toy(1), tokens, lengths, keys)
     used = np.concatenate([jax.random.key_data(runs[0](0, 1, trial)) for trial in range(tuning.TRIALS)])
     streams = [stream(keys, np.full(2, n, np.int32), purpose) for n in range(40) for purpose in Purpose]
@@ -201,7 +199,7 @@ def answers(monkeypatch):
             calls.append((max_new_tokens, max_draft_tokens))
             return jspec.Tuning(k, 1.0, 1.0, (1.0,) * max_draft_tokens, (1.0,) * max_draft_tokens)
 
-        monkeypatch.setattr(decode, "measure", measure)
+        monkeypatch.setattr(auto, "measure", measure)
         return calls
 
     return answer
@@ -210,7 +208,8 @@ def answers(monkeypatch):
 @pytest.fixture
 def only_lengths(monkeypatch):
     """Instead of decoding, say with how many draft tokens."""
-    monkeypatch.setattr(decode, "_decode", lambda *_, **options: (options["draft_length"].max_draft_tokens, None))
+    lengths = lambda *_, **options: (options["draft_length"].max_draft_tokens, None)  # noqa: E731
+    monkeypatch.setattr(program, "decode_program", lengths)
 
 
 def _same(one, other):

@@ -13,11 +13,12 @@ from jax import Array
 from convert.config import LlamaConfig, RopeConfig
 from jspec.accept import RULES
 from jspec.cache import KVCache
-from jspec.decode import _decode, _start
 from jspec.draft_length import Fixed, as_draft_length
 from jspec.llama import Llama
-from jspec.round import RequestParams, play_round
+from jspec.program import decode_program, start
+from jspec.round import play_round
 from jspec.sampling import LogitsTransforms, broadcast_rows, draft_transforms, target_transforms
+from jspec.state import RequestParams
 
 SPREAD_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                  "frequency_penalty", "draft_temperature")  # fmt: skip
@@ -101,21 +102,21 @@ def both_transforms(params, batch):
 
 
 def request(keys, lengths, limit, own: LogitsTransforms, drafts: LogitsTransforms, eos_ids=(-1,)):
-    """`RequestParams` as `_decode` makes it."""
+    """`RequestParams` as `decode_program` makes it."""
     batch = keys.shape[0]
     eos = jnp.broadcast_to(jnp.asarray(eos_ids, jnp.int32), (batch, len(eos_ids)))
     return RequestParams(keys, lengths, jnp.full(batch, limit), eos, own, drafts)
 
 
 def first_round(target, drafter, tokens, lengths, keys, transforms, num_draft_tokens, rule=RULES["rejection"]):
-    """The shipped start and one shipped round: ``(State, Record)``, with no limit or end of text in the way."""
+    """The shipped start and one shipped round, ``(DecodeState, RoundOutput)``, without a limit or end of text."""
     width, length = num_draft_tokens + 1, Fixed(num_draft_tokens)
 
     @jax.jit
     def program(target, drafter, tokens, lengths, keys, transforms):
         asked = request(keys, lengths, width + 1, *transforms)
-        state, record = _start(target, drafter, asked, tokens, width + 1, length)
-        return play_round(target, drafter, rule, length, asked, state, record)
+        state, _ = start(target, drafter, asked, tokens, width + 1, length)
+        return play_round(target, drafter, rule, length, asked, state)
 
     return program(target, drafter, tokens, lengths, keys, transforms)
 
@@ -126,8 +127,8 @@ def decode(target, drafter, tokens, lengths, keys, transforms, *, max_new_tokens
     eos_ids = jnp.asarray(eos_ids, jnp.int32)
 
     def program(target, drafter, tokens, lengths, keys, transforms):
-        return _decode.__wrapped__(target, drafter, tokens, lengths, keys, *transforms, 0, eos_ids, 0,
-                                   max_new_tokens=max_new_tokens, draft_length=as_draft_length(num_draft_tokens),
-                                   rule=rule)[0]  # fmt: skip
+        return decode_program.__wrapped__(
+            target, drafter, tokens, lengths, keys, *transforms, 0, eos_ids, 0, max_new_tokens=max_new_tokens,
+            draft_length=as_draft_length(num_draft_tokens), rule=rule)[0]  # fmt: skip
 
     return jax.jit(program)(target, drafter, tokens, lengths, keys, transforms)

@@ -1,0 +1,99 @@
+"""`tune`, which times the programs that decode, and the number that "auto" stands for."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax import Array
+from numpy.typing import ArrayLike
+
+from jspec.accept import RULES, Rule
+from jspec.checks import as_arrays, check_arguments, check_measurable, check_rule, check_tuning
+from jspec.draft_length import Fixed
+from jspec.drafters.base import Drafter
+from jspec.drafters.model import as_drafter
+from jspec.keys import trial_keys
+from jspec.llama import Llama
+from jspec.program import run_program
+from jspec.sampling import SamplingParams
+from jspec.tuning import TRIALS, Tuning, measure, remembered, tuning_key
+from jspec.types import Output
+
+
+def tune(
+    target: Llama,
+    draft: Llama | Drafter,
+    tokens: ArrayLike,
+    lengths: ArrayLike,
+    keys: Array,
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams = SamplingParams(),
+    max_draft_tokens: int = 8,
+    accept: str | Rule = "rejection",
+) -> Tuning:
+    """Measure on this device how many tokens to draft a round: the K with the most tokens a second, or 0 for none.
+
+    A round's seconds are measured for plain decoding and for a few K, others interpolated; its tokens are
+    ``E(K) = 1 + s_1 + ... + s_K``, where s_k is how often the first k drafts were all accepted. That assumes nothing
+    about independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands for `generate`.
+    Rows that end early and wait for the others are not modelled.
+
+    Compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`, then lets each of them decode up to 128 tokens, in
+    turns, five times or until 20 seconds have passed. Rows do not end at an end of text.
+
+    Args:
+        target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, like what is to be decoded;
+            limits in `sampling` are ignored, and no key is used as it is, so that it may be used again.
+        max_new_tokens: of the generations to come, for the size of the cache is part of the cost.
+        max_draft_tokens: the largest K to consider.
+        accept: the rule, as for `speculative_generate`.
+
+    Returns:
+        `Tuning`. Its ``num_draft_tokens``, if it is not 0, is what to pass to `speculative_generate`.
+
+    Raises:
+        ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
+    """
+    drafter: Any = as_drafter(draft)
+    tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
+    check_tuning(max_new_tokens, max_draft_tokens)
+    rule = check_rule(accept)
+    check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
+    check_measurable(target, drafter, tokens, lengths, keys, sampling)
+    trials = [trial_keys(keys, number) for number in range(TRIALS)]
+
+    def run(num_draft_tokens: int, limit: int, trial: int) -> Output:
+        limited = dataclasses.replace(sampling, max_tokens=limit)
+        return run_program(
+            target, drafter, tokens, lengths, trials[trial], limited, eos_ids, 0, max_new_tokens=max_new_tokens,
+            draft_length=Fixed(num_draft_tokens), rule=rule if num_draft_tokens else RULES["rejection"])  # fmt: skip
+
+    return measure(run, int(max_new_tokens), int(max_draft_tokens))
+
+
+def best_number(
+    target: Llama,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any,
+    keys: Array,
+    max_new_tokens: int,
+    sampling: Any,
+    rule: Rule,
+) -> int:
+    """The K that `tune` finds for a request, or found for one like it; 0 where the models have no room to measure."""
+    check_measurable(target, drafter, tokens, lengths, keys, sampling)
+    limits = target.config.max_position_embeddings, getattr(drafter, "max_positions", None)
+    room = min(limit for limit in limits if limit is not None) - int(np.max(lengths))
+    new = min(max(int(max_new_tokens), 64), room)  # a shorter text tells too little
+    most = min(8, new // 4 - 1)
+    if most < 1:
+        return 0
+    found = remembered(
+        models=(target, drafter),
+        key=(most, rule, tuning_key(tokens, new, sampling)),
+        find=lambda: tune(target, drafter, tokens, lengths, keys, max_new_tokens=new, sampling=sampling,
+                          max_draft_tokens=most, accept=rule),
+    )  # fmt: skip
+    return found.num_draft_tokens

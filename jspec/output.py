@@ -1,0 +1,71 @@
+"""What comes of all rounds: buffers into which each writes its output, and the result that is cut out of them."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.rows import slice_rows, write_rows
+from jspec.state import DecodeState, RoundOutput
+from jspec.types import PADDING, Output, Stats, pytree
+
+
+@pytree
+class OutputBuffers:
+    """What people want to know afterwards; no round reads it. Shapes as in `jspec.types.Output`, and K + 1 spare slots.
+
+    Attributes:
+        strange: ``bool[B]``, whether any round was, see `RoundOutput`.
+    """
+
+    logprobs: Array
+    origins: Array
+    stats: Stats
+    strange: Array
+
+
+def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int) -> OutputBuffers:
+    """Before the first round."""
+    zeros, no = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    by_depth = jnp.zeros((batch, num_draft_tokens), jnp.int32)
+    stats = Stats(zeros, zeros, zeros, by_depth, by_depth, no, jnp.zeros(batch, jnp.float32))
+    shape = batch, max_new_tokens + num_draft_tokens + 1
+    return OutputBuffers(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int8), stats, no)
+
+
+def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Array) -> OutputBuffers:
+    """`buffers` after a round, before which ``written[B]`` tokens were there and the rows ``done[B]`` had stopped."""
+    return OutputBuffers(
+        write_rows(buffers.logprobs, new.logprobs, written),
+        write_rows(buffers.origins, new.origins, written),
+        _add(buffers.stats, new, done),
+        buffers.strange | new.strange,
+    )
+
+
+def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
+    """`stats` after a round in rows that were not done."""
+    depths = jnp.arange(stats.accepted_at.shape[1])
+    return Stats(
+        rounds=stats.rounds + ~done,
+        drafted=stats.drafted + new.drafted,
+        accepted=stats.accepted + new.accepted,
+        accepted_at=stats.accepted_at + (depths < new.accepted[:, None]),
+        judged_at=stats.judged_at + (depths < new.judged[:, None]),
+        invalid=stats.invalid | new.invalid,
+        distortion=stats.distortion + new.distortion,
+    )
+
+
+def cut_to_size(
+    state: DecodeState, buffers: OutputBuffers, prompt_lengths: Array, pad_id: Array, max_new_tokens: int
+) -> Output:
+    """The new tokens out of the text, and what lies past each row's end blanked."""
+    new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
+    lengths = state.lengths - prompt_lengths
+    kept = jnp.arange(max_new_tokens) < lengths[:, None]
+    return Output(
+        tokens=jnp.where(kept, new, pad_id).astype(jnp.int32),
+        lengths=lengths,
+        logprobs=jnp.where(kept, buffers.logprobs[:, :max_new_tokens], 0),
+        origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
+        stats=buffers.stats,
+    )
