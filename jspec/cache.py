@@ -3,6 +3,9 @@
 Slot t holds position t. A row's validity is one number, its length: a query at position t looks at slots 0..t, and
 whatever lies beyond is overwritten before it is looked at. So rolling back is keeping the smaller length.
 
+The guesses of a tree are written in the order of its nodes, and a query looks at those on its own branch only; the path
+that was accepted is then moved together (`keep`), so that slot t holds position t again.
+
 A write must not reach past the last slot, for what becomes of it differs from platform to platform; callers allocate
 K + 1 spare slots, so that none does.
 """
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.rows import update_rows
+from jspec.tree import Branches
 from jspec.types import pytree
 
 _TILE = 8
@@ -91,3 +95,30 @@ def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
 def visible(positions: Array, num_slots: int) -> Array:
     """``bool[B, S, T]``: the slots a query at ``positions[B, S]`` looks at."""
     return jnp.arange(num_slots) <= positions[:, :, None]
+
+
+def visible_branches(start: Array, branches: Branches, num_slots: int) -> Array:
+    """``bool[B, S, T]``: all slots before ``start[b]``, where node 0 lies, and what `branches` says of those after."""
+    seen = jnp.asarray(branches.visible)
+    seen = jnp.broadcast_to(seen, (start.size, *seen.shape[-2:]))
+    index = jnp.arange(num_slots) - start[:, None]
+    at = jnp.clip(index, 0, seen.shape[-1] - 1)
+    among = jnp.take_along_axis(seen, jnp.broadcast_to(at[:, None], (*seen.shape[:2], num_slots)), axis=2)
+    return (index < 0)[:, None] | ((index < seen.shape[-1])[:, None] & among)
+
+
+def keep(cache: KVCache, start: Array, path: Array) -> KVCache:
+    """The cache with the nodes of a path in the order of their depths.
+
+    Args:
+        cache: its slot ``start[b] + n`` holds node n of a tree.
+        start: ``int32[B]``.
+        path: ``int32[B, K]``, a node of each depth from 1 on; those that a row did not accept may be any.
+    """
+    slots = start[:, None] + path
+
+    def moved(room: Array, axis: int) -> Array:
+        at = slots.reshape(len(slots), *(-1 if i == axis else 1 for i in range(1, room.ndim)))
+        return write(room, jnp.take_along_axis(room, at, axis=axis), start + 1, axis)
+
+    return KVCache(tuple(moved(keys, 3) for keys in cache.keys), tuple(moved(values, 2) for values in cache.values))

@@ -12,9 +12,10 @@ from flax import nnx
 from jax import Array, lax
 
 from convert.config import LlamaConfig
-from jspec.cache import visible, write
+from jspec.cache import visible, visible_branches, write
 from jspec.kernels import choice
 from jspec.rope import rotate
+from jspec.tree import Branches
 
 
 def _einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
@@ -133,9 +134,10 @@ class Attention(nnx.Module):
         x: Array,
         keys: Array,
         values: Array,
-        positions: Array,
+        slots: Array,
         tables: tuple[Array, Array],
         past: tuple[Array, Array, Array] | None = None,
+        branches: Branches | None = None,
     ) -> tuple[Array, Array, Array]:
         """Write this pass's keys and values, then attend.
 
@@ -143,21 +145,22 @@ class Attention(nnx.Module):
             x: ``[B, R, E]``; rows beyond S are no tokens, and what becomes of them is arbitrary.
             keys: ``[B, G, D, T]``, this layer's part of the cache.
             values: ``[B, G, T, D]``, the same.
-            positions: ``int32[B, S]``, consecutive in each row.
+            slots: ``int32[B, S]``, consecutive in each row; those of `past` count.
             tables: from `jspec.rope.rope_tables`.
             past: keys, values and ``int32[B]``, how many of their slots count: a cache that is only read, whose
                 positions come before those of `keys` and `values`.
+            branches: of tokens that do not simply follow one another.
 
         Returns:
             What `o_proj` reads, ``[B, R, H D]``, and the updated keys and values.
         """
         qkv = self.qkv_proj(x)
-        if past is None and self.q_norm is None:  # the kernel knows neither
-            return choice.attention(_attend_projected, qkv, tables, keys, values, positions, self.sizes)
+        if past is None and branches is None and self.q_norm is None:  # the kernel knows none of them
+            return choice.attention(_attend_projected, qkv, tables, keys, values, slots, self.sizes)
         q, k, v = _split(qkv, self.sizes)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return _write_and_attend(q, k, v, tables, keys, values, positions, past)
+        return _write_and_attend(q, k, v, tables, keys, values, slots, past, branches)
 
 
 def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
@@ -168,11 +171,11 @@ def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
 
 
 def _attend_projected(
-    qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, positions: Array, sizes: tuple[int, int, int]
+    qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, slots: Array, sizes: tuple[int, int, int]
 ) -> tuple[Array, Array, Array]:
     """What `jspec.kernels.attention.decode_attention` does, of any shape and dtype."""
     q, k, v = _split(qkv, sizes)
-    return _write_and_attend(q, k, v, tables, keys, values, positions, None)
+    return _write_and_attend(q, k, v, tables, keys, values, slots, None, None)
 
 
 def _write_and_attend(
@@ -182,24 +185,32 @@ def _write_and_attend(
     tables: tuple[Array, Array],
     keys: Array,
     values: Array,
-    positions: Array,
+    slots: Array,
     past: tuple[Array, Array, Array] | None,
+    branches: Branches | None,
 ) -> tuple[Array, Array, Array]:
     """`Attention` between its projections: of ``[B, heads, R, D]`` what `Attention` returns."""
-    (batch, tokens), rows = positions.shape, q.shape[2]
+    (batch, tokens), rows = slots.shape, q.shape[2]
     q, k, v = (part[:, :, :tokens] for part in (q, k, v))
     # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
     # is stored in its key, where the mask takes it away.
     finite = jnp.isfinite(v)
     k = jnp.where(finite, rotate(k, tables), jnp.nan)
-    slots = positions if past is None else positions - past[2][:, None]
+    slots = slots if past is None else slots - past[2][:, None]
     keys = write(keys, k.swapaxes(2, 3), slots[:, 0], axis=3)
     values = write(values, jnp.where(finite, v, 0), slots[:, 0], axis=2)
-    parts = [(keys, values, visible(slots, keys.shape[3]))]
+    parts = [(keys, values, _mask(slots, branches, keys.shape[3]))]
     if past is not None:
         parts.append((past[0], past[1], visible(past[2][:, None] - 1, past[0].shape[3])))
     mixed = _attend(rotate(q, tables), parts).swapaxes(1, 2).reshape(batch, tokens, -1)
     return jnp.pad(mixed, ((0, 0), (0, rows - tokens), (0, 0))), keys, values
+
+
+def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:
+    """``bool[B, S, T]``, what a query at ``slots[B, S]`` looks at."""
+    if branches is None:
+        return visible(slots, num_slots)
+    return visible_branches(slots[:, 0] - branches.read, branches, num_slots)
 
 
 def _attend(q: Array, parts: list[tuple[Array, Array, Array]]) -> Array:

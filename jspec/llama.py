@@ -13,6 +13,7 @@ from convert.config import LlamaConfig
 from jspec.cache import KVCache, empty_cache
 from jspec.layers import MLP, Attention, Embed, RMSNorm, add_and_norm
 from jspec.rope import rope_tables
+from jspec.tree import Branches
 
 
 class DecoderLayer(nnx.Module):
@@ -30,19 +31,20 @@ class DecoderLayer(nnx.Module):
         normed: Array,
         keys: Array,
         values: Array,
-        positions: Array,
+        slots: Array,
         tables: tuple[Array, Array],
         past: tuple[Array, Array, Array] | None,
+        branches: Branches | None,
         following: RMSNorm | None,
     ) -> tuple[Array, Array, Array, Array]:
         """The residual stream and its norm, ``[B, R, E]`` each, with the layer's updated keys and values.
 
         Args:
             normed: the norm of x by `input_layernorm`; so each layer ends with the norm that the next begins with.
-            keys, values, positions, tables, past: as for `Attention`.
+            keys, values, slots, tables, past, branches: as for `Attention`.
             following: the next layer's `input_layernorm`; without one nothing is normed.
         """
-        mixed, keys, values = self.self_attn(normed, keys, values, positions, tables, past)
+        mixed, keys, values = self.self_attn(normed, keys, values, slots, tables, past, branches)
         x, normed = add_and_norm(x, mixed, self.self_attn.o_proj, self.post_attention_layernorm)
         x, normed = add_and_norm(x, self.mlp(normed), self.mlp.down_proj, following)
         return x, normed, keys, values
@@ -103,6 +105,7 @@ class Llama(nnx.Module):
         *,
         layers: Sequence[int] | None = None,
         past: tuple[KVCache, Array] | None = None,
+        branches: Branches | None = None,
     ) -> tuple[Array, KVCache]:
         """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows; store their keys and values.
 
@@ -112,11 +115,16 @@ class Llama(nnx.Module):
             start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
             layers: which to run, in this order; None for all.
             past: a cache that is only read, and ``int32[B]``: it holds the positions before ``past[1][b]``.
+            branches: of tokens that belong to a tree, whose node 0 has position ``start[b]``; node n is stored in slot
+                ``start[b] + n``. None: each token follows the one before.
 
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.
         """
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        slots = start[:, None] + jnp.arange(tokens.shape[1])
+        positions = slots
+        if branches is not None:
+            slots, positions = slots + branches.read, start[:, None] + branches.offsets
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         x = self.embed_tokens(tokens).astype(self.dtype)
         order = list(range(len(self.layers)) if layers is None else layers)
@@ -126,8 +134,8 @@ class Llama(nnx.Module):
             for i, following in itertools.zip_longest(order, order[1:]):
                 before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
                 norm = None if following is None else self.layers[following].input_layernorm
-                x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], positions, tables,
-                                                     before, norm)  # fmt: skip
+                x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], slots, tables,
+                                                     before, branches, norm)  # fmt: skip
             return x[:, : tokens.shape[1]], KVCache(tuple(keys), tuple(values))
 
         if not order:
