@@ -14,8 +14,11 @@ References:
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jspec.tree_yield import best_tree, tree_yield
+
 __all__ = [
     "acceptance_rate",
+    "best_tree",
     "divergence",
     "expected_tokens",
     "expected_tokens_from_rates",
@@ -23,6 +26,7 @@ __all__ = [
     "optimal_k",
     "speedup",
     "speedup_lower_bound",
+    "tree_yield",
 ]
 
 Floats = np.float64 | NDArray[np.float64]

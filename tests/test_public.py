@@ -11,11 +11,11 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["tree", "types", "devices", "sharding", "keys", "probs", "rows", "theory", "sampling", "cache",
-         "rope", "kernels", "layers", "llama", "quantizer", "weights", "accept", "lossy", "draft_length",
-         "drafters", "checks", "state", "round", "output", "program", "tuning", "auto", "decode",
-         "footprint", "roofline", "planning", "tokenizer_file", "text", "prompts", "names", "completion",
-         "report", "cli"]  # fmt: skip
+ORDER = ["tree", "types", "devices", "sharding", "keys", "probs", "rows", "tree_yield", "theory", "sampling",
+         "cache", "rope", "kernels", "layers", "llama", "quantizer", "weights", "accept", "lossy",
+         "draft_length", "drafters", "checks", "state", "round", "output", "program", "tuning", "auto",
+         "decode", "footprint", "roofline", "planning", "tokenizer_file", "text", "prompts", "names",
+         "completion", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
