@@ -15,6 +15,7 @@ from convert import dtypes
 from convert.config import LlamaConfig
 from convert.loading import stream
 from jspec.devices import is_before_ampere
+from jspec.half import check_fits_float16
 from jspec.llama import Llama
 from jspec.quantizer import check_kind, matrices, pack
 from jspec.sharding import Placement, check_placement, place
@@ -48,8 +49,8 @@ def load(
     Raises:
         convert.CheckpointError: the source is no checkpoint of a supported family, or a damaged one; says what was
             found and expected.
-        ValueError: an unknown `quantize`, a weight that is not finite and so cannot be quantised, or a `sharding` that
-            cannot divide a weight.
+        ValueError: an unknown `quantize`, a weight that is not finite and so cannot be quantised, a `sharding` that
+            cannot divide a weight, or float16 for a model whose activations, on a probe prompt, exceed 60,000.
         TypeError: `sharding` is none, or gives none.
     """
     if quantize is not None:
@@ -58,7 +59,10 @@ def load(
         check_placement(sharding)
     dtype = dtypes.parse(default_dtype() if dtype is None else dtype)
     config, _, arrays = stream(source, dtype, None)
-    return from_arrays(config, arrays, dtype, quantize, sharding)
+    model = from_arrays(config, arrays, dtype, quantize, sharding)
+    if dtype == jnp.float16:
+        check_fits_float16(model)
+    return model
 
 
 def default_dtype() -> Any:
