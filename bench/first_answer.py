@@ -62,7 +62,7 @@ def run() -> None:
         folder = Path(name)
         for step in steps(folder):
             before = _megabytes(folder / "wheels")
-            seconds, printed = _timed(step, environment(folder))
+            seconds, printed = _timed(step, folder)
             rows.append({"step": step.name, "download": "yes" if step.downloads else "", "s": seconds,
                          "MB": _megabytes(folder / "wheels") - before if step.downloads else ""})  # fmt: skip
     first = rows[:-1]
@@ -77,10 +77,10 @@ def run() -> None:
             seconds=total, seconds_of_downloads=waited)  # fmt: skip
 
 
-def _timed(step: Step, variables: dict[str, str]) -> tuple[float, str]:
-    """Seconds, and what was printed."""
+def _timed(step: Step, folder: Path) -> tuple[float, str]:
+    """Seconds, and what was printed; in a folder where nothing has the name of a model."""
     began = time.perf_counter()
-    done = subprocess.run(step.command, env=variables, capture_output=True, text=True, cwd=tempfile.gettempdir())
+    done = subprocess.run(step.command, env=environment(folder), capture_output=True, text=True, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"{step.name}: {done.stderr}")
     return time.perf_counter() - began, done.stdout

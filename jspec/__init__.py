@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from jspec.drafters import (
         BigramDrafter,
         CascadeDrafter,
+        DynamicTreeDrafter,
         EarlyExitDrafter,
         FallbackDrafter,
         MixtureDrafter,
         ModelDrafter,
         NGramDrafter,
         RetrievalDrafter,
+        TreeDrafter,
         UnigramDrafter,
     )
     from jspec.llama import Llama
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
     from jspec.sharding import tensor_parallel
+    from jspec.tree import Tree
     from jspec.tuning import Tuning
     from jspec.types import Output, Stats
     from jspec.weights import demo_pair, load
@@ -38,6 +41,7 @@ __all__ = [
     "ByAcceptance",
     "CascadeDrafter",
     "Completion",
+    "DynamicTreeDrafter",
     "EarlyExitDrafter",
     "FallbackDrafter",
     "Heuristic",
@@ -53,6 +57,8 @@ __all__ = [
     "Stats",
     "Threshold",
     "TopK",
+    "Tree",
+    "TreeDrafter",
     "Tuning",
     "Typical",
     "UnigramDrafter",
@@ -81,12 +87,15 @@ _HOMES = {
     "Llama": "jspec.llama",
     "BigramDrafter": "jspec.drafters",
     "CascadeDrafter": "jspec.drafters",
+    "DynamicTreeDrafter": "jspec.drafters",
     "EarlyExitDrafter": "jspec.drafters",
     "FallbackDrafter": "jspec.drafters",
     "MixtureDrafter": "jspec.drafters",
     "ModelDrafter": "jspec.drafters",
     "NGramDrafter": "jspec.drafters",
     "RetrievalDrafter": "jspec.drafters",
+    "Tree": "jspec.tree",
+    "TreeDrafter": "jspec.drafters",
     "UnigramDrafter": "jspec.drafters",
     "Completion": "jspec.completion",
     "complete": "jspec.completion",

@@ -9,9 +9,10 @@ from typing import ClassVar, Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.keys import Purpose, stream, target_noise, uniform
+from jspec.keys import Purpose, of_sibling, stream, target_noise, uniform
 from jspec.probs import at_tokens, residual, sample, sample_with_noise
 from jspec.types import Draft, Verdict
+from jspec.walk import at_parents, end_of, follow, is_guess, kept_in_turn, law_behind, length_of_prefix, traverse
 
 
 class Rule(Protocol):
@@ -20,10 +21,12 @@ class Rule(Protocol):
     Attributes:
         exact: whether the text has the target's law whatever the draft.
         shares_noise: whether drafts are drawn with the noise that the target draws its own tokens with.
+        branches: whether it can judge a tree; one that does not say so is given chains only.
     """
 
     exact: ClassVar[bool]
     shares_noise: ClassVar[bool]
+    branches: ClassVar[bool]
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         """What becomes of a round's draft.
@@ -32,20 +35,29 @@ class Rule(Protocol):
             keys: the requests' typed keys ``[B]``.
             start: ``int32[B]``, the position of the first drafted token.
             draft: tokens ``[B, K]`` and their laws ``[B, K, V]``.
-            target_probs: ``float32[B, K + 1, V]``, the target's law at ``start``, ``start + 1``, ...
+            target_probs: ``float32[B, K + 1, V]``, the target's law at ``start``, ``start + 1``, ...; of a tree the law
+                behind every node.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """Speculative sampling, token by token (Leviathan et al. 2023, section 2.3; Chen et al. 2023, algorithm 2)."""
+    """Speculative sampling, token by token (Leviathan et al. 2023, section 2.3; Chen et al. 2023, algorithm 2).
+
+    Of several children the eldest is judged first, the next by what the refusal has left of the target's law, and so
+    on (Miao et al. 2024, SpecInfer, algorithm 2). That is exact whenever each was drawn from its law, given its elder
+    siblings: by induction from the last, each step is speculative sampling from what is left.
+    """
 
     exact: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = True
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        return accept_tokens(keys, start, draft, target_probs, target_probs[:, :-1])
+        if draft.topology.is_chain:
+            return accept_tokens(keys, start, draft, target_probs, target_probs[:, :-1])
+        return accept_nodes(keys, start, draft, target_probs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +70,7 @@ class Block:
 
     exact: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         num_draft_tokens = draft.tokens.shape[1]
@@ -76,21 +89,55 @@ class Block:
 class Coupled:
     """The target draws its tokens as in plain decoding; drafts, drawn with the same noise, are kept where they agree.
 
-    So the text is the one that `jspec.generate` gives for the same key, token for token, whatever the draft and K, but
-    for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). It accepts less than `Rejection`,
-    whose coupling is optimal: with one number a token at least ``(1 - d) / (1 + d)``, d being the total variation
-    distance of p and q, and here, where a token takes two draws, it may be less (`jspec.probs.sample_with_noise`).
+    So the text is the one that `jspec.generate` gives for the same key, token for token, whatever the draft, its tree
+    and K, but for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). Of a chain it accepts less
+    than `Rejection`, whose coupling is optimal: with one number a token at least ``(1 - d) / (1 + d)``, d being the
+    total variation distance of p and q, and here, where a token takes two draws, it may be less
+    (`jspec.probs.sample_with_noise`).
     """
 
     exact: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        noise = target_noise(keys, _positions(start, target_probs.shape[1]), target_probs.shape[2])
+        noise = target_noise(keys, _positions(start, draft.topology.max_depth + 1), target_probs.shape[2])
         return accept_coupled(noise, draft, target_probs)
 
 
-RULES: dict[str, Rule] = {"rejection": Rejection(), "block": Block(), "coupled": Coupled()}
+@dataclasses.dataclass(frozen=True)
+class Traversal:
+    """Traversal verification (Weng et al. 2025, algorithm 3): a tree is judged as a whole, from its leaves to its root.
+
+    Of a chain it is `Block`; of a tree, where that helps a whole branch, it keeps branches that `Rejection` gives up at
+    their first nodes.
+    """
+
+    exact: ClassVar[bool] = True
+    shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = True
+
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        tree = draft.static_tree
+        if tree.is_chain:
+            return Block().accept(keys, start, draft, target_probs)
+        # As in `Block`; and cousins are judged beside each other, so that every node of a depth has noise of its own.
+        round_keys = stream(keys, start, Purpose.ACCEPT)
+        depths, rank = tree.offsets[1:], tree.rank_at_depth[1:]
+        by_rank = [stream(of_sibling(round_keys, r), _positions(start, tree.max_depth), Purpose.ACCEPT)
+                   for r in range(rank.max() + 1)]  # fmt: skip
+        uniforms = jnp.stack([uniform(keys) for keys in by_rank], axis=1)[:, rank, depths - 1]
+        end, law = traverse(uniforms, draft, target_probs)
+        num_accepted, path = jnp.asarray(tree.offsets)[end], jnp.asarray(tree.paths)[end]
+        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law), path=path)
+
+
+RULES: dict[str, Rule] = {
+    "rejection": Rejection(),
+    "block": Block(),
+    "coupled": Coupled(),
+    "traversal": Traversal(),
+}
 
 
 def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
@@ -110,15 +157,36 @@ def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, 
     return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
 
 
+def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    """`accept_tokens` of a tree, with p as the bound: children in turn, then the token behind the path."""
+    tree = draft.topology
+    positions = _positions(start, tree.max_depth)
+    ranks = [of_sibling(keys, rank) for rank in range(tree.max_children)]
+    uniforms = [uniform(stream(own, positions, Purpose.ACCEPT)) for own in ranks]
+    num_accepted, path = follow(kept_in_turn(uniforms, draft, target_probs), tree)
+    law = law_behind(end_of(num_accepted, path), draft, target_probs)
+    return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law), path=path)
+
+
 def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
-    """Keep the drafts that are the tokens which ``noise[B, K + 1, 2, W]`` draws from the target's laws."""
+    """Keep the drafts that are the tokens which ``noise[B, max_depth + 1, 2, W]`` draws from the target's laws."""
+    tree = draft.topology
+    if not tree.is_chain:
+        depths = jnp.broadcast_to(tree.offsets, (len(noise), tree.size + 1))
+        noise = jnp.take_along_axis(noise, depths[..., None, None], axis=1)
     # `residual` of no draft is what plain decoding draws from: p, normalised, and nothing where p is not finite.
     drawn = sample_with_noise(noise, residual(target_probs, jnp.zeros_like(target_probs)))
     # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
-    p, q = (at_tokens(law, draft.tokens) for law in (target_probs[:, :-1], draft.probs))
-    lawful = (p > 0) & (q > 0) & (q < jnp.inf)
-    num_accepted = length_of_prefix(lawful & (draft.tokens == drawn[:, :-1]))
-    return Verdict(num_accepted, jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0])
+    kept = is_guess(draft) & (draft.tokens == at_parents(drawn, tree))
+    kept &= at_tokens(at_parents(target_probs, tree), draft.tokens) > 0
+    if draft.probs is not None:
+        kept &= at_tokens(draft.probs, draft.tokens) < jnp.inf
+    if tree.is_chain:
+        end = length_of_prefix(kept)
+        return Verdict(end, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0])
+    num_accepted, path = follow(kept, tree)
+    end = end_of(num_accepted, path)
+    return Verdict(num_accepted, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0], path=path)
 
 
 def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:
@@ -184,8 +252,3 @@ def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
 def _positions(start: Array, count: int) -> Array:
     """``int32[B, count]`` from ``start[B]`` on."""
     return start[:, None] + jnp.arange(count)
-
-
-def length_of_prefix(kept: Array) -> Array:
-    """How many of ``kept[B, K]`` are true before the first that is not."""
-    return jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)

@@ -16,6 +16,7 @@ from jspec.keys import trial_keys
 from jspec.llama import Llama
 from jspec.program import run_program
 from jspec.sampling import SamplingParams
+from jspec.tree_checks import check_chain
 from jspec.tuning import TRIALS, Tuning, measure, remembered, tuning_key
 from jspec.types import Output
 
@@ -56,6 +57,7 @@ def tune(
         ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
     """
     drafter: Any = as_drafter(draft)
+    check_chain("jspec.tune", drafter)
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
     check_tuning(max_new_tokens, max_draft_tokens)
     rule = check_rule(accept)

@@ -175,7 +175,7 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
         raise TypeError(f"num_draft_tokens is of type {kind}, without {', '.join(missing)}; see jspec.draft_length.")
     _check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
-    if num_draft_tokens.needs_confidence and not hasattr(drafter, "step"):
+    if num_draft_tokens.needs_confidence and not hasattr(drafter, "extend"):
         raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
                          "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
                          f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens}).")  # fmt: skip

@@ -8,12 +8,13 @@ from numpy.typing import ArrayLike
 from jspec.accept import RULES, Rule
 from jspec.auto import best_number
 from jspec.checks import as_arrays, check_arguments, check_rule
-from jspec.draft_length import DraftLength, Fixed, as_draft_length
+from jspec.draft_length import DEFAULT, DraftLength, Fixed, as_draft_length
 from jspec.drafters.base import Drafter
 from jspec.drafters.model import as_drafter
 from jspec.llama import Llama
 from jspec.program import run_program
 from jspec.sampling import SamplingParams
+from jspec.tree_checks import number_of_drafts
 from jspec.types import Output
 
 
@@ -46,7 +47,7 @@ def speculative_generate(
     keys: Array,
     *,
     max_new_tokens: int,
-    num_draft_tokens: int | str | DraftLength = 4,
+    num_draft_tokens: int | str | DraftLength = DEFAULT,
     sampling: SamplingParams = SamplingParams(),
     accept: str | Rule = "rejection",
     eos_ids: Any = (),
@@ -67,15 +68,16 @@ def speculative_generate(
         keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). A request's text depends on
             its own key and prompt, not on the rest of the batch.
         max_new_tokens: most tokens to add to each prompt; fixes shapes, so each value compiles once.
-        num_draft_tokens: K, tokens guessed a round; fixes shapes. An object such as ``jspec.UpTo(8)`` lets each row
-            decide, round by round (`jspec.draft_length`). "auto" is the K that `tune` measures at the first call, which
-            takes a while; the process remembers it by weights, batch size, sampling and bucketed length
-            (`jspec.tuning`). K then depends on timing, so with one key the text may differ between processes; its law
-            does not. Where drafting does not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
+        num_draft_tokens: K, tokens guessed a round, 4 unless given; fixes shapes. Left out for a drafter with a tree.
+            An object such as ``jspec.UpTo(8)`` lets each row decide, round by round (`jspec.draft_length`). "auto" is
+            the K that `tune` measures at the first call, which takes a while; the process remembers it by weights,
+            batch size, sampling and bucketed length (`jspec.tuning`). K then depends on timing, so with one key the
+            text may differ between processes; its law does not. Where drafting does not pay it decodes as `generate`
+            does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request, as numbers, lists or arrays.
-        accept: the acceptance rule. Exact are "rejection"; "block", which keeps as much or more in expectation; and
-            "coupled", whose text is that of `generate` with the same keys, but for rounding. An object such as
-            ``jspec.Lenient(0.5)`` is not exact, see `jspec.lossy`.
+        accept: the acceptance rule. Exact are "rejection"; "block", which keeps as much or more in expectation;
+            "traversal", the same for trees; and "coupled", whose text is that of `generate` with the same keys, but for
+            rounding. An object such as ``jspec.Lenient(0.5)`` is not exact, see `jspec.lossy`.
         eos_ids: tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default
             rows run to their limits; a model's own ids are in ``target.config.eos_token_ids``.
         pad_id: fills ``out.tokens`` after a row's end.
@@ -91,6 +93,7 @@ def speculative_generate(
     rule = check_rule(accept)
     drafter: Any = as_drafter(draft)
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, eos_ids, sampling)
+    num_draft_tokens = number_of_drafts(target, drafter, num_draft_tokens, rule)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
         num_draft_tokens = best_number(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)

@@ -78,6 +78,10 @@ class Fixed(_Forgetful):
         return None
 
 
+# Where nothing is given: this very object, for a drafter with a tree is given none.
+DEFAULT = Fixed(4)
+
+
 @dataclasses.dataclass(frozen=True)
 class _AtMost(_Forgetful):
     """Always as many as it may."""

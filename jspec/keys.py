@@ -58,6 +58,11 @@ def trial_keys(keys: Array, number: int) -> Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(2**32 - 1 - number))
 
 
+def of_sibling(keys: Array, rank: int) -> Array:
+    """Keys for the node of this rank among siblings or cousins, which no stream of another reaches; 0 has the own."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(2**31 + rank)) if rank else keys
+
+
 def uniform(keys: Array) -> Array:
     """One number in [0, 1) a key, in float32, with a resolution of 2^-56 near 0.
 
@@ -85,11 +90,13 @@ def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
     return gumbel(stream(keys, positions, Purpose.TARGET), vocab_size)
 
 
-def draft_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
-    """What a round that starts at ``positions[:, 0]`` draws its drafts with: ``float32[B, K, 2, W]``.
+def draft_noise(keys: Array, positions: Array, vocab_size: int, width: int = 1) -> Array:
+    """What a round that starts at ``positions[:, 0]`` draws its drafts with: ``float32[B, K, width, 2, W]``.
 
     Every round has a key of its own, for no two start at the same length: a position that is drafted again gets fresh
-    noise, so a drafter may learn from all it has drafted, discarded or not, and stay exact.
+    noise, so a drafter may learn from all it has drafted, discarded or not, and stay exact. In a tree every node has
+    its own: traversal looks at what is behind an elder child before it decides about the younger.
     """
     keys = stream(keys, positions[:, 0], Purpose.DRAFT)
-    return gumbel(stream(keys, positions, Purpose.DRAFT), vocab_size)
+    by_rank = [stream(of_sibling(keys, rank), positions, Purpose.DRAFT) for rank in range(width)]
+    return jnp.stack([gumbel(keys, vocab_size) for keys in by_rank], axis=2)

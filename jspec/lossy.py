@@ -27,6 +27,7 @@ class Lenient:
     leniency: float
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_between("leniency", self.leniency, 0, 1)
@@ -48,6 +49,7 @@ class Typical:
     delta: float
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_between("epsilon", self.epsilon, 0, 1)
@@ -68,6 +70,7 @@ class TopK:
     k: int
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("k", self.k)
@@ -85,6 +88,7 @@ class Threshold:
     probability: float
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_between("probability", self.probability, 0, 1)

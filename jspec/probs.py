@@ -55,6 +55,27 @@ def sample_with_noise(noise: Array, probs: Array) -> Array:
     return block * width + token
 
 
+def foreseen(noise: Array, probs: Array, sharpness: float) -> Array:
+    """How likely each token is to be what `noise` draws from a law like `probs`: log-probabilities ``[..., V]``.
+
+    The first of the two draws of `sample_with_noise` is among blocks, the second within one; each is taken for a
+    softmax of what it compares. The sharper they are, the surer it is the token drawn from `probs` itself.
+    """
+    width = noise.shape[-1]
+    blocks = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % width)])
+    blocks = blocks.reshape(*probs.shape[:-1], -1, width)
+    by_mass = _log_softmax(sharpness * (jnp.log(blocks.sum(-1)) + noise[..., 0, : blocks.shape[-2]]))
+    inside = _log_softmax(sharpness * (jnp.log(blocks) + noise[..., None, 1, :]))
+    return (by_mass[..., None] + inside).reshape(*probs.shape[:-1], -1)[..., : probs.shape[-1]]
+
+
+def _log_softmax(x: Array) -> Array:
+    """That of x, and -inf everywhere where x is."""
+    largest = x.max(-1, keepdims=True)
+    shifted = jnp.where(jnp.isfinite(largest), x - largest, -jnp.inf)
+    return shifted - jnp.log(jnp.maximum(jnp.exp(shifted).sum(-1, keepdims=True), 1e-30))
+
+
 def at_tokens(probs: Array, tokens: Array) -> Array:
     """``probs[..., V]`` at ``tokens[...]``."""
     return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]

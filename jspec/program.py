@@ -12,7 +12,7 @@ from jspec.accept import Rule
 from jspec.cache import prefill, whole_tiles
 from jspec.checks import check_drafted
 from jspec.draft_length import DraftLength
-from jspec.drafters.base import Drafter, is_foreign
+from jspec.drafters.base import Drafter, is_foreign, tree_of
 from jspec.drafters.checked import CheckedDrafter
 from jspec.llama import Llama
 from jspec.output import OutputBuffers, collect, cut_to_size, empty_buffers
@@ -132,7 +132,7 @@ def start(
     batch, width = tokens.shape
     k = draft_length.max_draft_tokens
     spare = k + 1
-    slots = whole_tiles(width + max_new_tokens + spare)
+    slots = whole_tiles(width + max_new_tokens + tree_of(drafter, k).size + 1)
     with jax.named_scope("prefill"):
         cache = prefill(target, tokens, slots)
         drafter_state = () if drafter is None else drafter.init(tokens, slots)

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.accept import Rule, length_of_prefix
-from jspec.cache import KVCache, append
+from jspec.accept import Rule
+from jspec.cache import KVCache, append, keep
 from jspec.draft_length import DraftLength, compiled_lengths
-from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outside
+from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outside, tree_of
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.rows import write_rows
 from jspec.sampling import add_tokens, token_probs
 from jspec.state import DecodeState, RequestParams, RoundOutput
+from jspec.tree import Branches
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
+from jspec.walk import AnyTree, Path, along_path, num_guessed
 
 
 def play_round(
@@ -29,12 +31,17 @@ def play_round(
         hidden, target_probs, cache = _verify(target, draft_length, params, state, draft)
     with jax.named_scope("accept"):
         verdict = rule.accept(params.keys, state.lengths, draft, target_probs)
+        if verdict.path is None and not draft.topology.is_chain:
+            raise TypeError(f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
+                            "accepted nodes, or set branches to False.")  # fmt: skip
         if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
             verdict = dataclasses.replace(verdict, distortion=jnp.full(target_probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None:
             drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
-        new, ended = _output(params, state, draft, verdict, target_probs, strange)
+        if verdict.path is not None:
+            cache = keep(cache, state.lengths - 1, verdict.path)
+        new, ended = _output(params, state, verdict, along_path(draft, verdict, target_probs), strange)
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
         return _commit(draft_length, state, new), new
 
@@ -49,8 +56,7 @@ def _propose(
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), jnp.zeros(batch, bool), state.drafter
     k = draft_length.max_draft_tokens
     with jax.named_scope("draft"):
-        draw = target_noise if rule.shares_noise else draft_noise
-        noise = draw(params.keys, state.lengths[:, None] + jnp.arange(k), vocab_size)
+        noise = _noise(rule, params.keys, state.lengths[:, None] + jnp.arange(k), vocab_size, tree_of(drafter, k))
         context = Context(state.tokens, state.lengths, noise, params.draft_transforms, state.token_counts,
                           TargetView(target, state.cache, unread=1), vocab_size)  # fmt: skip
         budget = draft_length.budget(state.draft_length, batch)
@@ -59,25 +65,38 @@ def _propose(
             context = dataclasses.replace(context, budget=budget, draft_length=draft_length)
         draft, drafter_state = drafter.propose(state.drafter, context, k)
         mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
+        if mended.probs is None and not rule.shares_noise:
+            raise ValueError(f"{type(drafter).__name__} drafts tokens without their laws, by which "
+                             f'{type(rule).__name__} judges; use accept="coupled".')  # fmt: skip
         if is_foreign(drafter):  # it costs a look at all laws
-            strange = (outside(draft) & (draft.probs.sum(-1) != 0)).any(1) & ~state.done
+            guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid
+            strange = (outside(draft.tokens, vocab_size) & guessed).any(1) & ~state.done
         return mended, strange, drafter_state
+
+
+def _noise(rule: Rule, keys: Array, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
+    """What drafts are drawn with, ``float32[B, K, C, 2, W]``: every node with its own, or all with the target's."""
+    if not rule.shares_noise:
+        return draft_noise(keys, positions, vocab_size, tree.max_width)
+    noise = target_noise(keys, positions, vocab_size)[:, :, None]
+    return jnp.broadcast_to(noise, (*noise.shape[:2], tree.max_width, *noise.shape[3:]))
 
 
 def _verify(
     target: Any, draft_length: DraftLength, params: RequestParams, state: DecodeState, draft: Draft
 ) -> tuple[Array, Array, KVCache]:
-    """The target's hidden states and laws over the last token and the draft, K + 1 a row, and its cache."""
+    """The target's hidden states and laws behind the last token and every draft, and its cache with all of them."""
     start = state.lengths - 1
     block = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
 
     def laws(hidden: Array) -> Array:
         drafted = draft.tokens[:, : hidden.shape[1] - 1]
-        return token_probs(target.logits(hidden), params.transforms, state.token_counts, drafted)
+        seen = None if branches is None else branches.visible[..., 1:]
+        return token_probs(target.logits(hidden), params.transforms, state.token_counts, drafted, seen)
 
-    lengths = compiled_lengths(draft_length)
+    lengths, branches = compiled_lengths(draft_length), draft.topology.branches
     if len(lengths) == 1:
-        hidden, cache = target.forward(block, state.cache, start)
+        hidden, cache = target.forward(block, state.cache, start, **Branches.argument(branches))
         return hidden, laws(hidden), cache
 
     def up_to(k: int) -> tuple[Array, Array, KVCache]:
@@ -87,7 +106,7 @@ def _verify(
         rest = ((0, 0), (0, block.shape[1] - 1 - k), (0, 0))
         return jnp.pad(hidden, rest), jnp.pad(laws(hidden), rest), new
 
-    shortest = jnp.searchsorted(jnp.array(lengths), _num_guessed(draft).max())
+    shortest = jnp.searchsorted(jnp.array(lengths), num_guessed(draft).max())
     hidden, probs, new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
     return hidden, probs, append(state.cache, new, start)
 
@@ -110,11 +129,11 @@ class _Stop(NamedTuple):
     invalid: Array
 
 
-def _stop(params: RequestParams, state: DecodeState, tokens: Array, verdict: Verdict, target_probs: Array) -> _Stop:
+def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: Path) -> _Stop:
     """How far the next tokens go: to the end of text, the row's limit, or where the target has no law."""
-    num_accepted, width = verdict.num_accepted, tokens.shape[1]
+    tokens, width = path.tokens, path.tokens.shape[1]
     # Where the target's law has no mass (its logits were not finite) there is no next token.
-    no_mass = ~(jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
+    no_mass = ~(jnp.take_along_axis(path.target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
     limit = params.limits - (state.lengths - params.prompt_lengths)
     is_eos = (tokens[:, :, None] == params.eos_ids[:, None, :]).any(-1)
     to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1).astype(jnp.int32) + 1, width)
@@ -126,22 +145,21 @@ def _stop(params: RequestParams, state: DecodeState, tokens: Array, verdict: Ver
 
 
 def _output(
-    params: RequestParams, state: DecodeState, draft: Draft, verdict: Verdict, target_probs: Array, strange: Array
+    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, strange: Array
 ) -> tuple[RoundOutput, Array]:
     """What the round brings, and which rows have ended with it."""
-    tokens, num_guessed = _next_tokens(draft, verdict), _num_guessed(draft)
-    stop = _stop(params, state, tokens, verdict, target_probs)
-    accepted = jnp.minimum(verdict.num_accepted, stop.count)
-    refused = (verdict.num_accepted < num_guessed) & (
-        verdict.num_accepted < stop.count
-    )  # and its correction is written
-    drafted = jnp.minimum(num_guessed, stop.limit)
-    drafted = jnp.where(stop.to_eos <= accepted, stop.to_eos, drafted)  # an accepted end of text ends the draft with it
+    num_accepted = verdict.num_accepted
+    stop = _stop(params, state, num_accepted, path)
+    accepted = jnp.minimum(num_accepted, stop.count)
+    refused = (num_accepted < path.num_guessed) & (num_accepted < stop.count)  # and its correction is written
+    # An accepted end of text ends the draft with it.
+    depth = jnp.minimum(jnp.where(stop.to_eos <= accepted, stop.to_eos, stop.limit), path.guesses.shape[1] - 1)
+    drafted = jnp.take_along_axis(path.guesses, depth[:, None], axis=1)[:, 0]
     output = RoundOutput(
-        tokens=tokens,
+        tokens=path.tokens,
         count=stop.count,
-        logprobs=jnp.log(at_tokens(target_probs, tokens)),
-        origins=_origins(verdict.num_accepted, num_guessed, tokens.shape[1]),
+        logprobs=jnp.log(at_tokens(path.target_probs, path.tokens)),
+        origins=_origins(num_accepted, path.num_guessed, path.tokens.shape[1]),
         drafted=jnp.where(state.done, 0, drafted),
         judged=accepted + refused,
         accepted=accepted,
@@ -174,20 +192,8 @@ def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> 
     )
 
 
-def _next_tokens(draft: Draft, verdict: Verdict) -> Array:
-    """The accepted drafts, the token after them, then anything, ``int32[B, K + 1]``."""
-    padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    follows = jnp.arange(padded.shape[1]) == verdict.num_accepted[:, None]
-    return jnp.where(follows, verdict.next_token[:, None], padded)
-
-
 def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
-    """Where the tokens of `_next_tokens` come from, ``int8[B, K + 1]``."""
+    """Where the tokens of a `Path` come from, ``int8[B, K + 1]``."""
     none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, where nothing was to be drafted
     after = jnp.where(num_accepted < guessed, CORRECTED, jnp.where(guessed > 0, BONUS, none))
     return jnp.where(jnp.arange(width) < num_accepted[:, None], ACCEPTED, after[:, None]).astype(jnp.int8)
-
-
-def _num_guessed(draft: Draft) -> Array:
-    """How many tokens of each draft come before one that is no guess, ``int32[B]``."""
-    return length_of_prefix(at_tokens(draft.probs, draft.tokens) > 0)

@@ -134,8 +134,18 @@ def add_tokens(token_counts: TokenCounts, tokens: Array, keep: Array) -> TokenCo
     return TokenCounts(token_counts.prompt, tally(token_counts.counts, tokens, keep.astype(jnp.int32)))
 
 
+def without_filters(transforms: LogitsTransforms) -> LogitsTransforms:
+    """`transforms` at temperature 1 and without filters: for every token that is not forbidden a probability."""
+    ones = jnp.ones_like(transforms.temperature)
+    return dataclasses.replace(transforms, temperature=ones, top_k=None, tail_mass=None, min_p=None)
+
+
 def token_probs(
-    logits: Array, transforms: LogitsTransforms, token_counts: TokenCounts | None, drafted: Array | None = None
+    logits: Array,
+    transforms: LogitsTransforms,
+    token_counts: TokenCounts | None,
+    drafted: Array | None = None,
+    seen: Array | np.ndarray | None = None,
 ) -> Array:
     """The law each position is sampled from.
 
@@ -143,7 +153,8 @@ def token_probs(
         logits: ``[B, S, V]``, any float dtype.
         transforms: the transforms, one set a row.
         token_counts: what penalties look at before the first position; needed only where ``transforms.penalised``.
-        drafted: ``int32[B, S - 1]``, the tokens between the positions: position s counts ``drafted[:, :s]`` as well.
+        drafted: ``int32[B, n]``, tokens that some positions count as well: position s of a chain ``drafted[:, :s]``.
+        seen: ``bool[S, n]`` or ``bool[B, S, n]``, which of them in a tree.
 
     Returns:
         ``float32[B, S, V]``; rows sum to 1, or are all 0 where the logits are no law (NaN, +inf, or all -inf).
@@ -153,16 +164,19 @@ def token_probs(
         logits = logits + transforms.bias[:, None, :]
     if transforms.penalised:
         assert token_counts is not None, "penalties need the tokens they look at"
-        counts = _counts_by_position(token_counts.counts, drafted)
+        counts = _counts_by_position(token_counts.counts, drafted, seen)
         logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, token_counts.prompt, transforms)
     return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
 
 
-def _counts_by_position(counts: Array, drafted: Array | None) -> Array:
-    """``int32[B, S, V]``: `counts` and, at position s, the first s drafted tokens."""
+def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.ndarray | None) -> Array:
+    """``int32[B, S, V]``: `counts` and the drafted tokens that a position counts as well."""
     if drafted is None or drafted.shape[1] == 0:
         return counts[:, None, :]
-    grown = jnp.cumsum(jax.nn.one_hot(drafted, counts.shape[-1], dtype=counts.dtype), axis=1)
+    each = jax.nn.one_hot(drafted, counts.shape[-1], dtype=counts.dtype)
+    if seen is not None:
+        return counts[:, None, :] + jnp.einsum("...sn,...nv->...sv", jnp.asarray(seen, counts.dtype), each)
+    grown = jnp.cumsum(each, axis=1)
     return counts[:, None, :] + jnp.pad(grown, ((0, 0), (1, 0), (0, 0)))
 
 

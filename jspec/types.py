@@ -16,6 +16,8 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 from jax import Array
 
+from jspec.tree import DynamicTree, Tree
+
 Class = TypeVar("Class", bound=type)
 
 
@@ -59,11 +61,28 @@ class Draft:
     Attributes:
         tokens: ``int32[B, K]``.
         probs: ``float32[B, K, V]``; ``tokens[:, k]`` was drawn from ``probs[:, k]``. A copied token has a one-hot law.
-            An all-zero row says "no guess": it is never accepted.
+            An all-zero row says "no guess": it is never accepted. In a tree it is the law of a node given the nodes
+            before it on its branch and its elder siblings. None, with `valid` in its place, where the only rule that
+            may judge the draft asks for no law.
+        tree: which token follows which, K nodes; None for a chain, where each follows the one before.
+        valid: ``bool[B, K]``, which tokens are guesses; None where `probs` says so.
     """
 
     tokens: Array
-    probs: Array
+    probs: Any
+    tree: Tree | DynamicTree | None = None
+    valid: Array | None = None
+
+    @property
+    def topology(self) -> Tree | DynamicTree:
+        """`tree`, of a chain too."""
+        return Tree.chain(self.tokens.shape[1]) if self.tree is None else self.tree
+
+    @property
+    def static_tree(self) -> Tree:
+        """`topology`, for a rule that judges no other."""
+        assert isinstance(self.topology, Tree), "a dynamic tree would bias this rule, which is refused beforehand"
+        return self.topology
 
 
 @pytree
@@ -75,11 +94,13 @@ class Verdict:
         next_token: ``int32[B]``, the token that follows it: a correction, or a bonus when all K were accepted.
         distortion: ``float32[B, K + 1]`` of a lossy rule: the total variation distance between the law of the token
             that a position got and the target's. None for an exact rule.
+        path: ``int32[B, max_depth]``, the accepted nodes of a tree by their depths, then any; None for a chain.
     """
 
     num_accepted: Array
     next_token: Array
     distortion: Array | None = None
+    path: Array | None = None
 
 
 @pytree

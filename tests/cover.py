@@ -10,8 +10,18 @@ import jspec
 from bench import abstract
 from jspec.accept import RULES
 
-RULE_OBJECTS = (*RULES.values(), jspec.Lenient(0.5), jspec.Typical(0.3, 0.6))
+RULE_OBJECTS = (
+    *(RULES[name] for name in ("rejection", "block", "coupled")),
+    jspec.Lenient(0.5),
+    jspec.Typical(0.3, 0.6),
+)
 LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3))
+# Of drafters that branch, each with a rule or two.
+TREES = [(f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
+         for i, (kind, name, rule) in enumerate((
+             ("tree", "model", "rejection"), ("tree", "early exit", "coupled"), ("tree", "retrieval", "traversal"),
+             ("search", "model", "coupled"), ("search", "early exit", "coupled"), ("search", "retrieval", "coupled")))
+         ]  # fmt: skip
 CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
 
 
@@ -48,4 +58,10 @@ def program(one, dtype="bfloat16", **sizes):
     target, draft = abstract.model(config, dtype), abstract.model(config, dtype, int8)
     sampling = drafters.every_parameter(batch, config.vocab_size)["sampling"]
     setting = abstract.Setting(batch, width=5, new_tokens=9, draft_length=length, rule=rule, sampling=sampling)
-    return target, drafters.make(drafter, target, draft), setting
+    kind, of, branching = drafter.partition(" of ")
+    made = drafters.make(branching if kind in ("tree", "search") and of else drafter, target, draft)
+    if kind == "tree":
+        made = jspec.TreeDrafter(made, jspec.Tree.branching((2, 2)))
+    elif kind == "search":
+        made = jspec.DynamicTreeDrafter(made, num_nodes=6, max_depth=2, width=3)
+    return target, made, setting

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jspec
+from jspec.draft_length import DEFAULT
 from jspec.drafters import AutoregressiveDrafter
 from jspec.sharding import place
 from jspec.types import pytree
@@ -116,11 +117,11 @@ class Fresh(AutoregressiveDrafter):
     def init(self, tokens, num_slots):
         return jnp.zeros(len(tokens))
 
-    def begin(self, state, context, num_draft_tokens):
+    def begin(self, state, context, tree):
         return jnp.zeros((context.lengths.size, 8)), jnp.zeros(context.lengths.size)
 
-    def step(self, carry, token, k, context):
-        return jnp.zeros((token.size, 8)), carry + token
+    def extend(self, carry, tokens, level, context):
+        return jnp.zeros((*tokens.shape, 8)), carry + tokens.sum(1)
 
     def end(self, carry):
         return carry
@@ -205,6 +206,8 @@ def called():
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 PLAIN, RICH = ((QWEN, None), request(), {}), ((lawless(), DRAFT), request(rich=True), {})
+TREE = jspec.TreeDrafter(DRAFT, jspec.Tree.branching((2, 1)))
+SEARCH = jspec.DynamicTreeDrafter(DRAFT, num_nodes=4, max_depth=2, width=2)
 RULES = "block", "coupled", jspec.Lenient(0.5)
 LENGTHS = jspec.UpTo(K), jspec.WhileConfident(K), jspec.Heuristic(K), jspec.ByAcceptance(K)
 QUICK = {
@@ -212,6 +215,12 @@ QUICK = {
     "text: explicit, rows and weights": functools.partial(compare, *RICH, (2, 2), EXPLICIT, tensor=True),
     "text: automatic, rows, plain": functools.partial(compare, *PLAIN, (2, 1), AUTO),
     "text: automatic, weights, plain": functools.partial(compare, *PLAIN, (1, 2), AUTO, tensor=True),
+    "text: explicit, rows, tree": functools.partial(
+        compare, (lawless(), TREE), request(rich=True), {"num_draft_tokens": DEFAULT, "accept": "traversal"}, (2, 1),
+        EXPLICIT),
+    "text: shard_map, dynamic tree": functools.partial(
+        compare, (lawless(), SEARCH), request(rich=True), {"num_draft_tokens": DEFAULT, "accept": "coupled"}, (2, 1),
+        AUTO, manual=True),
     "text: shard_map": functools.partial(compare, *RICH, (2, 1), AUTO, manual=True),
     **{f"traced: {name}": functools.partial(traced, name) for name in (*drafters.NAMES, "fresh")},
     "traced: keys alone": keys_alone,
@@ -235,6 +244,9 @@ def every_program():
         yield str(rule), ((TARGET, DRAFT), request(), {"accept": rule})
     for length in LENGTHS:
         yield str(length), ((TARGET, DRAFT), request(), {"num_draft_tokens": length})
+    for rule in ("rejection", "traversal", "coupled"):
+        yield f"tree, {rule}", ((TARGET, TREE), request(), {"accept": rule, "num_draft_tokens": DEFAULT})
+    yield "dynamic tree", ((TARGET, SEARCH), request(), {"accept": "coupled", "num_draft_tokens": DEFAULT})
     yield "int8", ((jspec.quantize(TARGET, "int8"), jspec.quantize(DRAFT, "int8")), request(), {})
 
 

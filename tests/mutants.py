@@ -18,7 +18,8 @@ from jspec.drafters import autoregressive as drafting
 
 def shared_noise(patch):
     """Drafts are drawn with the noise the correction will be drawn with."""
-    patch(rounds, "draft_noise", keys.target_noise)
+    noise = keys.target_noise
+    patch(rounds, "draft_noise", lambda keys, positions, size, _: noise(keys, positions, size)[:, :, None])
 
 
 def one_key_for_all_rows(patch):
@@ -130,7 +131,7 @@ def top_p_after_the_residual(patch):
 def penalty_not_advanced_in_verify(patch):
     token_probs = rounds.token_probs
 
-    def mutant(logits, transforms, token_counts, drafted):
+    def mutant(logits, transforms, token_counts, *drafted):
         alone = [token_probs(logits[:, s : s + 1], transforms, token_counts) for s in range(logits.shape[1])]
         return jnp.concatenate(alone, axis=1)
 

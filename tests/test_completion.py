@@ -50,6 +50,16 @@ def test_it_is_what_the_functions_decode(pair, complete, drafted):
         assert done.stats["rounds"] == out.stats.rounds[i] and done.stats["accepted"] == out.stats.accepted[i]
 
 
+def test_a_drafter_with_a_tree_says_how_far(pair, complete):
+    options = {"accept": "coupled", "seed": 3}
+    drafter = jspec.TreeDrafter(pair[1], jspec.Tree.branching((2, 1)))
+    found, plain = complete(draft=drafter, **options), complete(draft=None, seed=3)
+    assert [done.tokens for done in found] == [done.tokens for done in plain]
+    assert all(done.stats["accepted"] for done in found)
+    with pytest.raises(ValueError, match="num_draft_tokens=2 beside a TreeDrafter"):
+        complete(draft=drafter, num_draft_tokens=2)
+
+
 def test_one_prompt_of_any_kind(complete):
     ids = TOKENIZER("in a")["input_ids"]
     one, same, array = (complete(prompts)[0] for prompts in ("in a", ids, np.array([ids])))

@@ -92,7 +92,7 @@ def test_plans_know_what_a_long_prompt_takes(name, report):
     assert planned.temporaries == pytest.approx(found.temporary - planned.caches, rel=0.3)
 
 
-@pytest.mark.parametrize("one", cover.pairwise(), ids=cover.name)
+@pytest.mark.parametrize("one", cover.pairwise() + cover.TREES, ids=cover.name)
 @pytest.mark.parametrize("name", ON)
 def test_every_program_is_compiled(name, one):
     """Any two choices of drafter, rule, length, dtype and batch meet in one of these programs.

@@ -96,7 +96,7 @@ def test_links_lead_somewhere(page):
         if "://" in inside:
             continue
         path, _, anchor = inside.partition("#")
-        file = (ROOT if inside != link else (ROOT / page).parent) / path
+        file = (ROOT if inside != link else (ROOT / page).parent) / (path or Path(page).name)
         assert file.exists(), link
         if anchor:
             assert anchor in anchors(str(file.resolve().relative_to(ROOT))), link

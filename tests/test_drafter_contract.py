@@ -118,11 +118,11 @@ class Flat(jspec.drafters.AutoregressiveDrafter):
     logits: jax.Array
     vocab_size = max_positions = None
 
-    def begin(self, state, context, num_draft_tokens):
+    def begin(self, state, context, tree):
         return jnp.broadcast_to(self.logits, (context.lengths.size, self.logits.size)), ()
 
-    def step(self, carry, token, k, context):
-        return jnp.broadcast_to(self.logits, (token.size, self.logits.size)), ()
+    def extend(self, carry, tokens, level, context):
+        return jnp.broadcast_to(self.logits, (*tokens.shape, self.logits.size)), ()
 
 
 @pytree

@@ -24,7 +24,7 @@ def check(one):
     assert over_rows["tpu"] <= 1 < over_rows["cpu"], over_rows
 
 
-@pytest.mark.parametrize("one", FEW, ids=cover.name)
+@pytest.mark.parametrize("one", FEW + cover.TREES, ids=cover.name)
 def test_every_drafter_is_lowered(one):
     check(one)
 

@@ -67,8 +67,8 @@ def reader(kind=Reader):
 class NowAndThen(ModelDrafter):
     """Makes no guess in every other round; what it has read then is none of the text."""
 
-    def begin(self, cache, context, num_draft_tokens):
-        logits, cache = super().begin(cache, context, num_draft_tokens)
+    def begin(self, cache, context, tree):
+        logits, cache = super().begin(cache, context, tree)
         return jnp.where(context.lengths[:, None] // (K + 1) % 2 == 1, -jnp.inf, logits), cache
 
 

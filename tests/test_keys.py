@@ -21,7 +21,15 @@ def repeated_streams():
     rounds = [keys.stream(streams[purpose][:64], jnp.arange(64)[:, None] + jnp.arange(4), purpose).ravel()
               for purpose in (keys.Purpose.DRAFT, keys.Purpose.ACCEPT)]  # fmt: skip
     trials = [keys.trial_keys(own, number) for number in range(TRIALS)]
-    data = np.concatenate([jax.random.key_data(part) for part in (own, *streams, *rounds, *trials)])
+    # Siblings and cousins in a tree, of a request and of such a round.
+    grid = jnp.broadcast_to(jnp.arange(64), (64, 64))
+    siblings = [
+        keys.stream(keys.of_sibling(of, rank), grid[: len(of)], purpose).ravel()
+        for rank in range(1, 5)
+        for purpose in (keys.Purpose.DRAFT, keys.Purpose.ACCEPT)
+        for of in (own, streams[purpose][:64])
+    ]
+    data = np.concatenate([jax.random.key_data(part) for part in (own, *streams, *rounds, *trials, *siblings)])
     distinct = len(np.unique(data, axis=0))
     return len(data) - distinct, distinct
 

@@ -12,9 +12,9 @@ import jspec
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["tree", "types", "devices", "sharding", "keys", "probs", "rows", "tree_yield", "theory", "sampling",
-         "cache", "rope", "kernels", "layers", "llama", "quantizer", "half", "weights", "accept", "lossy",
-         "draft_length", "drafters", "checks", "state", "round", "output", "program", "tuning", "auto",
-         "decode", "footprint", "roofline", "planning", "tokenizer_file", "text", "prompts", "names",
+         "cache", "rope", "kernels", "layers", "llama", "quantizer", "half", "weights", "walk", "accept",
+         "lossy", "draft_length", "drafters", "checks", "tree_checks", "state", "round", "output", "program", "tuning",
+         "auto", "decode", "footprint", "roofline", "planning", "tokenizer_file", "text", "prompts", "names",
          "completion", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
@@ -46,6 +46,7 @@ def test_the_public_names():
         "ByAcceptance",
         "CascadeDrafter",
         "Completion",
+        "DynamicTreeDrafter",
         "EarlyExitDrafter",
         "FallbackDrafter",
         "Heuristic",
@@ -61,6 +62,8 @@ def test_the_public_names():
         "Stats",
         "Threshold",
         "TopK",
+        "Tree",
+        "TreeDrafter",
         "Tuning",
         "Typical",
         "UnigramDrafter",

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import jspec
 from jspec import cli
+from jspec.drafters import Level, Tree
 from jspec.drafters.retrieval import RetrievalDrafter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -43,11 +44,11 @@ def law(continuations, drafted):
 @jax.jit
 def laws(drafter, tokens, lengths, drafted):
     """The law ``[B, V]`` of every position of the draft ``drafted[B, K]``, given the tokens before it."""
-    logits, carry = drafter.begin((), SimpleNamespace(tokens=tokens, lengths=lengths), K)
+    logits, carry = drafter.begin((), SimpleNamespace(tokens=tokens, lengths=lengths), Tree.chain(K))
     found = [logits]
     for k in range(1, K):
-        logits, carry = drafter.step(carry, drafted[:, k - 1], k, None)
-        found.append(logits)
+        logits, carry = drafter.extend(carry, drafted[:, k - 1 : k], Level(k), None)
+        found.append(logits[:, 0])
     return jax.numpy.exp(jax.numpy.stack(found))
 
 

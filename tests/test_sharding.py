@@ -59,7 +59,8 @@ def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
             assert found["invalid"] == [False, False, False, True] and found["accepted"] > 0
     # Of rows all that devices tell each other is whether all are done; under shard_map not even that.
     assert texts["explicit, rows"]["exchanges"] == texts["automatic, rows, plain"]["exchanges"] == {"all-reduce": 1}
-    assert texts["shard_map"]["exchanges"] == {}
+    assert texts["explicit, rows, tree"]["exchanges"] == {"all-reduce": 1}
+    assert texts["shard_map"]["exchanges"] == texts["shard_map, dynamic tree"]["exchanges"] == {}
     assert len(groups["traced"]) > 10 and not any(groups["traced"].values()), groups["traced"]
     for kind, parts in groups["loaded"].items():
         assert parts == COLUMNS | ROWS | NORMS, kind

@@ -38,7 +38,7 @@ class MarkovModel:
     def new_cache(self, batch, slots):
         return KVCache((), ())
 
-    def forward(self, tokens, cache, start, past=None):
+    def forward(self, tokens, cache, start, past=None, branches=None):
         return self.table[tokens], cache
 
     def logits(self, hidden):

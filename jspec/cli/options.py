@@ -81,6 +81,6 @@ NumDraftTokens = Annotated[
 Accept = Annotated[
     Any,
     choice("--accept", "Rule; the law is the target's with each [default: rejection].",
-           "rejection", "block", "coupled"),
+           "rejection", "block", "coupled", "traversal"),
 ]  # fmt: skip
 Json = Annotated[bool, option("--json", None, "One JSON object a line, for machines.")]

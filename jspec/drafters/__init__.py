@@ -3,6 +3,7 @@
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, Drafter, Stateless
 from jspec.drafters.cascade import CascadeDrafter
+from jspec.drafters.dynamic_tree import DynamicTreeDrafter
 from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.mixture import MixtureDrafter
@@ -10,6 +11,8 @@ from jspec.drafters.model import ModelDrafter
 from jspec.drafters.ngram import NGramDrafter
 from jspec.drafters.retrieval import RetrievalDrafter
 from jspec.drafters.tables import BigramDrafter, UnigramDrafter
+from jspec.drafters.tree import TreeDrafter
+from jspec.tree import Level, Tree
 from jspec.types import Draft
 
 __all__ = [
@@ -19,12 +22,16 @@ __all__ = [
     "Context",
     "Draft",
     "Drafter",
+    "DynamicTreeDrafter",
     "EarlyExitDrafter",
     "FallbackDrafter",
+    "Level",
     "MixtureDrafter",
     "ModelDrafter",
     "NGramDrafter",
     "RetrievalDrafter",
     "Stateless",
+    "Tree",
+    "TreeDrafter",
     "UnigramDrafter",
 ]

@@ -10,6 +10,7 @@ from jspec.drafters.base import Context, Stateless, fit_vocabulary
 from jspec.probs import at_tokens
 from jspec.sampling import TokenCounts, add_tokens, token_probs
 from jspec.sharding import vary_like
+from jspec.tree import Level, Tree
 from jspec.types import Draft, pytree
 
 
@@ -24,34 +25,47 @@ class _Drawn:
 
 
 class AutoregressiveDrafter(Stateless):
-    """A drafter that says, one by one, what law the next token has: `begin` and `step`; `propose` draws from those.
+    """A drafter that says what law the next token has: `begin` and `extend`; `propose` draws a chain from those.
 
-    `carry`, a pytree, is what it remembers within a draft. One that remembers more, from round to round, has an `init`
-    and an `end` of its own.
+    `jspec.TreeDrafter` draws a tree from them. `carry`, a pytree, is what it remembers within a draft. One that
+    remembers more, from round to round, has an `init`, an `end` and a `keep` of its own.
     """
 
-    def begin(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Array, Any]:
-        """Logits ``[B, V]`` of draft token 0, and the carry. Logits of -inf alone stand for "no guess"."""
+    def begin(self, state: Any, context: Context, tree: Tree) -> tuple[Array, Any]:
+        """Logits ``[B, V]`` of the tokens that follow the text, and the carry, with room for a draft that is `tree`.
+
+        Logits of -inf alone stand for "no guess".
+        """
         raise NotImplementedError
 
-    def step(self, carry: Any, token: Array, k: Array, context: Context) -> tuple[Array, Any]:
-        """Read draft token k - 1, ``int32[B]``; logits ``[B, V]`` of draft token k, and the carry."""
+    def extend(self, carry: Any, tokens: Array, level: Level, context: Context) -> tuple[Array, Any]:
+        """Read the drafted ``int32[B, S]`` of one level; logits ``[B, S, V]`` of what follows each, and the carry."""
         raise NotImplementedError
 
     def end(self, carry: Any) -> Any:
         """The state after the draft."""
         return ()
 
+    def keep(self, state: Any, start: Array, path: Array) -> Any:
+        """The state with what belongs to an accepted path only, as `jspec.cache.keep` does it with a cache.
+
+        Args:
+            state: from `end`.
+            start: ``int32[B]``, the position of node 0.
+            path: ``int32[B, K]``, by depth the numbers of its nodes in the order in which `extend` has read them.
+        """
+        return state
+
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         """Draw a draft, each token from the law its logits have after the sampling transforms."""
 
         def advance(carried: tuple[Any, _Drawn], k: Array) -> tuple[tuple[Any, _Drawn], tuple[Array, Array]]:
             carry, last = carried
-            logits, carry = self.step(carry, last.token, k, context)
-            drawn = _draw(logits, last.token_counts, last.continues, k, context)
+            logits, carry = self.extend(carry, last.token[:, None], Level(k), context)
+            drawn = _draw(logits[:, 0], last.token_counts, last.continues, k, context)
             return (carry, drawn), (drawn.token, drawn.probs)
 
-        logits, carry = self.begin(state, context, num_draft_tokens)
+        logits, carry = self.begin(state, context, Tree.chain(num_draft_tokens))
         everywhere = jnp.ones(context.lengths.size, bool)
         first = _draw(logits, context.token_counts, everywhere, 0, context)
         loop = lax.scan if context.budget is None else _scan_while_continued

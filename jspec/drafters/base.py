@@ -16,6 +16,7 @@ from jspec.draft_length import DraftLength
 from jspec.probs import sample_with_noise
 from jspec.rows import slice_rows
 from jspec.sampling import LogitsTransforms, TokenCounts
+from jspec.tree import DynamicTree, Tree
 from jspec.types import Draft, Verdict, longer_by_padding, same_but_for_padding
 
 
@@ -48,7 +49,8 @@ class Context:
     Attributes:
         tokens: ``int32[B, L]``, prompt and text so far; row b is valid up to ``lengths[b]``.
         lengths: ``int32[B]``.
-        noise: ``float32[B, K, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`.
+        noise: ``float32[B, K, C, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`. C is
+            the most guesses of one depth, 1 in a chain.
         transforms: the transforms the draft's law goes through.
         token_counts: what penalties look at, or None where there are none.
         target: the model that will verify the draft.
@@ -72,11 +74,15 @@ class Context:
 
     def draw(self, k: Array | int, probs: Array) -> Array:
         """Draft token k, ``int32[B]``, drawn from its law ``probs[B, V]``; each k once a round."""
-        return sample_with_noise(self.noise[:, k], probs)
+        return sample_with_noise(self.noise[:, k, 0], probs)
 
 
 class Drafter(Protocol):
-    """Guesses tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round."""
+    """Guesses tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
+
+    One that has a `tree`, a `jspec.Tree`, drafts that in place of a chain. The law of a node may depend on the nodes
+    before it on its branch, and on its elder siblings, alone.
+    """
 
     @property
     def vocab_size(self) -> int | None:
@@ -97,7 +103,8 @@ class Drafter(Protocol):
         ...
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
-        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it.
+        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it (of a
+        tree behind node 0 and every guess).
 
         Where drafts vary in length, what comes after a row's last token with a law is arbitrary: do not learn from it.
         """
@@ -115,28 +122,60 @@ def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"propose must return (jspec.drafters.Draft, state); got {type(draft).__name__} first.")
-    shape = [context.lengths.size, num_draft_tokens]
-    tokens, probs = list(draft.tokens.shape), list(draft.probs.shape)
+    tree = tree_of(drafter, num_draft_tokens)
+    if not ((draft.tree is None and tree.is_chain) or _alike(draft.topology, tree)):
+        raise ValueError(f"{type(drafter).__name__} proposed {draft.topology}, and has said {tree}; a drafter's "
+                         "`tree` is that of every draft.")  # fmt: skip
+    if draft.valid is None and draft.probs is None:
+        raise ValueError(f"{type(drafter).__name__} proposed tokens without laws; give probs, or valid for the rule "
+                         '"coupled" alone.')  # fmt: skip
+    shape = [context.lengths.size, tree.size]
+    if draft.valid is not None and (list(draft.valid.shape) != shape or draft.valid.dtype != bool):
+        got = f"{draft.valid.dtype}{list(draft.valid.shape)}"
+        raise ValueError(f"The drafter proposed valid {got}; expected bool{shape}.")
+    tokens = list(draft.tokens.shape)
+    probs = [*shape, context.vocab_size] if draft.probs is None else list(draft.probs.shape)
     if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
         raise ValueError(f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
                          f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
     # With 64-bit types enabled, a user's arrays are easily wider than the program's.
-    draft = Draft(draft.tokens.astype(jnp.int32), draft.probs.astype(jnp.float32))
+    probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
+    draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
     if context.budget is not None:
         draft = _kept(draft, jnp.arange(num_draft_tokens) < context.budget[:, None])
     if is_foreign(drafter):
-        draft = _kept(draft, ~outside(draft))
+        draft = _kept(draft, ~outside(draft.tokens, context.vocab_size))
     return draft
 
 
-def outside(draft: Draft) -> Array:
+def _alike(tree: Tree | DynamicTree, other: Tree | DynamicTree) -> bool:
+    """Whether the one is the other, or of its size where only that is known."""
+    if isinstance(tree, DynamicTree) and isinstance(other, DynamicTree):
+        return (tree.size, tree.max_depth) == (other.size, other.max_depth)
+    return tree == other
+
+
+def own_tree(drafter: Any) -> Tree | DynamicTree | None:
+    """The tree of a drafter whose drafts branch; None for one of chains."""
+    tree = getattr(drafter, "tree", None)
+    return tree if isinstance(tree, Tree | DynamicTree) else None
+
+
+def tree_of(drafter: Any, num_draft_tokens: int) -> Tree | DynamicTree:
+    """The shape of a drafter's drafts: the `tree` that it has, else a chain."""
+    return own_tree(drafter) or Tree.chain(num_draft_tokens)
+
+
+def outside(tokens: Array, vocab_size: int) -> Array:
     """``bool[B, K]``: the tokens that no vocabulary of this size has."""
-    return (draft.tokens < 0) | (draft.tokens >= draft.probs.shape[-1])
+    return (tokens < 0) | (tokens >= vocab_size)
 
 
 def _kept(draft: Draft, kept: Array) -> Draft:
     """`draft` with token 0 and no law where not ``kept[B, K]``."""
-    return Draft(jnp.where(kept, draft.tokens, 0), jnp.where(kept[..., None], draft.probs, 0))
+    probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
+    valid = None if draft.valid is None else draft.valid & kept
+    return Draft(jnp.where(kept, draft.tokens, 0), probs, draft.tree, valid)
 
 
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.accept import accept_coupled
 from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
-from jspec.drafters.model import as_drafter
+from jspec.drafters.model import as_part
 from jspec.rows import slice_rows, write_rows
 from jspec.sampling import TokenCounts, add_tokens, token_probs
 from jspec.sharding import vary_like
@@ -53,7 +53,7 @@ class CascadeDrafter:
     num_small_draft_tokens: int = 3
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "small", as_drafter(self.small))
+        object.__setattr__(self, "small", as_part("small", self.small))
         check_count("num_small_draft_tokens", self.num_small_draft_tokens)
 
     @property
@@ -84,7 +84,7 @@ class CascadeDrafter:
             small=state[1],
         )
         # What is drawn past the draft is thrown away: any noise will do there.
-        noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0)))
+        noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0), (0, 0)))
         # At least one round, even where the budget is 0: a row that is not read now might never be read whole.
         budget = num_draft_tokens if context.budget is None else jnp.maximum(context.budget, 1)
         inner = dataclasses.replace(context, noise=noise, budget=None, draft_length=None)
@@ -118,7 +118,7 @@ class CascadeDrafter:
         hidden = jnp.take_along_axis(hidden, (last[:, None] + jnp.arange(k + 1))[..., None], axis=1)
         logits = fit_vocabulary(self.middle.logits(hidden), context.vocab_size)
         probs = token_probs(logits, context.transforms, progress.token_counts, guess.tokens)
-        verdict = accept_coupled(noise, guess, probs)
+        verdict = accept_coupled(noise[:, :, 0], guess, probs)
         tokens = write_rows(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted)
         emitted = slice_rows(tokens, lengths, k + 1)
         gained = jnp.minimum(verdict.num_accepted + 1, num_draft_tokens - counts)

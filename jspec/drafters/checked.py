@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context, as_draft, outside
+from jspec.drafters.base import Context, as_draft, outside, own_tree
 from jspec.probs import at_tokens
 from jspec.types import Draft, Verdict, pytree
 
@@ -34,13 +34,19 @@ class CheckedDrafter:
     def max_positions(self) -> int | None:
         return getattr(self.inner, "max_positions", None)
 
+    @property
+    def tree(self) -> Any:
+        return own_tree(self.inner)
+
     def init(self, tokens: Array, num_slots: int) -> Any:
         return self.inner.init(tokens, num_slots)
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
         held = as_draft(self, draft, context, num_draft_tokens)
-        drawn = jnp.where(outside(held), 0, at_tokens(held.probs, held.tokens))
+        if held.probs is None:  # there is no law to look at
+            return draft, state
+        drawn = jnp.where(outside(held.tokens, context.vocab_size), 0, at_tokens(held.probs, held.tokens))
         sums, least = held.probs.sum(-1), held.probs.min(-1)
         check = functools.partial(_check, type(self.inner).__name__, context.vocab_size)
         jax.debug.callback(check, held.tokens, sums, least, drawn)

@@ -5,7 +5,7 @@ from typing import Any
 from jax import Array
 
 from jspec.drafters.base import shared_vocabulary
-from jspec.drafters.model import as_drafter
+from jspec.drafters.model import as_part
 from jspec.types import Draft, Verdict, pytree
 
 
@@ -18,7 +18,7 @@ class Duo:
 
     def __post_init__(self) -> None:
         for name in ("first", "second"):
-            object.__setattr__(self, name, as_drafter(getattr(self, name)))
+            object.__setattr__(self, name, as_part(name, getattr(self, name)))
 
     @property
     def vocab_size(self) -> int | None:

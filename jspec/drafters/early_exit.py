@@ -12,6 +12,7 @@ from jax import Array
 from jspec.cache import KVCache
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, last_tokens
+from jspec.tree import Branches, Level, Tree
 from jspec.types import check_count
 
 
@@ -50,7 +51,7 @@ class EarlyExitDrafter(AutoregressiveDrafter):
         """Indices of the layers that are run."""
         return tuple(i for i in range(self.num_layers) if i not in self.skipped)
 
-    def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple[KVCache, Array]]:
+    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, tuple[KVCache, Array]]:
         """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
         view = context.target
         if not hasattr(view.model, "layers"):
@@ -61,16 +62,27 @@ class EarlyExitDrafter(AutoregressiveDrafter):
             raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
                              f"{type(view.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
         block, start, last = last_tokens(context.tokens, context.lengths, view.unread)
-        own = view.model.new_cache(context.lengths.size, view.unread + num_draft_tokens - 1)
+        own = view.model.new_cache(context.lengths.size, view.unread + tree.size - 1)
         hidden, own = self._forward(block, own, start, start, context)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         return view.model.logits(hidden)[:, 0], (own, start)
 
-    def step(self, carry: tuple[KVCache, Array], token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
+    def extend(
+        self, carry: tuple[KVCache, Array], tokens: Array, level: Level, context: Context
+    ) -> tuple[Array, tuple]:
         own, start = carry
-        hidden, own = self._forward(token[:, None], own, context.lengths + k - 1, start, context)
-        return context.target.model.logits(hidden)[:, 0], (own, start)
+        hidden, own = self._forward(tokens, own, level.start(context.lengths), start, context, level.branches)
+        return context.target.model.logits(hidden), (own, start)
 
-    def _forward(self, tokens: Array, own: KVCache, at: Array, start: Array, context: Context) -> tuple[Array, KVCache]:
+    def _forward(
+        self,
+        tokens: Array,
+        own: KVCache,
+        at: Array,
+        start: Array,
+        context: Context,
+        branches: Branches | None = None,
+    ) -> tuple[Array, KVCache]:
         view = context.target
-        return view.model.forward(tokens, own, at, layers=self.layers, past=(view.cache, start))
+        return view.model.forward(tokens, own, at, layers=self.layers, past=(view.cache, start),
+                                  **Branches.argument(branches))  # fmt: skip

@@ -12,6 +12,7 @@ from jax import Array
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, fit_vocabulary
 from jspec.drafters.duo import Duo
+from jspec.tree import Level, Tree
 from jspec.types import pytree
 
 
@@ -33,7 +34,7 @@ class MixtureDrafter(Duo, AutoregressiveDrafter):
         super().__post_init__()
         for name in ("first", "second"):
             part = getattr(self, name)
-            if hasattr(part, "propose") and not hasattr(part, "step"):
+            if hasattr(part, "propose") and not hasattr(part, "extend"):
                 raise TypeError(f"{name} is of type {type(part).__name__}, which does not give its law token by token, "
                                 "as a mixture needs it; use a jspec.drafters.AutoregressiveDrafter, or "
                                 "FallbackDrafter.")  # fmt: skip
@@ -47,18 +48,24 @@ class MixtureDrafter(Duo, AutoregressiveDrafter):
         _check_weight(self.weight)
         return super().vocab_size
 
-    def begin(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Array, tuple[Any, Any]]:
+    def begin(self, state: tuple[Any, Any], context: Context, tree: Tree) -> tuple[Array, tuple[Any, Any]]:
         """Both begin."""
-        first, second = (part.begin(own, context, num_draft_tokens) for part, own in self._parts(state))
+        first, second = (part.begin(own, context, tree) for part, own in self._parts(state))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
-    def step(self, carry: tuple[Any, Any], token: Array, k: Array, context: Context) -> tuple[Array, tuple[Any, Any]]:
-        """Both read the token, whoever proposed it."""
-        first, second = (part.step(own, token, k, context) for part, own in self._parts(carry))
+    def extend(
+        self, carry: tuple[Any, Any], tokens: Array, level: Level, context: Context
+    ) -> tuple[Array, tuple[Any, Any]]:
+        """Both read the tokens, whoever proposed them."""
+        first, second = (part.extend(own, tokens, level, context) for part, own in self._parts(carry))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
     def end(self, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         first, second = (part.end(own) for part, own in self._parts(carry))
+        return first, second
+
+    def keep(self, state: tuple[Any, Any], start: Array, path: Array) -> tuple[Any, Any]:
+        first, second = (part.keep(own, start, path) for part, own in self._parts(state))
         return first, second
 
     def _parts(self, states: tuple[Any, Any]) -> Any:

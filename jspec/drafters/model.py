@@ -5,10 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.cache import KVCache, prefill
+from jspec.cache import KVCache, keep, prefill
 from jspec.drafters.autoregressive import AutoregressiveDrafter
-from jspec.drafters.base import Context, last_tokens
+from jspec.drafters.base import Context, last_tokens, own_tree
 from jspec.llama import Llama
+from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, pytree
 
 
@@ -32,7 +33,7 @@ class ModelDrafter(AutoregressiveDrafter):
         """The prompt, read into a cache of `num_slots`."""
         return prefill(self.model, tokens, num_slots)
 
-    def begin(self, cache: KVCache, context: Context, num_draft_tokens: int) -> tuple[Array, KVCache]:
+    def begin(self, cache: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
         """The first pass reads all that may be unread.
 
         Where the whole draft was accepted, the cache lacks its last token, which was drawn but never read. That costs a
@@ -43,12 +44,16 @@ class ModelDrafter(AutoregressiveDrafter):
         hidden, cache = self.model.forward(block, cache, start)
         return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
 
-    def step(self, cache: KVCache, token: Array, k: Array, context: Context) -> tuple[Array, KVCache]:
-        hidden, cache = self.model.forward(token[:, None], cache, context.lengths + k - 1)
-        return self.model.logits(hidden)[:, 0], cache
+    def extend(self, cache: KVCache, tokens: Array, level: Level, context: Context) -> tuple[Array, KVCache]:
+        start = level.start(context.lengths)
+        hidden, cache = self.model.forward(tokens, cache, start, **Branches.argument(level.branches))
+        return self.model.logits(hidden), cache
 
     def end(self, cache: KVCache) -> KVCache:
         return cache
+
+    def keep(self, cache: KVCache, start: Array, path: Array) -> KVCache:
+        return keep(cache, start, path)
 
     def commit(self, cache: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
         """Nothing to do: the cache rolls back with the row's length."""
@@ -60,3 +65,12 @@ def as_drafter(draft: Any) -> Any:
     if isinstance(draft, type):
         raise TypeError(f"draft is the class {draft.__name__}; pass an object of it, such as {draft.__name__}(...).")
     return ModelDrafter(draft) if isinstance(draft, Llama) else draft
+
+
+def as_part(name: str, draft: Any) -> Any:
+    """`as_drafter` of what is called `name` in a drafter that drafts chains; TypeError where it drafts a tree."""
+    drafter = as_drafter(draft)
+    if own_tree(drafter) is not None:
+        raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
+                        "combined; pass what draws its tokens, its `draft`.")  # fmt: skip
+    return drafter

@@ -20,6 +20,7 @@ from jspec.drafters.base import Context
 from jspec.drafters.tables import checked_tokens
 from jspec.rows import tally
 from jspec.sharding import vary_like
+from jspec.tree import Level, Tree
 from jspec.types import check_count
 
 _FORMAT = "jspec datastore 1"
@@ -73,19 +74,24 @@ class RetrievalDrafter(AutoregressiveDrafter):
         tokens, order = (jnp.asarray(array, jnp.int32) for array in (tokens, _sorted(tokens, max_ngram)))
         return cls(tokens, order, vocab_size, max_ngram, min_ngram, num_matches)
 
-    def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, Array]:
-        """The carry is ``int32[B, M, K]``: what followed each match, -1 where it is ruled out or the corpus ends."""
+    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, Array]:
+        """The carry is ``int32[B, S, M, K]``: what followed each match, -1 where it is ruled out or the corpus ends.
+
+        Of each of the S tokens of a level, for the tokens before them differ.
+        """
         at = context.lengths[:, None] - 1 - jnp.arange(self.max_ngram)
         last = jnp.where(at >= 0, jnp.take_along_axis(context.tokens, jnp.maximum(at, 0), axis=1), -1)
         matches = jax.vmap(self._matches)(last)
-        followed = _read(self.tokens, matches[:, :, None] + jnp.arange(num_draft_tokens))
-        return self._law(followed[:, :, 0]), followed
+        followed = _read(self.tokens, matches[:, :, None] + jnp.arange(tree.max_depth))
+        return self._law(followed[:, :, 0]), followed[:, None]
 
-    def step(self, carry: Array, token: Array, k: Array, context: Context) -> tuple[Array, Array]:
+    def extend(self, carry: Array, tokens: Array, level: Level, context: Context) -> tuple[Array, Array]:
         """Rule out the matches that went on otherwise."""
-        agree = lax.dynamic_index_in_dim(carry, k - 1, axis=2) == token[:, None, None]
+        carry = level.of_parents(carry)
+        agree = lax.dynamic_index_in_dim(carry, level.depth - 1, axis=3) == tokens[:, :, None, None]
         carry = jnp.where(agree, carry, -1)
-        return self._law(lax.dynamic_index_in_dim(carry, k, axis=2, keepdims=False)), carry
+        following = lax.dynamic_index_in_dim(carry, level.depth, axis=3, keepdims=False)
+        return jax.vmap(self._law, in_axes=1, out_axes=1)(following), carry
 
     def _law(self, tokens: Array) -> Array:
         """Log-frequencies ``float32[B, V]`` of ``tokens[B, M]``, of which those that are -1 do not count."""

@@ -8,6 +8,7 @@ from jax import Array
 
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
+from jspec.tree import Level, Tree
 from jspec.types import pytree
 
 _MOST_BYTES = 2**30
@@ -37,12 +38,12 @@ class UnigramDrafter(AutoregressiveDrafter):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple]:
+    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, tuple]:
         """The same law at every position, but for penalties."""
         return jnp.broadcast_to(self.logits, (context.lengths.size, self.vocab_size)), state
 
-    def step(self, state: tuple, token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
-        return jnp.broadcast_to(self.logits, (token.size, self.vocab_size)), state
+    def extend(self, state: tuple, tokens: Array, level: Level, context: Context) -> tuple[Array, tuple]:
+        return jnp.broadcast_to(self.logits, (*tokens.shape, self.vocab_size)), state
 
 
 @pytree
@@ -80,13 +81,13 @@ class BigramDrafter(AutoregressiveDrafter):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def begin(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Array, tuple]:
+    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, tuple]:
         """One row of the table a token."""
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
         return self.logits[last], state
 
-    def step(self, state: tuple, token: Array, k: Array, context: Context) -> tuple[Array, tuple]:
-        return self.logits[token], state
+    def extend(self, state: tuple, tokens: Array, level: Level, context: Context) -> tuple[Array, tuple]:
+        return self.logits[tokens], state
 
 
 def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarray:

@@ -1,0 +1,220 @@
+"""The law of one round over a tree, enumerated in float64 through the shipped rules; and trees that are chains."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from test_accept import random_laws
+
+from jspec.accept import RULES, accept_nodes, accept_tokens
+from jspec.tree import Tree
+from jspec.types import Draft
+from jspec.walk import follow, kept_in_turn, law_behind, traverse
+
+CASES = {
+    "chain": (Tree.chain(3), 3),
+    "two children": (Tree.branching((2,)), 4),
+    "three children": (Tree.branching((3,)), 4),
+    "as many as tokens": (Tree.branching((3,)), 3),
+    "2-2": (Tree.branching((2, 2)), 3),
+    "3-1": (Tree.branching((3, 1)), 4),
+    "1-2-1": (Tree.branching((1, 2, 1)), 3),
+    "lopsided": (Tree((0, 0, 2, 2, 0)), 3),
+    "depth first": (Tree((0, 1, 1, 0, 4)), 3),
+}
+TOLERANCE = 1e-12
+
+
+def tables(rng, vocab_size, depth):
+    """Laws p and q behind every text of up to `depth` tokens: ``text -> float64[V]``."""
+    texts = [text for n in range(depth + 1) for text in itertools.product(range(vocab_size), repeat=n)]
+    return tuple(dict(zip(texts, random_laws(rng, (len(texts), vocab_size)), strict=True)) for _ in range(2))
+
+
+def drafts(tree, q, replacement):
+    """Every draft there may be: ``(weight, tokens [N], laws [N, V])``."""
+    found = [(1.0, (), ())]
+    for node in range(1, tree.size + 1):
+        grown = []
+        for weight, tokens, laws in found:
+            law = law_of(tree, q, node, tokens, replacement)
+            grown += [(weight * law[x], (*tokens, x), (*laws, law)) for x in np.flatnonzero(law)]
+        found = grown
+    return found
+
+
+def law_of(tree, q, node, tokens, replacement):
+    """The law that a node is drawn from: what its elder siblings have left of q behind its parent."""
+    parent = tree.parents[node - 1]
+    law = q[text_of(tree, parent, tokens)].copy()
+    if not replacement:
+        law[[tokens[n - 1] for n in range(1, node) if tree.parents[n - 1] == parent]] = 0
+    return law / law.sum()
+
+
+def text_of(tree, node, tokens):
+    """The tokens down to a node."""
+    return tuple(tokens[n - 1] for n in np.flatnonzero(tree.ancestors[node])[1:])
+
+
+def joint_law(tree, p, found, ends):
+    """The law ``[V^(depth + 1)]`` of a text whose first tokens came from one round over the drafts in `found`."""
+    weights, tokens, laws = (np.array(part) for part in zip(*found, strict=True))
+    behind = [[p[text_of(tree, node, row)] for node in range(tree.size + 1)] for row in tokens]
+    draft, target_probs = Draft(jnp.asarray(tokens), jnp.asarray(laws), tree), jnp.asarray(behind)
+    vocab_size, depth = laws.shape[-1], tree.max_depth
+    joint = np.zeros((vocab_size,) * (depth + 1))
+    for node, (mass, after) in enumerate(ends(draft, target_probs)):
+        for row, law in zip(tokens, (weights * mass)[:, None] * after, strict=True):
+            joint += texts_behind(p, text_of(tree, node, row), law, depth + 1)
+    return joint
+
+
+def ends_of_walk(draft, target_probs):
+    """Of every node the chance ``[R]`` that `Rejection` ends there, and the law behind it."""
+    tree, rows = draft.topology, len(draft.tokens)
+    thresholds = np.stack([threshold(draft, target_probs, node) for node in range(1, tree.size + 1)], axis=1)
+    for node in range(tree.size + 1):
+        mass = np.prod([np.ones(rows), *(taken(tree, thresholds, n) for n in tree.paths[node] if n)], axis=0)
+        mass = mass * np.prod(1 - thresholds[:, children(tree, node) - 1], axis=1)
+        yield mass, np.asarray(jax.jit(law_behind)(jnp.full(rows, node, jnp.int32), draft, target_probs))
+
+
+def ends_of_traversal(draft, target_probs):
+    """The same of `Traversal`, in which nodes are judged after all below them, and elder branches first."""
+    tree, rows = draft.topology, len(draft.tokens)
+    run = jax.jit(lambda uniforms: traverse(uniforms, draft, target_probs))
+
+    def alone(node, u):
+        """No other node is kept."""
+        return run(jnp.ones((rows, tree.size)).at[:, node - 1].set(jnp.asarray(u)))
+
+    def weight(node):
+        return oracle.acceptance_thresholds(lambda u: np.asarray(alone(node, u)[0] == node), rows)
+
+    def judged_before(node):
+        return [n for child in children(tree, node) for n in (*judged_before(child), child)]
+
+    order, left = [*judged_before(0), 0], np.ones(rows)
+    found = {}
+    for node in order:
+        chance = weight(node) if node else np.ones(rows)
+        law = alone(node, np.zeros(rows))[1] if node else run(jnp.ones((rows, tree.size)))[1]
+        found[node] = left * chance, np.where(chance[:, None] > 0, law, 0)
+        left = left * (1 - chance)
+    return [found[node] for node in range(tree.size + 1)]
+
+
+def texts_behind(p, text, law, length):
+    """The law of whole texts that begin with `text` and a token of `law`, and go on as the target does."""
+    vocab_size = law.size
+    joint = np.zeros((vocab_size,) * length)
+    for rest in itertools.product(range(vocab_size), repeat=length - len(text)):
+        weight, so_far = law[rest[0]], (*text, rest[0])
+        for token in rest[1:]:
+            weight *= p[so_far][token]
+            so_far = (*so_far, token)
+        joint[so_far] += weight
+    return joint
+
+
+def children(tree, node):
+    return tree.children[node][tree.children[node] > 0]
+
+
+def taken(tree, thresholds, node):
+    """The chance that the walk goes on from a node's parent to it."""
+    elder = [n for n in children(tree, tree.parents[node - 1]) if n < node]
+    return thresholds[:, node - 1] * np.prod(1 - thresholds[:, np.array(elder, int) - 1], axis=1)
+
+
+def threshold(draft, target_probs, node):
+    """Below which uniform a node is kept, in every row: measured."""
+    tree = draft.topology
+    shape = len(draft.tokens), tree.max_depth
+
+    @jax.jit
+    def accepts(u):
+        uniforms = [jnp.broadcast_to(u[:, None], shape)] * tree.max_children
+        return kept_in_turn(uniforms, draft, target_probs)[:, node - 1]
+
+    return oracle.acceptance_thresholds(lambda u: np.asarray(accepts(u)), len(draft.tokens))
+
+
+ENDS = {"rejection": ends_of_walk, "traversal": ends_of_traversal}
+
+
+def error(tree, vocab_size, replacement, rule="rejection", change=lambda found: found):
+    p, q = tables(np.random.default_rng(0), vocab_size, tree.max_depth)
+    with jax.enable_x64(True):
+        joint = joint_law(tree, p, change(drafts(tree, q, replacement)), ENDS[rule])
+    expected = texts_behind(p, (), p[()], tree.max_depth + 1)
+    return np.abs(joint - expected).max()
+
+
+@pytest.mark.parametrize("rule", ENDS)
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_text_of_a_round_has_the_target_law(report, name, replacement, rule, quick_compile):
+    worst = error(*CASES[name], replacement, rule)
+    report(largest_error=f"{worst:.1e}", limit=TOLERANCE)
+    assert worst < TOLERANCE
+
+
+def test_full_laws_of_children_without_replacement_are_caught(report, quick_compile):
+    """Planted: the younger sibling is judged by q as it was before the elder was drawn."""
+    tree, vocab_size = CASES["two children"]
+    q = tables(np.random.default_rng(0), vocab_size, tree.max_depth)[1]
+    worst = error(tree, vocab_size, False, change=lambda found: [(w, x, (q[()], q[()])) for w, x, _ in found])
+    report(largest_error=f"{worst:.1e}")
+    assert worst > 1e-4
+
+
+def test_certain_children_with_soft_laws_are_caught(report, quick_compile):
+    """Planted: the two likeliest tokens of q, judged as if drawn from it; with certain laws it is right."""
+    tree, vocab_size = CASES["two children"]
+    q = tables(np.random.default_rng(0), vocab_size, tree.max_depth)[1][()]
+    best = tuple(np.argsort(-q)[:2])
+    worst = error(tree, vocab_size, False, change=lambda found: [(1.0, best, (q, q))])
+    right = error(tree, vocab_size, False, change=lambda found: [(1.0, best, tuple(np.eye(vocab_size)[list(best)]))])
+    report(soft=f"{worst:.1e}", certain=f"{right:.1e}")
+    assert worst > 1e-3 and right < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled", "traversal"])
+def test_a_chain_that_is_judged_as_a_tree_is_judged_alike(rule, monkeypatch, quick_compile):
+    rng, tree = np.random.default_rng(0), Tree.chain(4)
+    p, q = random_laws(rng, (500, 5, 9)).astype(np.float32), random_laws(rng, (500, 4, 9)).astype(np.float32)
+    q = (q + 2 * p[:, :4]) / 3
+    tokens = np.array([[rng.choice(9, p=law / law.sum()) for law in row.astype(float)] for row in q])
+    draft = Draft(jnp.asarray(tokens), jnp.asarray(q), tree)
+    keys, start = jax.random.split(jax.random.key(0), 500), jnp.arange(500)
+    expected = RULES[rule].accept(keys, start, draft, jnp.asarray(p))
+    monkeypatch.setattr(Tree, "is_chain", False)
+    found = jax.jit(RULES[rule].accept)(keys, start, draft, jnp.asarray(p))
+    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
+    np.testing.assert_array_equal(found.next_token, expected.next_token)
+    steps = np.arange(4)
+    np.testing.assert_array_equal(found.path, np.where(steps < np.asarray(found.num_accepted)[:, None], steps + 1, 0))
+    assert set(np.asarray(found.num_accepted).tolist()) >= {0, 1, 2, 3}
+
+
+def test_of_equal_siblings_the_eldest_is_followed():
+    tree = Tree((0, 0, 1, 2))
+    num_accepted, path = follow(jnp.asarray([[True, True, False, True], [False, True, True, True]]), tree)
+    np.testing.assert_array_equal(num_accepted, [1, 2])
+    np.testing.assert_array_equal(path, [[1, 0], [2, 4]])
+
+
+def test_a_guess_that_is_none_is_never_kept():
+    """Zero laws, and what their children say does not count."""
+    tree = Tree((0, 1))
+    draft = Draft(jnp.zeros((1, 2), jnp.int32), jnp.asarray([[[0.0, 0.0], [1.0, 0.0]]]), tree)
+    laws = jnp.full((1, 3, 2), 0.5)
+    keys = jax.random.split(jax.random.key(0), 1)
+    for verdict in (accept_nodes(keys, jnp.zeros(1, int), draft, laws),
+                    accept_tokens(keys, jnp.zeros(1, int), draft, laws, laws[:, :-1])):  # fmt: skip
+        assert verdict.num_accepted[0] == 0
