@@ -2,7 +2,7 @@
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,10 +21,9 @@ from bench.options import (
     Requests,
     Target,
     Temperature,
+    answering,
+    measured,
 )
-
-if TYPE_CHECKING:
-    from bench.subject import Subject
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -37,30 +36,6 @@ def need_matplotlib() -> None:
             'Every command draws its figures, and matplotlib is not installed: pip install -e ".[bench]"', err=True
         )
         raise typer.Exit(1)
-
-
-def measured(
-    new_tokens: int, pair: str, target: str | None, draft: str | None, *rest: Path | None, by_model: bool = False
-) -> "Subject":
-    """What `bench.subject.find` makes of the options; a mistake in them ends the command with one sentence."""
-    from bench import subject
-
-    try:
-        if by_model and draft == "lookup":
-            raise ValueError("This command needs a draft model, and lookup has none; give --draft SRC.")
-        return subject.find(new_tokens, pair, target, draft, *rest)
-    except (ValueError, OSError) as error:
-        typer.echo(" ".join(str(error).split()), err=True)
-        raise typer.Exit(1) from error
-
-
-def answering(new_tokens: int, target: str, output: Path | None) -> "Subject":
-    """A target that answers chats, and lookup; a mistake ends the command with one sentence."""
-    subject = measured(new_tokens, "bundled", target, "lookup", None, output)
-    if subject.tokenizer.chat_template is None:
-        typer.echo(f"{target} has no chat template; give --target a model that was made for chats.", err=True)
-        raise typer.Exit(1)
-    return subject
 
 
 @app.command()
@@ -205,6 +180,28 @@ def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
     from bench import scaling
 
     scaling.run(pair, repeats)
+
+
+@app.command()
+def trees(
+    pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    batch: Batch = 32,
+    children: Annotated[int, typer.Option("--children", min=1, help="Of the widest fan.")] = 8,
+    nodes: Annotated[list[int], typer.Option("--nodes", min=1, help="May be repeated.")] = [8, 16, 32],  # noqa: B006
+    depth: Annotated[int, typer.Option("--max-depth", min=1)] = 4,
+    new_tokens: NewTokens = 128,
+    temperature: Temperature = 1.0,
+    repeats: Repeats = 5,
+) -> None:
+    """Acceptance by the number of children, and the best trees against a chain, under rejection and coupled."""
+    from bench import trees
+
+    subject = measured(new_tokens, pair, target, draft, prompts, output, by_model=True)
+    trees.run(subject, batch, children, nodes, depth, new_tokens, temperature, repeats)
 
 
 @app.command()

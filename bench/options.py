@@ -1,9 +1,12 @@
-"""The options that several commands share."""
+"""The options that several commands share, and what they stand for."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from bench.subject import Subject
 
 Pair = Annotated[
     str,
@@ -49,3 +52,27 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go, instead of bench/results."),
 ]
+
+
+def measured(
+    new_tokens: int, pair: str, target: str | None, draft: str | None, *rest: Path | None, by_model: bool = False
+) -> "Subject":
+    """What `bench.subject.find` makes of the options; a mistake in them ends the command with one sentence."""
+    from bench import subject
+
+    try:
+        if by_model and draft == "lookup":
+            raise ValueError("This command needs a draft model, and lookup has none; give --draft SRC.")
+        return subject.find(new_tokens, pair, target, draft, *rest)
+    except (ValueError, OSError) as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(1) from error
+
+
+def answering(new_tokens: int, target: str, output: Path | None) -> "Subject":
+    """A target that answers chats, and lookup; a mistake ends the command with one sentence."""
+    subject = measured(new_tokens, "bundled", target, "lookup", None, output)
+    if subject.tokenizer.chat_template is None:
+        typer.echo(f"{target} has no chat template; give --target a model that was made for chats.", err=True)
+        raise typer.Exit(1)
+    return subject

@@ -113,6 +113,25 @@ def rules(figure: Figure, rows: Rows) -> None:
     axes.legend(fontsize="small", loc="upper right")
 
 
+def trees(figure: Figure, rows: Rows) -> None:
+    """Of `bench.trees`: acceptance of the first token by the number of children, and tokens a round of whole trees."""
+    left, right = figure.subplots(1, 2)
+    for rule, mine in _groups(rows, "rule").items():
+        fans = [row["first token"] for row in mine if row["nodes"] == ""]
+        left.plot(range(1, len(fans) + 1), fans, "o-", label=rule)
+        static = [row for row in mine if row["predicted"] != ""]
+        line = right.plot([row["nodes"] for row in static], [row["tokens a round"] for row in static], "o-", label=rule)
+        right.plot(
+            [row["nodes"] for row in static], [row["predicted"] for row in static], ":", color=line[0].get_color()
+        )
+        searched = [row for row in mine if row["nodes"] != "" and row["predicted"] == ""]
+        if searched:
+            right.plot([row["nodes"] for row in searched], [row["tokens a round"] for row in searched], "s-",
+                       label=f"{rule}, dynamic")  # fmt: skip
+    _finish(left, "children", "first token accepted")
+    _finish(right, "nodes", "tokens a round", "dots: predicted")
+
+
 def shares(figure: Figure, rows: Rows) -> None:
     """Of `bench.trace`: the phases of a round, side by side in one bar."""
     _stack(figure, [""], {f"{row['phase']}, {row['share, %']:.1f} %": [row["share, %"]] for row in rows},
