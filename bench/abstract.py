@@ -11,10 +11,9 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jspec
-from bench import devices, pairs
+from bench import pairs
 from convert.config import LlamaConfig
 from jspec.accept import RULES, Rule
-from jspec.devices import Device
 from jspec.draft_length import as_draft_length
 from jspec.drafters.model import as_drafter
 from jspec.program import decode_program, traced
@@ -118,8 +117,3 @@ def divided(tree: Any, mesh: Mesh) -> Any:
 
 def _at(leaf: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def compiled(device: Device, target: Any, draft: Any, setting: Setting, count: int = 1) -> Any:
-    """The program, compiled for `count` devices of a kind."""
-    return trace(target, draft, setting, devices.topology(device, count)).lower().compile()

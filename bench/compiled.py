@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jspec
-from bench import abstract, devices, plots
+from bench import abstract, devices, graphs, plots
 from bench.hlo import Instruction, Module, array_bytes
 from bench.report import publish
 from bench.traffic import flops, traffic
@@ -66,6 +66,7 @@ class Program:
         host: transfers to or from the host in a round.
         arguments, temporary: bytes; caches are among the temporaries.
         on_chip: bytes of the temporaries that stay, between rounds, in a TPU's own memory.
+        graphs: how a GPU's host starts a round; None where XLA has not said.
     """
 
     kernels: list[Kernel]
@@ -77,14 +78,24 @@ class Program:
     arguments: int
     temporary: int
     on_chip: int
+    graphs: graphs.Graphs | None
 
     def count(self, part: str | None = None) -> int:
         """Launches of one round, or of one of its parts."""
         return sum(kernel.times for kernel in self.kernels if part in (None, kernel.part))
 
 
-def read(compiled: Any) -> Program:
-    """The program that JAX has compiled: the loop at its top plays the rounds, one within may draft."""
+def compile_and_read(device: Device, target: Any, draft: Any, setting: abstract.Setting, count: int = 1) -> Program:
+    """The program for `count` devices of a kind."""
+    return read(*graphs.compiled(abstract.trace(target, draft, setting, devices.topology(device, count)).lower()))
+
+
+def read(compiled: Any, launches: str = "") -> Program:
+    """The program that JAX has compiled: the loop at its top plays the rounds, one within may draft.
+
+    Args:
+        launches: from `bench.graphs.compiled`.
+    """
     module = Module(compiled.as_text())
     rounds = [loop for loop in module.loops(module.entry) if loop.scope.endswith("jit(decode_program)/while")]
     if len(rounds) != 1:
@@ -107,7 +118,13 @@ def read(compiled: Any) -> Program:
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         sum(array_bytes(part) for part in re.findall(r"\w+\[[\d,]*\]\{[^}]*S\(1\)\}", rounds[0].shape)),
+        graphs.of_round(launches, _turns(module, loops)),
     )
+
+
+def _turns(module: Module, loops: list[Instruction]) -> list[int]:
+    """How often each loop is run, and each within it, in order; 1 where nobody knows."""
+    return [turns for loop in loops for turns in (module.trips(loop) or 1, *_turns(module, module.loops(loop.body)))]
 
 
 def _kernels(module: Module, launches: list[tuple[Instruction, str, int]], steps: set[str]) -> list[Kernel]:
@@ -154,7 +171,7 @@ def by_layer(device: Device, targets: tuple, drafts: tuple, setting: abstract.Se
     """
 
     def counts(target: Any, draft: Any) -> dict[str, int]:
-        program = read(abstract.compiled(device, target, draft, setting if draft else setting.plain()))
+        program = compile_and_read(device, target, draft, setting if draft else setting.plain())
         return {part: program.count(part) for part in (*PARTS, DRAFT_STEP)}
 
     few, more = (counts(target, None) for target in targets)
@@ -176,7 +193,7 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
     device = devices.DEVICES[name]
     models = abstract.pair(pair, device.dtype)
     check_fits(device, models, setting, count)
-    plain, round_ = (read(abstract.compiled(device, *models, one, count)) for one in (setting.plain(), setting))
+    plain, round_ = (compile_and_read(device, *models, one, count) for one in (setting.plain(), setting))
     rows = [{"program": title} | row for title, program in (("plain", plain), (f"K = {setting.draft_length}", round_))
             for row in table(program, device)]  # fmt: skip
     shallow = [abstract.pair(pair, device.dtype, num_hidden_layers=n) for n in (2, 4)]
@@ -214,10 +231,18 @@ def _facts(title: str, program: Program) -> str:
     return (f"{title}: {len(program.loops)} loops but for that of drafting, {program.waits} of unknown length, "
             f"{program.conditionals} conditionals, {program.host} host transfers; {program.arguments / 1e6:.0f} MB of "
             f"arguments, {program.temporary / 1e6:.0f} MB besides, caches included, "
-            f"{program.on_chip / 1e6:.0f} MB of it on the chip.")  # fmt: skip
+            f"{program.on_chip / 1e6:.0f} MB of it on the chip" + _starts(program.graphs) + ".")  # fmt: skip
+
+
+def _starts(found: graphs.Graphs | None) -> str:
+    if found is None:
+        return ""
+    return (f"; the host starts {found.launched} graphs, which hold {found.captured} kernels and copies, and "
+            f"{found.outside} of those by themselves")  # fmt: skip
 
 
 def _summary(program: Program) -> dict[str, Any]:
     names = ("loops", "waits", "conditionals", "host", "arguments", "temporary", "on_chip")
     moved = [f"{one.times} x {one.shape} ({one.part})" for one in program.kernels if one.moves]
-    return {name: getattr(program, name) for name in names} | {"large moves": moved}
+    captured = {} if program.graphs is None else {"graphs": dataclasses.asdict(program.graphs)}
+    return {name: getattr(program, name) for name in names} | captured | {"large moves": moved}

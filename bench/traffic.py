@@ -18,9 +18,10 @@ _ON_CHIP = re.compile(r"S\([1-9]\)")
 
 def traffic(one: Instruction, here: Computation, computations: dict[str, Computation]) -> tuple[int, int]:
     """Bytes read and written by an instruction of the computation `here`."""
-    if one.op.endswith("-start"):  # from one memory into the other: (from, to, ...)
-        moved = _parts(one.shape)
-        return (0 if _ON_CHIP.search(moved[0]) else array_bytes(moved[1])), _bytes(moved[1])
+    if one.op.endswith("-start"):  # from one memory into the other: (from, to, ...), of a copy (to, from, ...)
+        moved = _parts(one.shape)[:2]
+        source, target = moved[::-1] if one.op == "copy-start" else moved
+        return (0 if _ON_CHIP.search(source) else array_bytes(target)), _bytes(target)
     if one.op == "fusion":
         inner = computations[one.calls[0]]
         sources, results = [i for i in inner.values() if i.op == "parameter"], _results(inner)

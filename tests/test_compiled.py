@@ -7,7 +7,7 @@ import pytest
 from conftest import TOY
 
 import jspec
-from bench import abstract, compiled, devices
+from bench import abstract, compiled, devices, graphs
 from bench.hlo import Module
 from bench.traffic import flops, traffic
 
@@ -89,6 +89,20 @@ class Compiled:
         return jax.stages.Compiled  # whose fields nobody looks at here
 
 
+@pytest.mark.parametrize(
+    ("start", "read", "written"),
+    [
+        ("copy-start = (bf16[2,4]{1,0:S(1)}, bf16[2,4]{1,0}, u32[]{:S(2)}) copy-start(%w)", 16, 0),
+        ("copy-start = (bf16[2,4]{1,0}, bf16[2,4]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%w)", 0, 16),
+        ("slice-start = (bf16[8,4]{1,0}, bf16[2,4]{1,0:S(1)}, u32[]{:S(2)}) slice-start(%w)", 16, 0),
+    ],
+)
+def test_bytes_between_memories(start, read, written):
+    """A copy names first where it goes, other operations where they come from."""
+    here = Module(f"ENTRY main {{\n  %w = bf16[8,4]{{1,0}} parameter(0)\n  ROOT %{start}\n}}\n").computations["main"]
+    assert traffic(here[start.split(" ")[0]], here, {"main": here}) == (read, written)
+
+
 @pytest.fixture
 def program(monkeypatch):
     for name in ("argument_size_in_bytes", "temp_size_in_bytes"):
@@ -130,6 +144,33 @@ def test_what_is_on_the_chip_is_not_read_from_memory():
     here = module.computations["round"]
     assert traffic(here["small"], here, module.computations) == (16, 0)
     assert traffic(here["product"], here, module.computations) == (128, 64)
+
+
+LAUNCHES = """\
+000: kCommandBuffer [source | next=003 (1)]
+    001: kKernel [source | sink] kernel=read
+002: kWhile [prev=000 (1) | sink]
+condition:
+    003: kCustomKernel [source | sink] unfinished
+  body:
+    000: kCommandBuffer [source | next=006 (1)]
+        004: kKernel [source | sink] kernel=first
+        005: kCopy [source | sink] MemcpyDeviceToDeviceCmd
+    006: kWhile [prev=000 (1) | next=000 (1)]
+condition:
+        007: kCustomKernel [source | sink] less
+      body:
+        000: kCommandBuffer [source | next=009 (1)]
+            008: kKernel [source | sink] kernel=step
+        009: kGemm [source | sink] product
+    010: kKernel [prev=006 (1) | sink] kernel=last
+"""
+
+
+def test_what_a_round_launches():
+    """Three turns of the inner loop, which asks four times."""
+    assert graphs.of_round(LAUNCHES, [3]) == graphs.Graphs(launched=1 + 3, captured=2 + 3, outside=1 + 4 + 3 + 1)
+    assert graphs.of_round("", []) is None
 
 
 def test_a_loop_over_rows_is_seen(program):
