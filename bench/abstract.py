@@ -16,9 +16,9 @@ from convert.config import LlamaConfig
 from jspec.accept import RULES, Rule
 from jspec.draft_length import as_draft_length
 from jspec.drafters.model import as_drafter
+from jspec.layout import BY_TOKEN
 from jspec.program import decode_program, traced
 from jspec.quantizer import matrices
-from jspec.weights import BY_TOKEN
 
 
 @dataclasses.dataclass(frozen=True)

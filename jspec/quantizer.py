@@ -11,6 +11,7 @@ from flax import nnx
 from jax import Array
 
 from jspec.layers import Embed, Linear
+from jspec.layout import lay_out
 from jspec.llama import Llama
 
 
@@ -32,6 +33,7 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
     for name, module in matrices(model).items():
         if module.scale is None:
             pack(module, module.weight[...], name)
+    lay_out(model)
     return model
 
 

@@ -8,22 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
-from jax.experimental.layout import Format, Layout
 
 from convert import dtypes
 from convert.config import LlamaConfig
 from convert.loading import stream
 from jspec.devices import is_before_ampere
 from jspec.half import check_fits_float16
+from jspec.layout import lay_out
 from jspec.llama import Llama
 from jspec.quantizer import check_kind, matrices, pack
 from jspec.sharding import Placement, check_placement, place
 
 PAIR = Path(__file__).parent / "pair_data"
-# Of an embedding, ``[E, V]``, on a TPU: a token's numbers side by side. In the usual layout every call would begin with
-# a copy of it into this one.
-BY_TOKEN = Layout(major_to_minor=(1, 0))
 
 
 def load(
@@ -96,15 +92,8 @@ def from_arrays(
             leaf.set_value(value)
     if leaves:
         raise ValueError(f"arrays lacks {sorted(leaves)[0]}; expected every name of convert.shapes(config).")
-    embedding = model.embed_tokens.weight
-    if jax.default_backend() == "tpu":
-        embedding.set_value(by_token(embedding[...]))
+    lay_out(model)
     return model
-
-
-def by_token(embedding: Array) -> Array:
-    """`embedding`, where it is, in the layout `BY_TOKEN`."""
-    return jax.device_put(embedding, Format(BY_TOKEN, embedding.sharding))
 
 
 def demo_pair(dtype: Any = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:

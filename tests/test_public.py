@@ -12,7 +12,7 @@ import jspec
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["tree", "types", "devices", "sharding", "keys", "probs", "rows", "tree_yield", "theory", "sampling",
-         "cache", "rope", "kernels", "layers", "llama", "quantizer", "half", "weights", "walk", "accept",
+         "cache", "rope", "kernels", "layers", "llama", "layout", "quantizer", "half", "weights", "walk", "accept",
          "lossy", "draft_length", "drafters", "checks", "tree_checks", "state", "round", "output", "program", "tuning",
          "auto", "decode", "footprint", "roofline", "planning", "tokenizer_file", "text", "prompts", "names",
          "completion", "report", "cli"]  # fmt: skip

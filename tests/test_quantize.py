@@ -258,3 +258,13 @@ def test_one_program_serves_all_int8_models_of_a_shape(toy, prompts, compilation
     second = np.asarray(program(*pairs[1], *batch))
     assert compilations() == compiled
     assert (first != second).any()
+
+
+def test_on_a_tpu_a_tokens_numbers_lie_side_by_side(monkeypatch):
+    """As its programs read them; otherwise each call would begin with a copy."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    path = weights.PAIR / "draft"
+    model = jspec.load(path, "float32")
+    for one in (model, jspec.load(path, "float32", "int8"), jspec.quantize(model)):
+        matrices = one.embed_tokens, one.layers[0].mlp.down_proj
+        assert [matrix.weight[...].format.layout.major_to_minor for matrix in matrices] == [(1, 0), (0, 1)]
