@@ -4,6 +4,7 @@ Configurations and published facts go in, predictions come out; nothing here is 
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,8 @@ def _check(batch: Any, length: Any, prompt: Any, limit: int, acceptance: Any, nu
         raise ValueError(f"length={length} is more than the {limit} positions that both models have; shorten it.")
     if prompt > length:
         raise ValueError(f"prompt={prompt} is more than length={length}, of which it is a part; shorten it.")
-    if not 0 <= acceptance <= 1:
+    if isinstance(acceptance, bool) or not isinstance(acceptance, numbers.Real) or not 0 <= float(acceptance) <= 1:
         raise ValueError(f"acceptance must be a probability in 0..1; got {acceptance!r}.")
-    if num_draft_tokens is not None and num_draft_tokens not in range(1, MOST + 1):
+    whole = isinstance(num_draft_tokens, numbers.Integral) and not isinstance(num_draft_tokens, bool)
+    if num_draft_tokens is not None and not (whole and num_draft_tokens in range(1, MOST + 1)):
         raise ValueError(f"num_draft_tokens must be a whole number in 1..{MOST}; got {num_draft_tokens!r}.")

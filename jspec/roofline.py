@@ -6,9 +6,18 @@ from jspec.devices import Device
 from jspec.footprint import Footprint, Weights, footprint, slots_of
 
 # Kernels that a GPU launches, as `python -m bench compiled` counts them for an H100 and a T4: for each layer of a pass,
-# beside its layers (embedding, head, sampling), and in a round outside of its passes (acceptance, commit). Weights of
-# int8, q/k norms and biases cost a few more.
+# beside its layers (embedding, head, sampling), and in a round outside of its passes (acceptance, commit).
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 9, "float16": 18}, 14, 26
+# Those that a layer has more of: norms of queries and keys are not in the fused kernel, nor are scales.
+KERNELS_OF = {"bfloat16": {"quantized": 2, "qk_norm": 10, "attention_bias": 1, "mlp_bias": 1},
+              "float16": {"quantized": 4, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0}}  # fmt: skip
+
+
+def kernels_a_layer(model: Weights, dtype: str) -> int:
+    """How many kernels a layer of `model` is for a device of that dtype."""
+    more = KERNELS_OF[dtype]
+    has = {"quantized": model.quantized} | {name: getattr(model.config, name) for name in more if name != "quantized"}
+    return KERNELS_A_LAYER[dtype] + sum(more[name] for name, there in has.items() if there)
 
 
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:
@@ -18,7 +27,7 @@ def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: i
     """
     moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.bandwidth
     multiplied = 2 * model.parameters_read * batch * rows / device.flops
-    kernels = KERNELS_A_LAYER[device.dtype] * model.config.num_hidden_layers + KERNELS_A_PASS
+    kernels = kernels_a_layer(model, device.dtype) * model.config.num_hidden_layers + KERNELS_A_PASS
     return max(moved, multiplied) + kernels * device.launch
 
 

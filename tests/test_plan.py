@@ -64,7 +64,8 @@ def oracle(target, draft, device, batch, length, acceptance, quantized):
         slots = 8 * int(np.ceil((length + k + 1) / 8))
         read = numbers + 4 * sum(out for out, _ in matrices) if int8 else 2 * numbers
         read += 2 * norms + 2 * 2 * batch * slots * config.num_hidden_layers * groups * size
-        launches = (18 if device.dtype == "float16" else 9) * config.num_hidden_layers + 14
+        kernels = 18 + 4 * int8 if device.dtype == "float16" else 9 + 2 * int8
+        launches = kernels * config.num_hidden_layers + 14
         work = max(read / device.bandwidth, 2 * (numbers + norms) * batch * rows / device.flops)
         return work + launches * device.launch
 
@@ -237,6 +238,9 @@ GOOD = {"target": BIG, "draft": SMALL, "device": "h100", "length": 64}
         ("prompt", 0, "prompt must be an int of at least 1"),
         ("acceptance", 1.1, r"acceptance must be a probability in 0..1; got 1.1"),
         ("acceptance", float("nan"), "acceptance must be a probability"),
+        ("acceptance", "0.8", "acceptance must be a probability in 0..1; got '0.8'"),
+        ("acceptance", True, "acceptance must be a probability"),
+        ("num_draft_tokens", 2.0, "whole number in 1..16; got 2.0"),
         ("num_draft_tokens", 0, r"num_draft_tokens must be a whole number in 1..16; got 0"),
         ("num_draft_tokens", 17, "whole number in 1..16; got 17"),
         ("quantize", "int4", "quantize='int4' is not supported"),
