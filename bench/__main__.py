@@ -316,6 +316,24 @@ def compiled(
 
 
 @app.command()
+def regret(
+    pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    batch: Batch = 1,
+    temperature: Temperature = 1.0,
+    repeats: Repeats = 20,
+    new_tokens: NewTokens = 128,
+) -> None:
+    """What the answer of `jspec tune` loses against the best of a dozen settings."""
+    from bench import regret
+
+    regret.run(measured(new_tokens, pair, target, draft, prompts, output), batch, new_tokens, temperature, repeats)
+
+
+@app.command()
 def interrupts(
     count: Annotated[int, typer.Option("--count", min=1, help="Signals; they take turns over the phases.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Of the moments.")] = 0,

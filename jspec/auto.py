@@ -10,14 +10,18 @@ from numpy.typing import ArrayLike
 from jspec.accept import RULES, Rule
 from jspec.checks import as_arrays, check_arguments, check_measurable, check_rule, check_tuning
 from jspec.draft_length import Fixed
+from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Drafter
 from jspec.drafters.model import as_drafter
+from jspec.drafters.tree import TreeDrafter
 from jspec.keys import trial_keys
 from jspec.llama import Llama
 from jspec.program import run_program
 from jspec.sampling import SamplingParams
+from jspec.tree import Tree
 from jspec.tree_checks import check_chain
-from jspec.tuning import TRIALS, Tuning, measure, remembered, tuning_key
+from jspec.tree_tuning import with_trees
+from jspec.tuning import TRIALS, Setting, Tuning, measure, remembered, tuning_key
 from jspec.types import Output
 
 
@@ -31,9 +35,10 @@ def tune(
     max_new_tokens: int = 128,
     sampling: SamplingParams = SamplingParams(),
     max_draft_tokens: int = 8,
+    max_nodes: int = 16,
     accept: str | Rule = "rejection",
 ) -> Tuning:
-    """Measure on this device how many tokens to draft a round: the K with the most tokens a second, or 0 for none.
+    """Measure on this device what to draft a round: the chain or the tree with the most tokens a second, or nothing.
 
     A round's seconds are measured for plain decoding and for a few K, others interpolated; its tokens are
     ``E(K) = 1 + s_1 + ... + s_K``, where s_k is how often the first k drafts were all accepted. That assumes nothing
@@ -41,17 +46,21 @@ def tune(
     Rows that end early and wait for the others are not modelled.
 
     Compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`, then lets each of them decode up to 128 tokens, in
-    turns, five times or until 20 seconds have passed. Rows do not end at an end of text.
+    turns, five times or until 20 seconds have passed. Rows do not end at an end of text. Where `draft` can branch and
+    the rule judges trees, the same is done with 1, 2 and 4 guesses for one token, which say how often a child of each
+    rank is accepted, and with the best chain and the three trees that should then be fastest.
 
     Args:
         target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, like what is to be decoded;
             limits in `sampling` are ignored, and no key is used as it is, so that it may be used again.
         max_new_tokens: of the generations to come, for the size of the cache is part of the cost.
-        max_draft_tokens: the largest K to consider.
+        max_draft_tokens: the largest K to consider, and the deepest tree.
+        max_nodes: guesses of the largest tree; 0 for chains alone.
         accept: the rule, as for `speculative_generate`.
 
     Returns:
-        `Tuning`. Its ``num_draft_tokens``, if it is not 0, is what to pass to `speculative_generate`.
+        `Tuning`. Its ``tree``, if it has one, is what a `jspec.TreeDrafter` should draft; else its
+        ``num_draft_tokens``, if it is not 0, is what to pass to `speculative_generate`.
 
     Raises:
         ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
@@ -59,19 +68,24 @@ def tune(
     drafter: Any = as_drafter(draft)
     check_chain("jspec.tune", drafter)
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
-    check_tuning(max_new_tokens, max_draft_tokens)
+    check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
     rule = check_rule(accept)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     trials = [trial_keys(keys, number) for number in range(TRIALS)]
 
-    def run(num_draft_tokens: int, limit: int, trial: int) -> Output:
+    def run(setting: Setting, limit: int, trial: int) -> Output:
         limited = dataclasses.replace(sampling, max_tokens=limit)
+        is_tree = isinstance(setting, Tree)
+        one, k = (TreeDrafter(drafter, setting), setting.max_depth) if is_tree else (drafter, setting)
         return run_program(
-            target, drafter, tokens, lengths, trials[trial], limited, eos_ids, 0, max_new_tokens=max_new_tokens,
-            draft_length=Fixed(num_draft_tokens), rule=rule if num_draft_tokens else RULES["rejection"])  # fmt: skip
+            target, one, tokens, lengths, trials[trial], limited, eos_ids, 0, max_new_tokens=max_new_tokens,
+            draft_length=Fixed(k), rule=rule if k else RULES["rejection"])  # fmt: skip
 
-    return measure(run, int(max_new_tokens), int(max_draft_tokens))
+    chains = measure(run, int(max_new_tokens), int(max_draft_tokens))
+    if max_nodes < 2 or not getattr(rule, "branches", False) or not isinstance(drafter, AutoregressiveDrafter):
+        return chains
+    return with_trees(run, chains, int(max_new_tokens), int(max_nodes), target.config.vocab_size)
 
 
 def best_number(
@@ -96,6 +110,6 @@ def best_number(
         models=(target, drafter),
         key=(most, rule, tuning_key(tokens, new, sampling)),
         find=lambda: tune(target, drafter, tokens, lengths, keys, max_new_tokens=new, sampling=sampling,
-                          max_draft_tokens=most, accept=rule),
+                          max_draft_tokens=most, max_nodes=0, accept=rule),
     )  # fmt: skip
     return found.num_draft_tokens

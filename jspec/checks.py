@@ -4,6 +4,7 @@ Inside a caller's `jax.jit` arguments are tracers without values; then only thei
 """
 
 import dataclasses
+import numbers
 import operator
 import reprlib
 from typing import Any
@@ -70,10 +71,12 @@ def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
                          f"{np.argmax(rows)}; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
 
 
-def check_tuning(max_new_tokens: Any, max_draft_tokens: Any) -> None:
+def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> None:
     """Raise ValueError where texts of `max_new_tokens` cannot tell what rounds of `max_draft_tokens` yield."""
     _check_whole("max_new_tokens", max_new_tokens)
     _check_whole("max_draft_tokens", max_draft_tokens)
+    if isinstance(max_nodes, bool) or not isinstance(max_nodes, numbers.Integral) or max_nodes < 0:
+        raise ValueError(f"max_nodes must be an int of at least 0, which is for chains alone; got {max_nodes!r}.")
     least = 4 * (max_draft_tokens + 1)
     if max_new_tokens < least:
         raise ValueError(f"max_new_tokens={max_new_tokens} is too short a text to measure {max_draft_tokens} drafts a "

@@ -93,15 +93,23 @@ def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     costs, yields = (found.plain_seconds, *found.round_seconds), (1.0, *found.expected_tokens)
     for k, seconds, tokens, speedup in zip(lengths, costs, yields, (1.0, *found.speedups), strict=True):
-        best = k == found.num_draft_tokens
+        best = k == found.num_draft_tokens and found.tree is None
         cost = f"{'' if k in timed else '~'}{seconds * 1e3:.3g}"
         cells = ("plain" if k == 0 else str(k), cost, f"{tokens:.2f}", f"{tokens / seconds:.0f}", f"{speedup:.2f}x")
         table.add_row(*cells, "<- best" if best else "", style="bold green" if best else None)
+    if found.tree is not None:
+        table.add_row("tree", "", "", f"{found.tree_speedup / found.plain_seconds:.0f}", f"{found.tree_speedup:.2f}x",
+                      "<- best", style="bold green")  # fmt: skip
     return table
 
 
 def advice(found: Tuning) -> str:
     """What to do about it, in one sentence."""
+    if found.tree is not None:
+        parents = found.tree.parents
+        chain = f"num_draft_tokens={found.num_draft_tokens}" if found.num_draft_tokens else "plain decoding"
+        return (f"use jspec.Tree({parents}), or --tree {','.join(map(str, parents))} ({found.tree_speedup:.2f}x plain; "
+                f"{chain} {found.speedup:.2f}x)")  # fmt: skip
     if found.num_draft_tokens:
         return f"use num_draft_tokens={found.num_draft_tokens} ({found.speedup:.2f}x plain)"
     return _against(found.speedups)

@@ -16,6 +16,7 @@ import numpy as np
 from jspec import theory
 from jspec.draft_length import doubling
 from jspec.sampling import SamplingParams
+from jspec.tree import Tree
 from jspec.types import ACCEPTED, PADDING, Output
 
 log = logging.getLogger(__name__)  # says how far it is; the command shows that
@@ -23,8 +24,9 @@ TRIALS = 5
 _LONG = 128  # new tokens in the longer of two runs
 _PATIENCE = 20.0  # seconds after which no further trial begins
 
-# Number of draft tokens (0 is plain decoding), limit of new tokens, number of the trial, which decides the keys.
-Run = Callable[[int, int, int], Output]
+Setting = int | Tree  # number of draft tokens, 0 for plain decoding; or what is drafted in place of a chain
+# A setting, limit of new tokens, number of the trial, which decides the keys.
+Run = Callable[[Setting, int, int], Output]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Tuning:
         round_seconds: of one round, for K = 1, 2, ...; measured for powers of two and the largest, interpolated
             between them.
         expected_tokens: a row's tokens in one round, for K = 1, 2, ...
+        tree: what a `jspec.TreeDrafter` should draft, faster than any chain; None where no tree is, or none was tried.
+        tree_speedup: measured speed with it over that of plain decoding; 0 for None.
     """
 
     num_draft_tokens: int
@@ -45,6 +49,8 @@ class Tuning:
     plain_seconds: float
     round_seconds: tuple[float, ...]
     expected_tokens: tuple[float, ...]
+    tree: Tree | None = None
+    tree_speedup: float = 0.0
 
     @property
     def speedups(self) -> tuple[float, ...]:
@@ -70,26 +76,39 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
-    """Time `run` in trials in which all lengths take turns, so that each meets the same machine; medians of those."""
-    lengths, limit = doubling(max_draft_tokens), min(max_new_tokens, _LONG)
-    costs: dict[int, list[float]] = {k: [] for k in (0, *lengths)}
-    for number, k in enumerate(costs, 1):
-        log.info("Compiling, program %d of %d", number, len(costs))
-        jax.block_until_ready(run(k, 1, 0))  # compiles
-    began, outs = perf_counter(), []
-    for trial in range(TRIALS):
-        for number, (k, seconds) in enumerate(costs.items()):
-            log.info(_progress(trial * len(costs) + number, len(costs), perf_counter() - began))
-            cost, out = _round_seconds(run, k, limit, trial)
-            seconds.append(cost)
-        outs.append(out)  # that of the largest K, which tells the acceptance at every depth
-        if perf_counter() - began > _PATIENCE:
-            break
-    plain, *timed = (float(np.median(seconds)) for seconds in costs.values())
+    """Time `run` for plain decoding and for chains, of powers of two and the longest."""
+    lengths = doubling(max_draft_tokens)
+    costs, outs = in_turns(run, (0, *lengths), max_new_tokens)
+    plain, *timed = costs.values()
     rounds = tuple(np.interp(range(1, max_draft_tokens + 1), lengths, timed).tolist())
-    rates = acceptance_rates(jax.device_get(outs))
+    rates = acceptance_rates(outs[max_draft_tokens])  # the longest tells the acceptance at every depth
     tokens = tuple(float(theory.expected_tokens_from_rates(rates[:k])) for k in range(1, max_draft_tokens + 1))
     return Tuning(*best_length(plain, rounds, tokens), plain, rounds, tokens)
+
+
+def in_turns(
+    run: Run, settings: Sequence[Setting], max_new_tokens: int
+) -> tuple[dict[Setting, float], dict[Setting, list[Output]]]:
+    """Seconds a round of each setting, and its texts.
+
+    They take turns, so that each meets the same machine; medians of several trials.
+    """
+    limit = min(max_new_tokens, _LONG)
+    for number, setting in enumerate(settings, 1):
+        log.info("Compiling, program %d of %d", number, len(settings))
+        jax.block_until_ready(run(setting, 1, 0))  # compiles
+    costs: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    outs: dict[Setting, list[Output]] = {setting: [] for setting in settings}
+    began = perf_counter()
+    for trial in range(TRIALS):
+        for number, setting in enumerate(settings):
+            log.info(_progress(trial * len(settings) + number, len(settings), perf_counter() - began))
+            seconds, out = _round_seconds(run, setting, limit, trial)
+            costs[setting].append(seconds)
+            outs[setting].append(jax.device_get(out))
+        if perf_counter() - began > _PATIENCE:
+            break
+    return {setting: float(np.median(seconds)) for setting, seconds in costs.items()}, outs
 
 
 def _progress(done: int, in_trial: int, elapsed: float) -> str:
@@ -102,23 +121,23 @@ def _progress(done: int, in_trial: int, elapsed: float) -> str:
     return f"{said}, at most {left:.0f} s to go"
 
 
-def _round_seconds(run: Run, num_draft_tokens: int, limit: int, trial: int) -> tuple[float, Output]:
+def _round_seconds(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, Output]:
     """Seconds a round, and the longer text.
 
     By difference: one program under a short and a long limit, so that the prompt and the dispatch drop out.
     """
     (few_seconds, few_rounds, _), (seconds, rounds, out) = (
-        _timed(run, num_draft_tokens, tokens, trial) for tokens in (max(limit // 8, 1), limit)
+        _timed(run, setting, tokens, trial) for tokens in (max(limit // 8, 1), limit)
     )
     if seconds > few_seconds and rounds > few_rounds:
         return (seconds - few_seconds) / (rounds - few_rounds), out
     return seconds / rounds, out  # noise has swallowed the difference: an upper bound
 
 
-def _timed(run: Run, num_draft_tokens: int, limit: int, trial: int) -> tuple[float, int, Output]:
+def _timed(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, int, Output]:
     """Seconds, rounds (the loop plays until the slowest row is done) and what came out."""
     began = perf_counter()
-    out = jax.block_until_ready(run(num_draft_tokens, limit, trial))
+    out = jax.block_until_ready(run(setting, limit, trial))
     return perf_counter() - began, int(out.stats.rounds.max()), out
 
 

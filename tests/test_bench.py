@@ -22,6 +22,7 @@ from bench import (
     llamacpp,
     pairs,
     plots,
+    regret,
     rivals,
     roofline,
     subject,
@@ -298,3 +299,12 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(roofline, "run", lambda *_: pytest.fail("it was measured"))
     done = CliRunner().invoke(app, ["roofline"])
     assert done.exit_code == 1 and "[bench]" in done.output
+
+
+def test_regret_is_what_the_choice_loses():
+    """Settings of 10, 8 and 9 tokens a second in every repeat; and one that is the best in half of them."""
+    steady = np.tile([[[10.0, 1.0], [8.0, 1.0], [9.0, 1.0]]], (5, 1, 1))
+    assert regret.regret(steady, 0) == (0.0, 0.0) and regret.regret(steady, 1) == pytest.approx((0.2, 0.2))
+    noisy = np.array([[[10.0, 1.0], [10.0, 0.5 if repeat % 2 else 2.0]] for repeat in range(20)])
+    median, high = regret.regret(noisy, 1)
+    assert median == pytest.approx(0.2) and 0.2 < high < 0.5

@@ -84,7 +84,7 @@ def test_version_and_help(run):
     assert code == 0 and not (options := set(re.findall(r"--[a-z-]+", out))) ^ {
         *("--target", "--draft", "--plain", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
         *("--max-new-tokens", "--num-draft-tokens", "--json", "--help", "--file", "--chat", "--system", "--stop"),
-        *("--accept", "--dtype", "--quantize"),
+        *("--accept", "--dtype", "--quantize", "--tree"),
     }, options
     assert "Put -- before prompts if one begins with a dash" in out
     assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1] and "\n  convert" in run()[1]
@@ -159,6 +159,14 @@ def test_every_option_arrives(monkeypatch, sources):
         assert kinds == {"int8", "bfloat16", "float32"}, kinds
 
 
+def test_a_tree_is_drafted(generate):
+    """Its depth stands where the number of drafts does; the coupled text is the plain one."""
+    drafting, plain = (generate(PROMPTS[0], *options)[0] for options in (["--tree", "0,0,1", "--accept", "coupled"],
+                                                                         ["--plain"]))  # fmt: skip
+    assert drafting["tokens"] == plain["tokens"] and drafting["num_draft_tokens"] == 2
+    assert drafting["stats"]["drafted"] > 2 * (drafting["stats"]["rounds"] - 2)  # three a round
+
+
 def test_another_limit_needs_no_other_program(generate, report):
     longer = generate(PROMPTS[0], "--seed", 13, length=57)[0]
     compiled = decode_program._cache_size()
@@ -202,7 +210,8 @@ def test_tune_says_what_to_do(run, sources):
     assert len(found["round_seconds"]) == 1 and 1 <= found["expected_tokens"][0] <= 2
     code, out, error = run(*command, "--prompt", "the")  # a text for each of the two prompts
     assert (code, error) == (0, "") and "batch 2, temperature 1.0" in out and out.count("<- best") == 1
-    assert re.fullmatch(r"use num_draft_tokens=1 \(\S+x plain\)|do not speculate: .*", out.splitlines()[-1])
+    assert re.fullmatch(r"use num_draft_tokens=1 \(\S+x plain\)|use jspec.Tree\(.*x\)|do not speculate: .*",
+                        out.splitlines()[-1])  # fmt: skip
 
 
 def test_convert_is_that_of_the_module(run, sources, tmp_path):

@@ -10,6 +10,7 @@ import text_pair
 from rich.console import Console
 
 from jspec import completion, report, theory
+from jspec.tree import Tree
 from jspec.tuning import Tuning
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
 
@@ -116,6 +117,15 @@ def test_tuning_is_a_table_and_a_sentence():
 def test_where_all_lengths_were_timed_nothing_is_called_interpolated():
     found = Tuning(2, 1.25, 0.010, (0.016, 0.018), (1.5, 2.0))
     assert report.tuning_table(found, {}).caption == "tokens/s of each text"
+
+
+def test_tuning_may_find_a_tree():
+    found = Tuning(2, 1.25, 0.010, (0.016, 0.018), (1.5, 2.0), Tree((0, 0, 1)), 1.5)
+    lines = [[*row] for row in zip(*(column.cells for column in report.tuning_table(found, {}).columns), strict=True)]
+    assert lines[-1] == ["tree", "", "", "150", "1.50x", "<- best"] and [line[-1] for line in lines[:-1]] == [""] * 3
+    assert report.advice(found) == "use jspec.Tree((0, 0, 1)), or --tree 0,0,1 (1.50x plain; num_draft_tokens=2 1.25x)"
+    found = Tuning(0, 1.0, 0.010, (0.016,), (1.5,), Tree((0, 0)), 1.125)
+    assert report.advice(found).endswith("(1.12x plain; plain decoding 1.00x)")
 
 
 def test_tuning_may_advise_against_drafts():

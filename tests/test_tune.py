@@ -140,7 +140,7 @@ def test_where_noise_swallows_the_difference_the_whole_run_counts(monkeypatch):
 def test_all_is_accepted_of_a_draft_that_is_the_target():
     target, _ = toys.markov_pair(0)
     batch = np.zeros((2, 3), int), np.array([3, 1]), jax.random.split(jax.random.key(0), 2)
-    found = jspec.tune(target, jspec.ModelDrafter(target), *batch, max_new_tokens=24, max_draft_tokens=3)
+    found = jspec.tune(target, jspec.ModelDrafter(target), *batch, max_new_tokens=24, max_draft_tokens=3, max_nodes=0)
     assert found.expected_tokens == tuple(theory.expected_tokens(1.0, k) for k in (1, 2, 3)) == (2, 3, 4)
 
 
@@ -149,7 +149,7 @@ def test_tokens_a_round_are_those_of_the_theory(report):
     logits = 1.2 * np.random.default_rng(0).normal(size=(2, 8))
     target, draft = (toys.MarkovModel(jnp.tile(jnp.asarray(row, jnp.float32), (8, 1))) for row in logits)
     batch = np.zeros((64, 1), int), np.ones(64, int), jax.random.split(jax.random.key(0), 64)
-    found = jspec.tune(target, jspec.ModelDrafter(draft), *batch, max_draft_tokens=4)
+    found = jspec.tune(target, jspec.ModelDrafter(draft), *batch, max_draft_tokens=4, max_nodes=0)
     alpha = theory.acceptance_rate(*np.exp(logits) / np.exp(logits).sum(1, keepdims=True))
     rounds = tuning.TRIALS * 64 * 128 / found.expected_tokens[-1]
     worst = 0.0
@@ -166,7 +166,7 @@ def test_tokens_a_round_are_those_of_long_texts(report):
     """Laws that depend on the last token, so that positions differ."""
     target, draft = toys.markov_pair(0)
     batch = np.zeros((64, 1), int), np.ones(64, int), jax.random.split(jax.random.key(1), 64)
-    found = jspec.tune(target, jspec.ModelDrafter(draft), *batch, max_draft_tokens=3)
+    found = jspec.tune(target, jspec.ModelDrafter(draft), *batch, max_draft_tokens=3, max_nodes=0)
     as_long = {"max_new_tokens": 128 * tuning.TRIALS, "num_draft_tokens": 3}
     out = jspec.speculative_generate(target, jspec.ModelDrafter(draft), *batch, **as_long)
     by_row = np.asarray(out.lengths) / np.asarray(out.stats.rounds)
@@ -181,7 +181,7 @@ def test_no_trial_uses_a_key_of_the_request(monkeypatch, toy, prompts):
     runs, (tokens, lengths, keys) = [], prompts([4, 2])
     monkeypatch.setattr(auto, "measure", lambda run, *_: runs.append(run))
     monkeypatch.setattr(auto, "run_program", lambda *arguments, **_: arguments[4])
-    jspec.tune(toy(0), toy(1), tokens, lengths, keys)
+    jspec.tune(toy(0), toy(1), tokens, lengths, keys, max_nodes=0)
     used = np.concatenate([jax.random.key_data(runs[0](0, 1, trial)) for trial in range(tuning.TRIALS)])
     streams = [stream(keys, np.full(2, n, np.int32), purpose) for n in range(40) for purpose in Purpose]
     own = np.concatenate([jax.random.key_data(k) for k in [keys, *streams]])

@@ -58,6 +58,7 @@ def generate(
     max_new_tokens: o.MaxNewTokens = 128,
     stop: o.Stop = None,
     num_draft_tokens: o.NumDraftTokens = None,
+    tree: o.Tree = None,
     accept: o.Accept = None,
     as_json: o.Json = False,
 ) -> None:
@@ -72,7 +73,7 @@ def generate(
         raise UsageError("--top-p must be above 0; 1 is off.")
     check_texts(stop := stop or [], "--stop", may_be_empty=False)
     where = sources(target, draft, plain)
-    drafting = _drafting(where, num_draft_tokens, accept)
+    drafting = _drafting(where, num_draft_tokens, tree, accept)
     asked = gather(prompts, file, chat, system, may_be_empty=target is not None)
     prepare_environment()
     times: dict[str, float] = {}
@@ -80,6 +81,7 @@ def generate(
         typer.echo("auto: measuring for a minute or more; `jspec tune` once and pass its number to save that", err=True)
     with status_line() as say:
         with timed(times, "import"):
+            import jspec
             from jspec import completion
             from jspec.sampling import SamplingParams
         say("Loading")
@@ -88,7 +90,9 @@ def generate(
             with wrong_options():
                 task = completion.prepare(tokenizer, asked, stop)
             models = where.load(dtype, quantize)
-        if where.drafts:
+        if tree:
+            models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
+        elif where.drafts:
             drafting["num_draft_tokens"] = completion.how_far(models[1], num_draft_tokens)
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, say)
@@ -103,13 +107,18 @@ def generate(
         typer.echo("The model was made for chats: with --chat it answers, instead of continuing the text.", err=True)
 
 
-def _drafting(where: Sources, num_draft_tokens: Any, accept: Any) -> dict[str, Any]:
+def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any) -> dict[str, Any]:
     """The options of drafting; without a draft there can be none."""
-    given = {"num_draft_tokens": num_draft_tokens, "accept": accept}
+    given = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept}
     given = {name: value for name, value in given.items() if value is not None}
     if given and not where.drafts:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"--plain (or --draft none) decodes without a draft; leave out {names}.")
+    if given.pop("tree", None):
+        if num_draft_tokens is not None:
+            raise UsageError("--tree says what is guessed a round; leave out --num-draft-tokens.")
+        if not where.can_branch:
+            raise UsageError(f"--tree needs a draft that can branch, a model or exit:N; {where.draft} cannot.")
     return given
 
 

@@ -32,6 +32,15 @@ def _length(text: str) -> int | str:
     raise typer.BadParameter(f"{text!r} is neither a whole number of at least 1 nor auto.")
 
 
+def _tree(text: str) -> tuple[int, ...]:
+    """The parents of a tree's nodes, as "0,0,1"."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) <= node for node, part in enumerate(parts)):
+        raise typer.BadParameter(f"{text!r} is no tree: give the parent of each node, which comes before it, such as "
+                                 "0,0,1; 0 is the last token of the text.")  # fmt: skip
+    return tuple(map(int, parts))
+
+
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)]
 File = Annotated[
     Path | None,
@@ -77,6 +86,10 @@ NumDraftTokens = Annotated[
         parser=_length,
         show_default="4",
     ),
+]
+Tree = Annotated[
+    Any,
+    option("--tree", "PARENTS", "Draft a tree: the parent of each guess, as 0,0,1; see jspec tune.", parser=_tree),
 ]
 Accept = Annotated[
     Any,

@@ -30,6 +30,11 @@ class Sources:
         """Whether there is a draft."""
         return self.draft != NONE
 
+    @property
+    def can_branch(self) -> bool:
+        """Whether the draft may be a tree."""
+        return is_model(self.draft) or _EXIT.fullmatch(self.draft) is not None
+
     def tokenizer(self) -> Any:
         """The tokenizer of the target, which is the draft's, too."""
         from jspec import text

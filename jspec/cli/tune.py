@@ -46,9 +46,12 @@ def tune(
         ),
     ] = 128,
     max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "The most to consider.", min=1)] = 8,
+    max_nodes: Annotated[
+        int, option("--max-nodes", "N", "Guesses of the largest tree to consider; 0 for chains alone.", min=0)
+    ] = 16,
     as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
 ) -> None:
-    """Measure on this device how many tokens TARGET should have DRAFT guess a round, if any.
+    """Measure on this device what TARGET should have DRAFT guess a round: how many tokens, or which tree, if any.
 
     The answer holds for this device, batch size and kind of text.
     """
@@ -65,13 +68,13 @@ def tune(
         from jspec.checks import check_tuning
         from jspec.prompts import encode
 
-        check_tuning(max_new_tokens, max_draft_tokens)
+        check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
         say("Loading")
         rows = text.repeated(prompts or text.EXAMPLE_PROMPTS, batch)
         tokenizer = where.tokenizer()
         with wrong_options():
             encoded = encode(tokenizer, rows)
-        found = _tune(where.load(), encoded, temperature, max_new_tokens, max_draft_tokens)
+        found = _tune(where.load(), encoded, temperature, max_new_tokens, max_draft_tokens, max_nodes)
     conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | conditions, allow_nan=False))
@@ -81,7 +84,12 @@ def tune(
 
 
 def _tune(
-    models: tuple[Any, Any], batch: "Batch", temperature: float, max_new_tokens: int, max_draft_tokens: int
+    models: tuple[Any, Any],
+    batch: "Batch",
+    temperature: float,
+    max_new_tokens: int,
+    max_draft_tokens: int,
+    max_nodes: int,
 ) -> "Tuning":
     import jspec
     from jspec import text
@@ -89,5 +97,5 @@ def _tune(
     sampling = jspec.SamplingParams(temperature=temperature)
     return jspec.tune(
         *models, batch.tokens, batch.lengths, text.request_keys(0, len(batch.lengths)),
-        max_new_tokens=max_new_tokens, sampling=sampling, max_draft_tokens=max_draft_tokens,
+        max_new_tokens=max_new_tokens, sampling=sampling, max_draft_tokens=max_draft_tokens, max_nodes=max_nodes,
     )  # fmt: skip

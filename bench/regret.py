@@ -1,0 +1,91 @@
+"""What following `jspec tune` costs: its answer against the best of a dozen settings, all measured in turns."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench import plots
+from bench.report import publish
+from bench.subject import WIDTH, Subject, span
+from jspec.drafters import AutoregressiveDrafter
+from jspec.drafters.model import as_drafter
+from jspec.keys import trial_keys
+from jspec.tuning import TRIALS
+
+LENGTHS = 1, 2, 3, 4, 6, 8
+TREES = (2,), (4,), (2, 1), (3, 1, 1), (2, 2, 1, 1)
+_DRAWS = 2000  # of the bootstrap
+
+
+def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repeats: int) -> None:
+    """Publish one row a setting, the one that `jspec.tune` chose marked, and how much that loses against the best."""
+    request = *prompts, keys = subject.request(batch, WIDTH)
+    sampling = jspec.SamplingParams(temperature=temperature)
+    began = time.perf_counter()
+    found = jspec.tune(subject.target, subject.draft, *request, max_new_tokens=new_tokens, sampling=sampling)
+    took = time.perf_counter() - began
+    answer = (found.tree or found.num_draft_tokens) or 0
+    settings = [0, *LENGTHS]
+    if isinstance(as_drafter(subject.draft), AutoregressiveDrafter):
+        settings += [jspec.Tree.branching(children) for children in TREES]
+    settings += [] if answer in settings else [answer]
+
+    def decode(setting: Any, trial: int) -> tuple[float, float]:
+        """Tokens and seconds; every trial has keys of its own."""
+        options = {"max_new_tokens": new_tokens, "sampling": sampling}
+        start, own = time.perf_counter(), (*prompts, trial_keys(keys, trial))
+        if setting == 0:
+            out = jspec.generate(subject.target, *own, **options)
+        elif isinstance(setting, int):
+            out = jspec.speculative_generate(subject.target, subject.draft, *own, num_draft_tokens=setting, **options)
+        else:
+            tree = jspec.TreeDrafter(subject.draft, setting)
+            out = jspec.speculative_generate(subject.target, tree, *own, **options)
+        jax.block_until_ready(out)
+        return float(out.lengths.sum()), time.perf_counter() - start
+
+    trials = range(TRIALS, TRIALS + 2 + repeats)  # tune has used those before; the first two compile
+    played = np.array([[decode(setting, trial) for setting in settings] for trial in trials])[2:]
+    median, high = regret(played, settings.index(answer))
+    speeds = played[..., 0].sum(0) / played[..., 1].sum(0)
+    rows = [{"setting": _name(setting), "tokens/s": speed, "x plain": speed / speeds[0],
+             "tune": "<- tune" if setting == answer else ""}
+            for setting, speed in zip(settings, speeds, strict=True)]  # fmt: skip
+    publish(
+        f"regret-{subject.name}-b{batch}-t{temperature:g}-{jax.default_backend()}",
+        f"{subject.name}: {batch} prompts of {span(prompts[1])} tokens, {new_tokens} new tokens each, temperature "
+        f"{temperature:g}, {subject.target.dtype}",
+        rows,
+        plots.bars("setting", "tokens/s"),
+        notes=[f"tune took {took:.0f} s and chose {_name(answer)}, which loses {median:.1%} against the best of these, "
+               f"at most {high:.1%} (95 %, bootstrap of {repeats} repeats).",
+               "Prompts are read in each call, which tune leaves out."],
+        folder=subject.folder,
+        regret=median,
+        regret_high=high,
+    )  # fmt: skip
+
+
+def regret(played: np.ndarray, chosen: int) -> tuple[float, float]:
+    """How much slower `chosen` is than the best setting, 0 to 1, and the 95 % quantile of that over repeats drawn anew.
+
+    Args:
+        played: ``[repeats, settings, 2]``, tokens and seconds.
+    """
+    draws = np.random.default_rng(0).integers(0, len(played), (_DRAWS, len(played)))
+
+    def lost(some: np.ndarray) -> float:
+        total = some.sum(0)
+        speeds = total[:, 0] / total[:, 1]
+        return float(1 - speeds[chosen] / speeds.max())
+
+    return lost(played), float(np.quantile([lost(played[draw]) for draw in draws], 0.95))
+
+
+def _name(setting: Any) -> str:
+    if isinstance(setting, int):
+        return f"K = {setting}" if setting else "plain"
+    return f"tree {','.join(map(str, setting.parents))}"

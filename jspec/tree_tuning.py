@@ -1,0 +1,99 @@
+"""Which tree to draft, if any beats the best chain: proposed by what rounds should cost and bring, chosen by measuring.
+
+Two fans, of two and of four guesses for one token, tell how often a child of each rank is accepted and what one more
+row costs. The trees that should then be fastest (`jspec.theory.best_tree`) are played in turns with the best chain.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jspec import theory
+from jspec.draft_length import doubling
+from jspec.tree import Tree
+from jspec.tuning import Run, Setting, Tuning, acceptance_rates, in_turns
+from jspec.types import Output
+
+_FANS = 1, 2, 4  # children
+_CANDIDATES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costs:
+    """Seconds, as a straight line through what was measured.
+
+    Attributes:
+        fan: of a round that drafts one token and verifies it.
+        row: of one more row to verify.
+        step: of one more pass of the draft.
+        draft_row: of one more row in such a pass.
+    """
+
+    fan: float
+    row: float
+    step: float
+    draft_row: float
+
+    def of_round(self, tree: Tree) -> float:
+        """Of a round that drafts `tree`."""
+        widths = np.bincount(tree.offsets)[1:-1]  # the last level is not read
+        return (self.fan + self.row * (tree.size - 1) + self.step * len(widths)
+                + self.draft_row * float((widths - 1).sum()))  # fmt: skip
+
+
+def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vocab_size: int) -> Tuning:
+    """`chains`, and the tree of at most `max_nodes` guesses that is faster than all of them, if there is one."""
+    children = [count for count in _FANS if count <= min(max_nodes, vocab_size)]
+    fans: list[Setting] = [1, *(Tree.branching((count,)) for count in children[1:])]
+    seconds, outs = in_turns(run, fans, max_new_tokens)
+    accepted = np.maximum.accumulate([float(acceptance_rates(outs[fan])[0]) for fan in fans])
+    costs = _fit(chains, children, list(seconds.values()))
+    trees = _candidates(_by_rank(children, accepted), costs, max_nodes, len(chains.round_seconds))
+    if not trees:
+        return chains
+    best: Setting = chains.num_draft_tokens
+    seconds, outs = in_turns(run, (best, *trees), max_new_tokens)
+    speeds = {one: _tokens(one, outs[one]) / seconds[one] for one in seconds}
+    tree = max(trees, key=speeds.__getitem__)
+    if speeds[tree] <= speeds[best]:
+        return chains
+    return dataclasses.replace(chains, tree=tree, tree_speedup=chains.speedup * speeds[tree] / speeds[best])
+
+
+def _by_rank(children: list[int], accepted: np.ndarray) -> np.ndarray:
+    """How often the child of each rank is accepted: what a fan has beyond the one before is shared by those it adds."""
+    added = np.diff(children, prepend=0)
+    return np.repeat(np.diff(accepted, prepend=0.0) / added, added)
+
+
+def _fit(chains: Tuning, children: list[int], seconds: list[float]) -> _Costs:
+    """From fans, which differ by rows, and the longest chain, which has those and passes of the draft besides."""
+    row = max(0.0, (seconds[-1] - seconds[0]) / (children[-1] - children[0])) if len(children) > 1 else 0.0
+    longest = len(chains.round_seconds)
+    verified = seconds[0] + row * (longest - 1)
+    step = max(0.0, chains.round_seconds[-1] - verified) / max(1, longest - 1)
+    return _Costs(seconds[0], row, step, row * min(1.0, step / chains.plain_seconds))
+
+
+def _candidates(rates: np.ndarray, costs: _Costs, max_nodes: int, max_depth: int) -> list[Tree]:
+    """Those that should be fastest, without chains."""
+    found = {
+        tree: theory.tree_yield(tree, rates) / costs.of_round(tree) for tree in _trees(rates, max_nodes, max_depth)
+    }
+    return sorted(found, key=found.__getitem__, reverse=True)[:_CANDIDATES]
+
+
+def _trees(rates: np.ndarray, max_nodes: int, max_depth: int) -> Iterator[Tree]:
+    for nodes in doubling(max_nodes):
+        for depth in range(1, min(nodes, max_depth) + 1):
+            tree = theory.best_tree(rates, nodes, depth)
+            if not tree.is_chain:
+                yield tree
+
+
+def _tokens(setting: Setting, outs: list[Output]) -> float:
+    """A row's tokens in one round."""
+    if setting == 0:
+        return 1.0
+    return float(theory.expected_tokens_from_rates(acceptance_rates(outs)))
