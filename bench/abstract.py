@@ -13,12 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jspec
 from bench import pairs
 from convert.config import LlamaConfig
-from jspec.accept import RULES, Rule
 from jspec.draft_length import as_draft_length
 from jspec.drafters.model import as_drafter
 from jspec.layout import BY_TOKEN
 from jspec.program import decode_program, traced
 from jspec.quantizer import matrices
+from jspec.rules import RULES, Rule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.accept import next_probs
 from jspec.keys import Purpose, stream, uniform
 from jspec.probs import sample
+from jspec.rules import length_of_prefix, next_probs
 from jspec.types import Draft, Verdict
-from jspec.walk import length_of_prefix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jspec import theory
+    from jspec import lengths, rules, theory
+    from jspec.acceptance.lossy import Lenient, Threshold, TopK, Typical
     from jspec.auto import tune
     from jspec.completion import Completion, complete
     from jspec.decode import generate, speculative_generate
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         UnigramDrafter,
     )
     from jspec.llama import Llama
-    from jspec.lossy import Lenient, Threshold, TopK, Typical
     from jspec.names import pretrained
     from jspec.planning import Plan, plan
     from jspec.quantizer import quantize
@@ -67,10 +67,12 @@ __all__ = [
     "complete",
     "demo_pair",
     "generate",
+    "lengths",
     "load",
     "plan",
     "pretrained",
     "quantize",
+    "rules",
     "speculative_generate",
     "tensor_parallel",
     "theory",
@@ -83,7 +85,7 @@ _HOMES = {
     "Heuristic": "jspec.draft_length",
     "UpTo": "jspec.draft_length",
     "WhileConfident": "jspec.draft_length",
-    "Lenient": "jspec.lossy",
+    "Lenient": "jspec.acceptance.lossy",
     "Llama": "jspec.llama",
     "BigramDrafter": "jspec.drafters",
     "CascadeDrafter": "jspec.drafters",
@@ -103,10 +105,10 @@ _HOMES = {
     "SamplingParams": "jspec.sampling",
     "tensor_parallel": "jspec.sharding",
     "Stats": "jspec.types",
-    "Threshold": "jspec.lossy",
-    "TopK": "jspec.lossy",
+    "Threshold": "jspec.acceptance.lossy",
+    "TopK": "jspec.acceptance.lossy",
     "Tuning": "jspec.tuning",
-    "Typical": "jspec.lossy",
+    "Typical": "jspec.acceptance.lossy",
     "demo_pair": "jspec.weights",
     "load": "jspec.weights",
     "Plan": "jspec.planning",
@@ -120,8 +122,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "theory":
-        return importlib.import_module("jspec.theory")
+    if name in ("lengths", "rules", "theory"):
+        return importlib.import_module(f"jspec.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'jspec' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

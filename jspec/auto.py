@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from jspec.accept import RULES, Rule
+from jspec.acceptance import RULES, Rule
 from jspec.checks import as_arrays, check_arguments, check_measurable, check_rule, check_tuning
 from jspec.draft_length import Fixed
 from jspec.drafters.autoregressive import AutoregressiveDrafter

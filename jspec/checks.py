@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.accept import RULES, Rule
+from jspec.acceptance import RULES, Rule
 from jspec.sampling import SamplingParams
 from jspec.types import same_but_for_padding
 
@@ -135,15 +135,15 @@ def check_rule(accept: Any) -> Rule:
         return RULES[accept]
     if isinstance(accept, type) and hasattr(accept, "accept"):
         raise TypeError(f"accept is the class {accept.__name__}; pass an object of it, such as "
-                        f"{accept.__name__}(...), see jspec.lossy.")  # fmt: skip
+                        f"{accept.__name__}(...), see jspec.rules.")  # fmt: skip
     if isinstance(accept, str | type) or not hasattr(accept, "accept"):
         raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
-                         "or pass an object such as jspec.Lenient(0.5), see jspec.lossy.")  # fmt: skip
+                         "or pass an object such as jspec.Lenient(0.5), see jspec.rules.")  # fmt: skip
     declared = {name: getattr(accept, name, None) for name in ("exact", "shares_noise")}
     missing = [name for name, value in declared.items() if not isinstance(value, bool | np.bool_)]
     if missing:
         raise TypeError(f"accept is of type {type(accept).__name__}, without {' and '.join(missing)}; set each to "
-                        "True or False, as described in jspec.accept.Rule.")  # fmt: skip
+                        "True or False, as described in jspec.rules.Rule.")  # fmt: skip
     _check_hashable("accept", accept)
     return accept
 

@@ -83,7 +83,7 @@ DEFAULT = Fixed(4)
 
 
 @dataclasses.dataclass(frozen=True)
-class _AtMost(_Forgetful):
+class AtMost(_Forgetful):
     """Always as many as it may."""
 
     max_draft_tokens: int
@@ -97,7 +97,7 @@ class _AtMost(_Forgetful):
 
 
 @dataclasses.dataclass(frozen=True)
-class UpTo(_AtMost):
+class UpTo(AtMost):
     """Drafts as many as it may, or as far as there is a guess: a round without a guess costs a plain step.
 
     For drafters that look things up. With a model it does what the plain number does.
@@ -105,7 +105,7 @@ class UpTo(_AtMost):
 
 
 @dataclasses.dataclass(frozen=True)
-class WhileConfident(_AtMost):
+class WhileConfident(AtMost):
     """Stops after the first token to which the draft gave a probability below `threshold`.
 
     The probability is that before temperature and filters, so it tells something in greedy decoding, too; as
@@ -124,7 +124,7 @@ class WhileConfident(_AtMost):
 
 
 @dataclasses.dataclass(frozen=True)
-class Heuristic(_AtMost):
+class Heuristic(AtMost):
     """Two tokens more after a round that kept all drafts, one less after any other, between 1 and `max_draft_tokens`.
 
     Each row has its own number, at first half of that, rounded up. The rule is that of transformers
@@ -144,7 +144,7 @@ class Heuristic(_AtMost):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByAcceptance(_AtMost):
+class ByAcceptance(AtMost):
     """Drafts the length that pays best at the row's recent acceptance rate.
 
     The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8), with `cost_ratio` for

@@ -50,6 +50,11 @@ def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
     return jax.vmap(by_row)(keys, numbers)
 
 
+def positions_from(start: Array, count: int) -> Array:
+    """``int32[B, count]``, the positions from ``start[B]`` on."""
+    return start[:, None] + jnp.arange(count)
+
+
 def trial_keys(keys: Array, number: int) -> Array:
     """Other keys ``[B]`` for a trial run, which no stream of a text reaches.
 

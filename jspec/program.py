@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jspec.accept import Rule
+from jspec.acceptance import Rule
 from jspec.cache import prefill, whole_tiles
 from jspec.checks import check_drafted
 from jspec.draft_length import DraftLength

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.accept import Rule
+from jspec.acceptance.base import Rule
+from jspec.acceptance.path import Path, along_path, num_guessed
+from jspec.acceptance.walk import AnyTree
 from jspec.cache import KVCache, append, keep
 from jspec.draft_length import DraftLength, compiled_lengths
 from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outside, tree_of
@@ -19,7 +21,6 @@ from jspec.sampling import add_tokens, token_probs
 from jspec.state import DecodeState, RequestParams, RoundOutput
 from jspec.tree import Branches
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
-from jspec.walk import AnyTree, Path, along_path, num_guessed
 
 
 def play_round(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jspec.accept import RULES, Rule
+from jspec.acceptance import RULES, Rule
 from jspec.checks import check_target
 from jspec.draft_length import DEFAULT
 from jspec.drafters.base import own_tree

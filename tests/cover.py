@@ -8,7 +8,7 @@ from conftest import TOY
 
 import jspec
 from bench import abstract
-from jspec.accept import RULES
+from jspec.acceptance import RULES
 
 RULE_OBJECTS = (
     *(RULES[name] for name in ("rejection", "block", "coupled")),

@@ -10,10 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import accept, keys, probs, sampling
+from jspec import keys, probs, sampling
 from jspec import round as rounds
+from jspec.acceptance import block, coupled, rejection, traversal, walk
 from jspec.drafters import Context, Draft, FallbackDrafter, base
 from jspec.drafters import autoregressive as drafting
+
+RULE_MODULES = block, coupled, rejection, traversal, walk
+
+
+def in_rules(patch, name, value):
+    """Patch what is called `name` in every file of rules that uses it."""
+    for module in RULE_MODULES:
+        if hasattr(module, name):
+            patch(module, name, value)
 
 
 def shared_noise(patch):
@@ -24,8 +34,12 @@ def shared_noise(patch):
 
 def one_key_for_all_rows(patch):
     stream = keys.stream
-    for module in (accept, keys):
-        patch(module, "stream", lambda keys, *name: stream(jnp.broadcast_to(keys[:1], keys.shape), *name))
+
+    def mutant(keys, *name):
+        return stream(jnp.broadcast_to(keys[:1], keys.shape), *name)
+
+    in_rules(patch, "stream", mutant)
+    patch(keys, "stream", mutant)
 
 
 def raw_q(patch):
@@ -41,7 +55,7 @@ def raw_q(patch):
 
 
 def rounded_to_bfloat16(patch):
-    count_accepted, next_probs = accept.count_accepted, accept.next_probs
+    count_accepted, next_probs = rejection.count_accepted, rejection.next_probs
 
     def rounded(law):
         return law.astype(jnp.bfloat16).astype(jnp.float32)
@@ -49,24 +63,24 @@ def rounded_to_bfloat16(patch):
     def round_draft(draft):
         return Draft(draft.tokens, rounded(draft.probs))
 
-    patch(accept, "count_accepted", lambda u, draft, p: count_accepted(u, round_draft(draft), rounded(p)))
-    patch(accept, "next_probs", lambda n, draft, p: next_probs(n, round_draft(draft), rounded(p)))
+    in_rules(patch, "count_accepted", lambda u, draft, p: count_accepted(u, round_draft(draft), rounded(p)))
+    in_rules(patch, "next_probs", lambda n, draft, p: next_probs(n, round_draft(draft), rounded(p)))
 
 
 def inclusive_comparison(patch):
     """``u q <= p``: the same as ``<`` but where both are 0, which is where it matters."""
-    count_accepted, least = accept.count_accepted, np.finfo(np.float32).tiny
-    patch(accept, "count_accepted", lambda u, draft, p: count_accepted(u, draft, jnp.maximum(p, least)))
+    count_accepted, least = rejection.count_accepted, np.finfo(np.float32).tiny
+    in_rules(patch, "count_accepted", lambda u, draft, p: count_accepted(u, draft, jnp.maximum(p, least)))
 
 
 def bonus_from_q(patch):
-    next_probs = accept.next_probs
+    next_probs = rejection.next_probs
 
     def mutant(num_accepted, draft, target_probs):
         bonus = (num_accepted == draft.tokens.shape[1])[:, None]
         return jnp.where(bonus, draft.probs[:, -1], next_probs(num_accepted, draft, target_probs))
 
-    patch(accept, "next_probs", mutant)
+    in_rules(patch, "next_probs", mutant)
 
 
 def temperature_on_one_side(patch):
@@ -86,24 +100,24 @@ def unclamped_residual(patch):
         left = target_probs - draft_probs
         return jnp.abs(left) / jnp.maximum(jnp.abs(left).sum(-1, keepdims=True), 1e-30)
 
-    patch(accept, "residual", mutant)
+    in_rules(patch, "residual", mutant)
 
 
 def weight_left_out(patch):
     """What is left after a refused block is taken off the whole of p, not off the share that the block left."""
-    next_probs = accept.next_probs
-    patch(accept, "next_probs", lambda n, draft, p, weight=None: next_probs(n, draft, p))
+    next_probs = rejection.next_probs
+    in_rules(patch, "next_probs", lambda n, draft, p, weight=None: next_probs(n, draft, p))
 
 
 def weight_not_carried(patch):
     """Each token is weighed by itself, as if those before it had been drawn from p."""
-    block_weights = accept.block_weights
+    block_weights = block.block_weights
 
     def mutant(draft, p):
         alone = [block_weights(Draft(draft.tokens[:, k:], draft.probs[:, k:]), p[:, k:])[:, 1] for k in range(2)]
         return jnp.stack([jnp.ones_like(alone[0]), *alone], axis=1)
 
-    patch(accept, "block_weights", mutant)
+    patch(block, "block_weights", mutant)
 
 
 def verified_one_position_off(patch):
@@ -113,7 +127,7 @@ def verified_one_position_off(patch):
 
 def top_p_after_the_residual(patch):
     """The target is compared without top-p, which then cuts the law of the correction."""
-    token_probs, next_probs, cut = rounds.token_probs, accept.next_probs, []
+    token_probs, next_probs, cut = rounds.token_probs, rejection.next_probs, []
 
     def uncut(logits, transforms, *history):
         cut.append(transforms.tail_mass)
@@ -125,7 +139,7 @@ def top_p_after_the_residual(patch):
         return law / law.sum(-1, keepdims=True)
 
     patch(rounds, "token_probs", uncut)
-    patch(accept, "next_probs", mutant)
+    in_rules(patch, "next_probs", mutant)
 
 
 def penalty_not_advanced_in_verify(patch):
@@ -201,8 +215,12 @@ def temperature_forgotten_alone(patch):
 def _wrap_stream(patch, change):
     """``change(positions, purpose)`` comes before `keys.stream`."""
     stream = keys.stream
-    for module in (accept, keys):
-        patch(module, "stream", lambda row_keys, *name: stream(row_keys, *change(*name)))
+
+    def mutant(row_keys, *name):
+        return stream(row_keys, *change(*name))
+
+    in_rules(patch, "stream", mutant)
+    patch(keys, "stream", mutant)
 
 
 def streams_begin_anew_after_512(patch):
@@ -241,5 +259,5 @@ def masses_rounded_to_bfloat16(patch):
 
 def tokens_in_16_bits(patch):
     draw = probs.sample_with_noise
-    for module in (accept, base, probs):
+    for module in (coupled, base, probs):
         patch(module, "sample_with_noise", lambda *args: draw(*args).astype(jnp.int16).astype(jnp.int32))

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from mutants import in_rules
 
-from jspec import accept, keys
+from jspec import keys
+from jspec.acceptance import RULES, rejection
 from jspec.probs import residual, sample
 from jspec.types import Draft
 
@@ -42,12 +44,12 @@ def emitted_law(p, q):
     tokens = jnp.tile(jnp.arange(vocab_size, dtype=jnp.int32), pairs)[:, None]
     one = Draft(tokens, jnp.repeat(jnp.asarray(q), vocab_size, 0)[:, None])
     laws = jnp.repeat(jnp.asarray(p), vocab_size, 0)[:, None].repeat(2, 1)
-    test = jax.jit(lambda u: accept.count_accepted(u[:, None], one, laws[:, :1]) == 1)
+    test = jax.jit(lambda u: rejection.count_accepted(u[:, None], one, laws[:, :1]) == 1)
     threshold = oracle.acceptance_thresholds(lambda u: np.asarray(test(u.astype(p.dtype))), pairs * vocab_size)
     threshold = threshold.reshape(pairs, vocab_size)
     first = Draft(jnp.zeros((pairs, 1), jnp.int32), jnp.asarray(q)[:, None])
     none = jnp.zeros(pairs, jnp.int32)
-    left = jax.jit(lambda *args: accept.next_probs(*args))(none, first, jnp.asarray(p)[:, None].repeat(2, 1))
+    left = jax.jit(lambda *args: rejection.next_probs(*args))(none, first, jnp.asarray(p)[:, None].repeat(2, 1))
     accepted = q * threshold
     return accepted + (1 - accepted.sum(-1, keepdims=True)) * np.asarray(left, np.float64), threshold
 
@@ -106,7 +108,7 @@ def enumerate_round(rng, vocab_size, k):
     return max(errors), np.abs(joint - autoregressive).max()
 
 
-path_next_probs = jax.jit(accept.next_probs)
+path_next_probs = jax.jit(rejection.next_probs)
 
 
 @jax.jit
@@ -114,7 +116,7 @@ def path_accepts(u, draft, target_probs):
     """``bool[paths, K]``: whether the shipped test accepts draft k at ``u[:, k]``, those before it being accepted."""
     k = draft.tokens.shape[1]
     uniforms = jnp.eye(k) * u[:, :, None]
-    counts = jax.vmap(accept.count_accepted, (1, None, None), 1)(uniforms, draft, target_probs[:, :-1])
+    counts = jax.vmap(rejection.count_accepted, (1, None, None), 1)(uniforms, draft, target_probs[:, :-1])
     return counts > jnp.arange(k)
 
 
@@ -166,15 +168,15 @@ def pad(at):
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-24, None], ids=["u=0", "u=1-2^-24", "u random"])
-@pytest.mark.parametrize("rule", accept.RULES.values(), ids=accept.RULES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_degenerate_rows_give_no_nan_and_no_impossible_token(report, monkeypatch, rule, u):
     rows = 2_000
     kinds, draft, target_probs = degenerate_rows(np.random.default_rng(2), rows)
     if u is not None:
-        monkeypatch.setattr(accept, "uniform", lambda keys: jnp.full(keys.shape, u, jnp.float32))
+        in_rules(monkeypatch.setattr, "uniform", lambda keys: jnp.full(keys.shape, u, jnp.float32))
     row_keys, start = jax.random.split(jax.random.key(3), rows), jnp.full(rows, 5, jnp.int32)
     verdict = jax.jit(lambda *args: rule.accept(*args))(row_keys, start, draft, target_probs)
-    after = np.asarray(jax.jit(accept.next_probs)(verdict.num_accepted, draft, target_probs))
+    after = np.asarray(jax.jit(rejection.next_probs)(verdict.num_accepted, draft, target_probs))
     num_accepted, p, q = map(np.asarray, (verdict.num_accepted, target_probs, draft.probs))
     tokens, here = np.asarray(draft.tokens), np.arange(rows)
     accepted = np.arange(tokens.shape[1]) < num_accepted[:, None]
@@ -199,9 +201,9 @@ def test_the_comparison_is_strict():
     """At u = 0 a token with p = 0 is refused, and at the threshold itself u q = p is refused."""
     draft = Draft(jnp.zeros((2, 1), jnp.int32), jnp.asarray([[[0.5, 0.5]], [[0.5, 0.5]]]))
     target_probs = jnp.asarray([[[0.0, 1.0]], [[0.25, 0.75]]])
-    np.testing.assert_array_equal(accept.count_accepted(jnp.asarray([[0.0], [0.5]]), draft, target_probs), 0)
+    np.testing.assert_array_equal(rejection.count_accepted(jnp.asarray([[0.0], [0.5]]), draft, target_probs), 0)
     below = jnp.asarray([[0.0], [np.nextafter(np.float32(0.5), np.float32(0))]])
-    np.testing.assert_array_equal(accept.count_accepted(below, draft, target_probs), [0, 1])
+    np.testing.assert_array_equal(rejection.count_accepted(below, draft, target_probs), [0, 1])
 
 
 def test_residual_by_hand():

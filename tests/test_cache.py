@@ -10,7 +10,7 @@ import pytest
 
 import jspec
 from jspec import ModelDrafter, SamplingParams
-from jspec.accept import RULES
+from jspec.acceptance import RULES
 from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.draft_length import Fixed
 from jspec.output import collect

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.accept import RULES
+from jspec.acceptance import RULES
 from jspec.cache import whole_tiles
 from jspec.draft_length import Fixed
 from jspec.program import decode_program, traced

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.accept import RULES
+from jspec.acceptance import RULES
 from jspec.cache import KVCache, visible, write
 from jspec.drafters import CascadeDrafter, EarlyExitDrafter, FallbackDrafter, MixtureDrafter, ModelDrafter, NGramDrafter
 from jspec.types import ACCEPTED, BONUS, PADDING, pytree

@@ -12,7 +12,7 @@ from oracle import ALPHA
 from test_law import NUM_TOKENS, VOCAB, exact_law, text_counts
 
 import jspec
-from jspec.accept import RULES
+from jspec.acceptance import RULES
 from jspec.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")

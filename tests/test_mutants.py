@@ -19,7 +19,8 @@ from scipy import stats
 from test_accept import algebra_error
 
 import jspec
-from jspec import accept, sampling
+from jspec import sampling
+from jspec.acceptance import RULES
 from jspec.drafters import FallbackDrafter, ModelDrafter, RetrievalDrafter
 from jspec.program import decode_program
 
@@ -37,7 +38,7 @@ def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRA
     keys = jax.random.split(jax.random.key(8), draws)
     return toys.decode(target, drafter or ModelDrafter(other), tokens, jnp.full(draws, len(PROMPT)), keys, transforms,
                        max_new_tokens=NUM_TOKENS, num_draft_tokens=length, eos_ids=(EOS,),
-                       rule=accept.RULES[rule])  # fmt: skip
+                       rule=RULES[rule])  # fmt: skip
 
 
 def law(settings=SETTINGS, **options):
@@ -171,7 +172,7 @@ def patch(monkeypatch):
 def prepare(judge, patch):
     """At u = 0 everywhere for the judge that asks for it."""
     if judge is impossible_texts:
-        patch(accept, "uniform", lambda keys: jnp.zeros(keys.shape, jnp.float32))
+        mutants.in_rules(patch, "uniform", lambda keys: jnp.zeros(keys.shape, jnp.float32))
 
 
 @pytest.mark.usefixtures("quick_compile")

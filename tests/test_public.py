@@ -12,8 +12,8 @@ import jspec
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["tree", "types", "devices", "sharding", "keys", "probs", "rows", "tree_yield", "theory", "sampling",
-         "cache", "rope", "kernels", "layers", "llama", "layout", "quantizer", "half", "weights", "walk", "accept",
-         "lossy", "draft_length", "drafters", "checks", "tree_checks", "state", "round", "output", "program",
+         "cache", "rope", "kernels", "layers", "llama", "layout", "quantizer", "half", "weights", "acceptance", "rules",
+         "draft_length", "lengths", "drafters", "checks", "tree_checks", "state", "round", "output", "program",
          "tuning", "tree_tuning", "auto", "decode", "footprint", "roofline", "planning", "tokenizer_file", "text",
          "prompts", "names", "completion", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
@@ -72,10 +72,12 @@ def test_the_public_names():
         "complete",
         "demo_pair",
         "generate",
+        "lengths",
         "load",
         "plan",
         "pretrained",
         "quantize",
+        "rules",
         "speculative_generate",
         "tensor_parallel",
         "theory",
@@ -84,6 +86,8 @@ def test_the_public_names():
     for name in jspec.__all__:
         assert inspect.getdoc(getattr(jspec, name)), f"jspec.{name} has no docstring"
     assert {"acceptance_rate", "expected_tokens", "speedup", "optimal_k", "operations"} <= set(dir(jspec.theory))
+    for toolbox in (jspec.rules, jspec.lengths):
+        assert all(name.isupper() or inspect.getdoc(getattr(toolbox, name)) for name in toolbox.__all__)
     assert {"CheckpointError", "LlamaConfig", "load", "read_config"} <= set(convert.__all__)
 
 
@@ -119,7 +123,7 @@ def test_files_import_only_from_those_above(path):
         if dotted == "jspec" or _room(dotted) in {"__version__", *jspec.__all__} - set(ORDER):
             assert own == "cli", f"{path.name} uses the public API, which stands on top of it"
             continue
-        inside = own == _room(dotted) and own in ("drafters", "kernels", "cli")
+        inside = own == _room(dotted) and own in ("acceptance", "drafters", "kernels", "cli")
         assert ORDER.index(_room(dotted)) < ORDER.index(own) or inside, f"{path.name} imports {dotted}"
 
 

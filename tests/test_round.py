@@ -11,7 +11,7 @@ import toys
 from test_matrix import pair
 
 import jspec
-from jspec.accept import RULES
+from jspec.acceptance import RULES
 from jspec.program import start
 from jspec.round import play_round
 

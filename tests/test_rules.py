@@ -11,8 +11,9 @@ import toys
 from test_accept import random_laws, tables
 
 import jspec
-from jspec import accept, lossy
-from jspec.accept import RULES, Block, Rejection, block_chances, block_weights, next_probs
+from jspec.acceptance import RULES, block, lossy, rejection
+from jspec.acceptance.block import Block, block_chances, block_weights
+from jspec.acceptance.rejection import Rejection, next_probs
 from jspec.drafters import ModelDrafter
 from jspec.keys import Purpose, gumbel, stream
 from jspec.probs import sample_with_noise
@@ -158,7 +159,7 @@ def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
     def by_position(keys, positions, purpose):
         return keys if positions.ndim == 1 and purpose is Purpose.ACCEPT else stream(keys, positions, purpose)
 
-    monkeypatch.setattr(accept, "stream", by_position)
+    monkeypatch.setattr(block, "stream", by_position)
     counts, joint, _ = texts(Block(), seed=1)
     p = oracle.p_value(counts, joint)
     report(texts=counts.sum(), p=f"{p:.1e}", alpha=oracle.ALPHA)
@@ -252,8 +253,8 @@ def judged(rule, keys, start, draft, laws):
 
     def verdict(u):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(accept, "uniform", lambda keys: u[:, None])
-            patch.setattr(accept, "next_probs", lambda n, *rest: seen.setdefault("law", next_probs(n * 0, *rest)))
+            patch.setattr(rejection, "uniform", lambda keys: u[:, None])
+            patch.setattr(rejection, "next_probs", lambda n, *rest: seen.setdefault("law", next_probs(n * 0, *rest)))
             seen.clear()
             out = rule.accept(keys, start, draft, laws)
         return out.num_accepted == 1, seen["law"], out.distortion[:, 0]
@@ -340,5 +341,6 @@ def test_numpy_numbers_are_numbers():
 
 def test_every_lossy_rule_says_so():
     assert not any(rule.exact for rule in LOSSY)
-    defined = {value for value in vars(lossy).values() if isinstance(value, type) and value.__module__ == "jspec.lossy"}
+    types = {value for value in vars(lossy).values() if isinstance(value, type)}
+    defined = {value for value in types if value.__module__ == lossy.__name__}
     assert {type(rule) for rule in LOSSY} == defined

@@ -12,8 +12,9 @@ import test_mutants
 import toys
 
 import jspec
-from jspec import Tree, TreeDrafter, accept, keys, walk
+from jspec import Tree, TreeDrafter, keys
 from jspec import round as rounds
+from jspec.acceptance import rejection, traversal, walk
 from jspec.drafters import BigramDrafter, UnigramDrafter
 from jspec.probs import at_tokens
 from jspec.tree import Branches
@@ -65,11 +66,12 @@ def youngest_first(patch):
         younger = jnp.asarray(np.triu(parents[:, None] == parents, 1))
         return follow(kept & ~(kept[:, None, :] & younger).any(-1), tree)
 
-    patch(accept, "follow", mutant)
+    patch(rejection, "follow", mutant)
 
 
 def noise_of_the_elder_sibling(patch):
-    patch(keys, "of_sibling", lambda keys, rank: keys)
+    for module in (keys, walk):
+        patch(module, "of_sibling", lambda keys, rank: keys)
 
 
 def pruned_by_own_confidence(patch):
@@ -191,5 +193,5 @@ def test_the_comparison_is_strict():
     target_probs = jnp.asarray([[[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
     kept = walk.kept_in_turn([jnp.zeros((1, 1))] * 2, draft, target_probs)
     np.testing.assert_array_equal(kept, [[False, True]])
-    end, _ = walk.traverse(jnp.zeros((1, 2)), draft, target_probs)
+    end, _ = traversal.traverse(jnp.zeros((1, 2)), draft, target_probs)
     np.testing.assert_array_equal(end, [2])

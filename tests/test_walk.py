@@ -9,10 +9,10 @@ import oracle
 import pytest
 from test_accept import random_laws
 
-from jspec.accept import RULES, accept_nodes, accept_tokens
+from jspec.acceptance.traversal import traverse
+from jspec.rules import RULES, accept_nodes, accept_tokens, follow, kept_in_turn, law_behind
 from jspec.tree import Tree
 from jspec.types import Draft
-from jspec.walk import follow, kept_in_turn, law_behind, traverse
 
 CASES = {
     "chain": (Tree.chain(3), 3),

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from convert.config import LlamaConfig, RopeConfig
-from jspec.accept import RULES
+from jspec.acceptance import RULES
 from jspec.cache import KVCache
 from jspec.draft_length import Fixed, as_draft_length
 from jspec.llama import Llama

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.accept import accept_coupled
+from jspec.acceptance.coupled import accept_coupled
 from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
 from jspec.drafters.model import as_part
@@ -37,7 +37,7 @@ class _Progress:
 class CascadeDrafter:
     """Drafts, token for token, what ``ModelDrafter(middle)`` would, in fewer passes of `middle`.
 
-    Its rounds are those of the rule "coupled" (`jspec.accept.Coupled`): `middle` draws every token with the noise that
+    Its rounds are those of the rule "coupled" (`jspec.rules.Coupled`): `middle` draws every token with the noise that
     is meant for it; `small`, which drafts with the same noise, only saves passes. The law of a token is the middle's
     (Leviathan et al. 2023, section 6, "hierarchical"; Chen et al. 2024, Cascade Speculative Drafting). `small` may be
     a cascade.

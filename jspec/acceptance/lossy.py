@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Lossy acceptance rules: they accept more than the target's law allows, and say how much more.
 
 None is reachable without being named. Each accepts a token x of the draft up to a bound above p(x), and returns a
@@ -12,12 +13,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.accept import accept_tokens
+from jspec.acceptance.base import Rule
+from jspec.acceptance.rejection import accept_tokens
 from jspec.types import Draft, Verdict, check_between, check_count
 
 
 @dataclasses.dataclass(frozen=True)
-class Lenient:
+class Lenient(Rule):
     """No token is more than ``1 / leniency`` times as likely as under the target (Leviathan et al. 2023, appendix A.5).
 
     Attributes:
@@ -27,7 +29,6 @@ class Lenient:
     leniency: float
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
-    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_between("leniency", self.leniency, 0, 1)
@@ -37,7 +38,7 @@ class Lenient:
 
 
 @dataclasses.dataclass(frozen=True)
-class Typical:
+class Typical(Rule):
     """Typical acceptance: keep x where ``p(x) > min(epsilon, delta exp(-H(p)))``, H being entropy (Medusa).
 
     Attributes:
@@ -49,7 +50,6 @@ class Typical:
     delta: float
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
-    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_between("epsilon", self.epsilon, 0, 1)
@@ -64,13 +64,12 @@ class Typical:
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK:
+class TopK(Rule):
     """Keep what is among the target's k likeliest tokens, or as likely as the last of them."""
 
     k: int
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
-    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("k", self.k)
@@ -82,13 +81,12 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True)
-class Threshold:
+class Threshold(Rule):
     """Keep what the target gives at least this probability, in (0, 1]."""
 
     probability: float
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
-    branches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_between("probability", self.probability, 0, 1)

@@ -1,0 +1,15 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Acceptance rules: from a draft and the target's laws to a verdict. Those that go by a name are exact."""
+
+from jspec.acceptance.base import Rule
+from jspec.acceptance.block import Block
+from jspec.acceptance.coupled import Coupled
+from jspec.acceptance.rejection import Rejection
+from jspec.acceptance.traversal import Traversal
+
+RULES: dict[str, Rule] = {
+    "rejection": Rejection(),
+    "block": Block(),
+    "coupled": Coupled(),
+    "traversal": Traversal(),
+}

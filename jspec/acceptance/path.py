@@ -1,0 +1,55 @@
+# pyright: strict, reportUnknownMemberType=false
+"""What a round goes along once its draft has been judged: the accepted guesses and the token behind them."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.acceptance.walk import above, end_of, is_guess, length_of_prefix
+from jspec.types import Draft, Verdict
+
+
+class Path(NamedTuple):
+    """What a round goes along: the accepted guesses and the token behind them; of a tree one branch of it.
+
+    Attributes:
+        tokens: ``int32[B, K + 1]``, the accepted ones, that behind them, then anything. K is the draft's depth.
+        target_probs: ``float32[B, K + 1, V]``, the target's laws of those.
+        num_guessed: ``int32[B]``, how many of the tokens were guessed, a refused guess for the last one included.
+        guesses: ``int32[B, K + 1]``, how many guesses the draft has down to each depth.
+    """
+
+    tokens: Array
+    target_probs: Array
+    num_guessed: Array
+    guesses: Array
+
+
+def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
+    """The path that a verdict has found."""
+    tree = draft.topology
+    if verdict.path is None:
+        guessed, tokens = num_guessed(draft), draft.tokens
+        guesses = jnp.minimum(guessed[:, None], jnp.arange(tree.size + 1, dtype=jnp.int32))
+    else:
+        path, guess = verdict.path, _whole_branches(draft)
+        tokens = jnp.take_along_axis(draft.tokens, jnp.maximum(path - 1, 0), axis=1)
+        target_probs = jnp.take_along_axis(target_probs, jnp.pad(path, ((0, 0), (1, 0)))[..., None], axis=1)
+        end = end_of(verdict.num_accepted, path)
+        guessed = verdict.num_accepted + (guess & (jnp.asarray(tree.parents) == end[:, None])).any(1)
+        down_to = jnp.asarray(tree.offsets)[..., None, 1:] <= jnp.arange(tree.max_depth + 1)[:, None]
+        guesses = (guess[:, None, :] & down_to).sum(-1, dtype=jnp.int32)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
+    follows = jnp.arange(tokens.shape[1]) == verdict.num_accepted[:, None]
+    return Path(jnp.where(follows, verdict.next_token[:, None], tokens), target_probs, guessed, guesses)
+
+
+def num_guessed(draft: Draft) -> Array:
+    """How many tokens of a chain come before one that is no guess, ``int32[B]``."""
+    return length_of_prefix(is_guess(draft))
+
+
+def _whole_branches(draft: Draft) -> Array:
+    """``bool[B, N]``: the nodes of a tree that are guesses, and so is all before them."""
+    return (is_guess(draft)[:, None, :] | ~above(draft.topology)).all(-1)

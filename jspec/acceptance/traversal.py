@@ -1,0 +1,77 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Traversal verification: a tree is judged as a whole."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.acceptance.base import Rule
+from jspec.acceptance.block import Block
+from jspec.keys import Purpose, of_sibling, positions_from, stream, uniform
+from jspec.probs import at_tokens, residual, sample
+from jspec.types import Draft, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Traversal(Rule):
+    """Traversal verification (Weng et al. 2025, algorithm 3): a tree is judged as a whole, from its leaves to its root.
+
+    Of a chain it is `Block`; of a tree, where that helps a whole branch, it keeps branches that `Rejection` gives up at
+    their first nodes.
+    """
+
+    exact: ClassVar[bool] = True
+    shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = True
+
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        tree = draft.static_tree
+        if tree.is_chain:
+            return Block().accept(keys, start, draft, target_probs)
+        # As in `Block`; and cousins are judged beside each other, so that every node of a depth has noise of its own.
+        round_keys = stream(keys, start, Purpose.ACCEPT)
+        depths, rank = tree.offsets[1:], tree.rank_at_depth[1:]
+        by_rank = [stream(of_sibling(round_keys, r), positions_from(start, tree.max_depth), Purpose.ACCEPT)
+                   for r in range(rank.max() + 1)]  # fmt: skip
+        uniforms = jnp.stack([uniform(keys) for keys in by_rank], axis=1)[:, rank, depths - 1]
+        end, law = traverse(uniforms, draft, target_probs)
+        num_accepted, path = jnp.asarray(tree.offsets)[end], jnp.asarray(tree.paths)[end]
+        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law), path=path)
+
+
+def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
+    """Where traversal verification ends, ``int32[B]``, and the law ``[B, V]`` of the token behind it.
+
+    Nodes are judged after all that is below them. A node has a weight w, how much of its branch's mass the target can
+    take, and p, what is left of the target's law behind it. Each child x with law q gets the weight
+    ``min(1, w p(x) / q(x))``; where nothing below it is kept, z = ``max(w p - q, 0)`` is left, of mass s, so that p is
+    ``z / s`` and w is ``s / (s + 1 - w)``. In the end the node is kept with probability w, node 0 always (Weng et al.
+    2025, algorithm 3).
+
+    Args:
+        uniforms: ``[B, N]`` in [0, 1), one a node.
+        draft, target_probs: as for `kept_in_turn`.
+    """
+    tree, batch = draft.static_tree, len(draft.tokens)
+    end, behind, done = jnp.zeros(batch, jnp.int32), jnp.zeros_like(target_probs[:, 0]), jnp.zeros(batch, bool)
+
+    def visit(node: int, weight: Array) -> None:
+        nonlocal end, behind, done
+        law = residual(target_probs[:, node], jnp.zeros_like(behind))
+        for child in tree.children[node][tree.children[node] > 0]:
+            token, probs = draft.tokens[:, child - 1], draft.probs[:, child - 1]
+            p, q = weight * at_tokens(law, token), at_tokens(probs, token)
+            visit(int(child), jnp.where(q > 0, jnp.where(p >= q, 1, p / jnp.where(q > 0, q, 1)), 0))
+            mass = weight[:, None] * law
+            left = jnp.where(probs > 0, jnp.maximum(mass - probs, 0), mass).sum(-1)
+            # Where the target has no law the text ends; its missing mass counts as left.
+            left = jnp.where(mass.sum(-1) > 0, left, weight)
+            law = residual(mass, probs)
+            weight = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
+        kept = ~done & (uniforms[:, node - 1] < weight if node else True)
+        end, behind, done = jnp.where(kept, node, end), jnp.where(kept[:, None], law, behind), done | kept
+
+    visit(0, jnp.ones(batch, target_probs.dtype))
+    return end, behind

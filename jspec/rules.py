@@ -1,0 +1,62 @@
+"""What acceptance rules are made of, for those who write their own; docs/write-your-own.md has examples.
+
+A rule derives from `Rule`, or has what that has. One that judges a chain token by token needs no more than a bound
+(`accept_tokens`). Of a tree it judges siblings one after another (`kept_in_turn`), goes along those that are kept
+(`follow`), and draws the token behind them from what is left (`law_behind`).
+"""
+
+from jspec.acceptance import RULES, Block, Coupled, Rejection, Rule, Traversal
+from jspec.acceptance.coupled import accept_coupled
+from jspec.acceptance.lossy import Lenient, Threshold, TopK, Typical
+from jspec.acceptance.rejection import accept_nodes, accept_tokens, count_accepted, next_probs
+from jspec.acceptance.walk import (
+    at_parents,
+    end_of,
+    follow,
+    is_guess,
+    kept_in_turn,
+    law_behind,
+    length_of_prefix,
+    sibling_uniforms,
+)
+from jspec.keys import Purpose, of_sibling, positions_from, stream, target_noise, uniform
+from jspec.probs import at_tokens, residual, sample, sample_with_noise
+from jspec.types import Draft, Verdict
+
+__all__ = [
+    "RULES",
+    "Block",
+    "Coupled",
+    "Draft",
+    "Lenient",
+    "Purpose",
+    "Rejection",
+    "Rule",
+    "Threshold",
+    "TopK",
+    "Traversal",
+    "Typical",
+    "Verdict",
+    "accept_coupled",
+    "accept_nodes",
+    "accept_tokens",
+    "at_parents",
+    "at_tokens",
+    "count_accepted",
+    "end_of",
+    "follow",
+    "is_guess",
+    "kept_in_turn",
+    "law_behind",
+    "length_of_prefix",
+    "next_probs",
+    "of_sibling",
+    "positions_from",
+    "residual",
+    "sample",
+    "sample_with_noise",
+    "sibling_uniforms",
+    "stream",
+    "target_noise",
+    "uniform",
+]
