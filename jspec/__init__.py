@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jspec import lengths, rules, theory
-    from jspec.acceptance.lossy import Lenient, Threshold, TopK, Typical
+    from jspec.acceptance.lossy import Lenient, Relaxed, Threshold, TopK, Typical
     from jspec.auto import tune
     from jspec.completion import Completion, complete
     from jspec.decode import generate, speculative_generate
@@ -52,6 +52,7 @@ __all__ = [
     "NGramDrafter",
     "Output",
     "Plan",
+    "Relaxed",
     "RetrievalDrafter",
     "SamplingParams",
     "Stats",
@@ -86,6 +87,7 @@ _HOMES = {
     "UpTo": "jspec.draft_length",
     "WhileConfident": "jspec.draft_length",
     "Lenient": "jspec.acceptance.lossy",
+    "Relaxed": "jspec.acceptance.lossy",
     "Llama": "jspec.llama",
     "BigramDrafter": "jspec.drafters",
     "CascadeDrafter": "jspec.drafters",

@@ -76,8 +76,9 @@ def speculative_generate(
             does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request, as numbers, lists or arrays.
         accept: the acceptance rule. Exact are "rejection"; "block", which keeps as much or more in expectation;
-            "traversal", the same for trees; and "coupled", whose text is that of `generate` with the same keys, but for
-            rounding. An object such as ``jspec.Lenient(0.5)`` is not exact, see `jspec.rules`.
+            "traversal", the same for trees; "k-seq", for trees whose children are drawn independently; and "coupled",
+            whose text is that of `generate` with the same keys, but for rounding. An object such as
+            ``jspec.Lenient(0.5)`` is not exact, see `jspec.rules`.
         eos_ids: tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default
             rows run to their limits; a model's own ids are in ``target.config.eos_token_ids``.
         pad_id: fills ``out.tokens`` after a row's end.

@@ -5,14 +5,18 @@ A rule derives from `Rule`, or has what that has. One that judges a chain token 
 (`follow`), and draws the token behind them from what is left (`law_behind`).
 """
 
-from jspec.acceptance import RULES, Block, Coupled, Rejection, Rule, Traversal
+from jspec.acceptance import RULES, Block, Coupled, KSeq, Rejection, Rule, Traversal
 from jspec.acceptance.coupled import accept_coupled
-from jspec.acceptance.lossy import Lenient, Threshold, TopK, Typical
+from jspec.acceptance.lossy import Lenient, Relaxed, Threshold, TopK, Typical, accept_longest
 from jspec.acceptance.rejection import accept_nodes, accept_tokens, count_accepted, next_probs
 from jspec.acceptance.walk import (
+    Bound,
+    along,
     at_parents,
     end_of,
+    excess,
     follow,
+    follow_longest,
     is_guess,
     kept_in_turn,
     law_behind,
@@ -26,11 +30,14 @@ from jspec.types import Draft, Verdict
 __all__ = [
     "RULES",
     "Block",
+    "Bound",
     "Coupled",
     "Draft",
+    "KSeq",
     "Lenient",
     "Purpose",
     "Rejection",
+    "Relaxed",
     "Rule",
     "Threshold",
     "TopK",
@@ -38,13 +45,17 @@ __all__ = [
     "Typical",
     "Verdict",
     "accept_coupled",
+    "accept_longest",
     "accept_nodes",
     "accept_tokens",
+    "along",
     "at_parents",
     "at_tokens",
     "count_accepted",
     "end_of",
+    "excess",
     "follow",
+    "follow_longest",
     "is_guess",
     "kept_in_turn",
     "law_behind",

@@ -20,6 +20,7 @@ LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.
 TREES = [(f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
          for i, (kind, name, rule) in enumerate((
              ("tree", "model", "rejection"), ("tree", "early exit", "coupled"), ("tree", "retrieval", "traversal"),
+             ("tree", "bigram", "k-seq"),
              ("search", "model", "coupled"), ("search", "early exit", "coupled"), ("search", "retrieval", "coupled")))
          ]  # fmt: skip
 CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
@@ -61,7 +62,7 @@ def program(one, dtype="bfloat16", **sizes):
     kind, of, branching = drafter.partition(" of ")
     made = drafters.make(branching if kind in ("tree", "search") and of else drafter, target, draft)
     if kind == "tree":
-        made = jspec.TreeDrafter(made, jspec.Tree.branching((2, 2)))
+        made = jspec.TreeDrafter(made, jspec.Tree.branching((2, 2)), replacement=rule.independent)
     elif kind == "search":
         made = jspec.DynamicTreeDrafter(made, num_nodes=6, max_depth=2, width=3)
     return target, made, setting

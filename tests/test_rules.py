@@ -20,7 +20,9 @@ from jspec.probs import sample_with_noise
 from jspec.sampling import SamplingParams
 from jspec.types import BONUS, Draft
 
-LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15))
+# The others are one of these on a chain, see tests/test_tree_rules.py.
+ON_CHAINS = ("rejection", "block", "coupled")
+LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15), jspec.Relaxed(3, 1.0))
 
 
 def autoregressive(laws, start=1.0):
@@ -113,7 +115,7 @@ def test_block_verification_enumerated(report):
     assert min(gains) >= -1e-12 and max(gains) > 0.01
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ON_CHAINS)
 def test_a_broken_context_is_neither_avoided_nor_hidden(report, name, quick_compile):
     """After token 0 the target's logits are NaN: half of the texts must end there, under every rule."""
     target = toys.MarkovModel(jnp.array([[jnp.nan, jnp.nan], [0.0, 0.0]]))
@@ -145,7 +147,7 @@ def texts(rule, seed, draws=200_000, k=3):
     return np.bincount(np.asarray(out.tokens) @ [64, 16, 4, 1], minlength=256), joint, out
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ON_CHAINS)
 def test_four_tokens_over_several_rounds_have_the_joint_law(report, name):
     counts, joint, _ = texts(RULES[name], seed=1)
     p = oracle.p_value(counts, joint)
@@ -244,6 +246,9 @@ def chances(rule, p, q):
         jspec.Typical: lambda: np.where(p > np.minimum(rule.epsilon, rule.delta * np.exp(-entropy)), 1, 0),
         jspec.TopK: lambda: np.where((rank < rule.k) & (p > 0), 1, 0),
         jspec.Threshold: lambda: np.where(p >= rule.probability, 1, 0),
+        jspec.Relaxed: lambda: np.where(
+            (rank < rule.beta) & (p > 0) & (np.log(p.max(1, keepdims=True) / np.where(p > 0, p, 1)) <= rule.tau), 1, 0
+        ),
     }[type(rule)]().clip(max=1)
 
 
@@ -296,7 +301,7 @@ def test_a_receipt_does_not_depend_on_neighbours(toy, prompts, quick_compile):
     np.testing.assert_allclose(receipts(slice(0, 1)), together[:1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ON_CHAINS)
 def test_exact_rules_pay_nothing(name, quick_compile):
     assert RULES[name].exact
     np.testing.assert_array_equal(texts(RULES[name], seed=3, draws=8)[2].stats.distortion, 0)
@@ -329,6 +334,9 @@ def test_more_leniency_keeps_more_drafts(report, quick_compile):
     (lambda: jspec.Threshold(-0.1), "probability must be"),
     (lambda: jspec.Threshold(True), "probability must be"),
     (lambda: jspec.TopK(True), "k must be an int"),
+    (lambda: jspec.Relaxed(0, 1.0), "beta must be an int of at least 1; got 0"),
+    (lambda: jspec.Relaxed(3, 0), "tau must be a number above 0"),
+    (lambda: jspec.Relaxed(3, float("nan")), "tau must be a number above 0"),
 ])  # fmt: skip
 def test_impossible_numbers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
@@ -339,7 +347,8 @@ def test_numpy_numbers_are_numbers():
     assert jspec.Lenient(np.float32(0.5)) == jspec.Lenient(0.5) and jspec.TopK(np.int64(2)) == jspec.TopK(2)
 
 
-def test_every_lossy_rule_says_so():
+def test_every_rule_says_what_it_is():
+    assert all(rule.exact for rule in RULES.values())
     assert not any(rule.exact for rule in LOSSY)
     types = {value for value in vars(lossy).values() if isinstance(value, type)}
     defined = {value for value in types if value.__module__ == lossy.__name__}

@@ -191,7 +191,7 @@ def test_the_comparison_is_strict():
     """A token that the target cannot draw is not kept, even at a uniform of 0."""
     draft = Draft(jnp.asarray([[0, 1]]), jnp.asarray([[[0.5, 0.5], [0.0, 1.0]]]), Tree((0, 0)))
     target_probs = jnp.asarray([[[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
-    kept = walk.kept_in_turn([jnp.zeros((1, 1))] * 2, draft, target_probs)
+    kept, _ = walk.kept_in_turn([jnp.zeros((1, 1))] * 2, draft, target_probs)
     np.testing.assert_array_equal(kept, [[False, True]])
     end, _ = traversal.traverse(jnp.zeros((1, 2)), draft, target_probs)
     np.testing.assert_array_equal(end, [2])

@@ -21,7 +21,11 @@ MODEL = toys.tiny_llama(0)
     (ValueError, "num_draft_tokens=4 beside a TreeDrafter, whose tree says", {"num_draft_tokens": 4}),
     (ValueError, r"accept=Block judges chains only, and TreeDrafter drafts a tree; use one of",
      {"accept": "block"}),
-    (ValueError, "accept=Lenient judges chains only", {"accept": jspec.Lenient(0.5)}),
+    (ValueError, "accept=TopK judges chains only", {"accept": jspec.TopK(2)}),
+    (ValueError, "accept=Threshold judges chains only", {"accept": jspec.Threshold(0.1)}),
+    (ValueError, "accept=Relaxed judges chains only", {"accept": jspec.Relaxed(3, 1.0)}),
+    (ValueError, "accept=KSeq needs children that were drawn independently of each other, and this TreeDrafter draws "
+                 "them without replacement; use replacement=True", {"accept": "k-seq"}),
     (ValueError, "replacement=True draws children independently", {"accept": "coupled", "replacement": True}),
     (ValueError, "A node of the tree has 9 children, which are different tokens, and the vocabulary has 8",
      {"tree": Tree.branching((9,))}),

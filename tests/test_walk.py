@@ -1,5 +1,6 @@
 """The law of one round over a tree, enumerated in float64 through the shipped rules; and trees that are chains."""
 
+import functools
 import itertools
 
 import jax
@@ -9,7 +10,9 @@ import oracle
 import pytest
 from test_accept import random_laws
 
+from jspec.acceptance.k_seq import judge_alike, law_behind_all
 from jspec.acceptance.traversal import traverse
+from jspec.acceptance.walk import whole
 from jspec.rules import RULES, accept_nodes, accept_tokens, follow, kept_in_turn, law_behind
 from jspec.tree import Tree
 from jspec.types import Draft
@@ -73,14 +76,29 @@ def joint_law(tree, p, found, ends):
     return joint
 
 
-def ends_of_walk(draft, target_probs):
+def ends_of_walk(draft, target_probs, bound=whole):
     """Of every node the chance ``[R]`` that `Rejection` ends there, and the law behind it."""
+    nodes = range(1, draft.topology.size + 1)
+    thresholds = np.stack([threshold(draft, target_probs, node, bound) for node in nodes], axis=1)
+    behind = jax.jit(functools.partial(law_behind, bound=bound))
+    return walked(draft, thresholds, lambda end: behind(end, draft, target_probs))
+
+
+def ends_of_k_seq(draft, target_probs):
+    """The same of `KSeq`."""
+    judge = jax.jit(lambda u: judge_alike(u, draft, target_probs))
+    thresholds = oracle.acceptance_thresholds(lambda u: np.asarray(judge(u)[0]), draft.tokens.shape)
+    taken_of = judge(np.zeros(draft.tokens.shape))[1]
+    return walked(draft, thresholds, lambda end: law_behind_all(end, taken_of, target_probs))
+
+
+def walked(draft, thresholds, law):
+    """Ends of a walk to the eldest child that is kept, each by its own threshold ``[R, N]``."""
     tree, rows = draft.topology, len(draft.tokens)
-    thresholds = np.stack([threshold(draft, target_probs, node) for node in range(1, tree.size + 1)], axis=1)
     for node in range(tree.size + 1):
         mass = np.prod([np.ones(rows), *(taken(tree, thresholds, n) for n in tree.paths[node] if n)], axis=0)
         mass = mass * np.prod(1 - thresholds[:, children(tree, node) - 1], axis=1)
-        yield mass, np.asarray(jax.jit(law_behind)(jnp.full(rows, node, jnp.int32), draft, target_probs))
+        yield mass, np.asarray(law(jnp.full(rows, node, jnp.int32)))
 
 
 def ends_of_traversal(draft, target_probs):
@@ -131,7 +149,7 @@ def taken(tree, thresholds, node):
     return thresholds[:, node - 1] * np.prod(1 - thresholds[:, np.array(elder, int) - 1], axis=1)
 
 
-def threshold(draft, target_probs, node):
+def threshold(draft, target_probs, node, bound=whole):
     """Below which uniform a node is kept, in every row: measured."""
     tree = draft.topology
     shape = len(draft.tokens), tree.max_depth
@@ -139,12 +157,12 @@ def threshold(draft, target_probs, node):
     @jax.jit
     def accepts(u):
         uniforms = [jnp.broadcast_to(u[:, None], shape)] * tree.max_children
-        return kept_in_turn(uniforms, draft, target_probs)[:, node - 1]
+        return kept_in_turn(uniforms, draft, target_probs, bound)[0][:, node - 1]
 
     return oracle.acceptance_thresholds(lambda u: np.asarray(accepts(u)), len(draft.tokens))
 
 
-ENDS = {"rejection": ends_of_walk, "traversal": ends_of_traversal}
+ENDS = {"rejection": ends_of_walk, "traversal": ends_of_traversal, "k-seq": ends_of_k_seq}
 
 
 def error(tree, vocab_size, replacement, rule="rejection", change=lambda found: found):
@@ -155,8 +173,8 @@ def error(tree, vocab_size, replacement, rule="rejection", change=lambda found: 
     return np.abs(joint - expected).max()
 
 
-@pytest.mark.parametrize("rule", ENDS)
-@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize(("rule", "replacement"), [
+    ("rejection", False), ("rejection", True), ("traversal", False), ("traversal", True), ("k-seq", True)])  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_every_text_of_a_round_has_the_target_law(report, name, replacement, rule, quick_compile):
     worst = error(*CASES[name], replacement, rule)

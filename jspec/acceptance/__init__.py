@@ -4,6 +4,7 @@
 from jspec.acceptance.base import Rule
 from jspec.acceptance.block import Block
 from jspec.acceptance.coupled import Coupled
+from jspec.acceptance.k_seq import KSeq
 from jspec.acceptance.rejection import Rejection
 from jspec.acceptance.traversal import Traversal
 
@@ -12,4 +13,5 @@ RULES: dict[str, Rule] = {
     "block": Block(),
     "coupled": Coupled(),
     "traversal": Traversal(),
+    "k-seq": KSeq(),
 }

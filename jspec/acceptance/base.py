@@ -17,11 +17,14 @@ class Rule(Protocol):
         exact: whether the text has the target's law whatever the draft.
         shares_noise: whether drafts are drawn with the noise that the target draws its own tokens with.
         branches: whether it can judge a tree; one that does not say so is given chains only.
+        independent: whether siblings must have been drawn independently of each other, from one law; a drafter says
+            that of its own by an attribute `replacement`. One that draws otherwise is refused.
     """
 
     exact: ClassVar[bool]
     shares_noise: ClassVar[bool]
     branches: ClassVar[bool] = False
+    independent: ClassVar[bool] = False
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         """What becomes of a round's draft.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.acceptance.walk import above, end_of, is_guess, length_of_prefix
+from jspec.acceptance.walk import above, along, end_of, is_guess, length_of_prefix
 from jspec.types import Draft, Verdict
 
 
@@ -26,6 +26,11 @@ class Path(NamedTuple):
     guesses: Array
 
 
+def at_path(values: Array, verdict: Verdict) -> Array:
+    """``[B, K + 1, ...]``, what ``values[B, N + 1, ...]`` has at the tokens before those of the path."""
+    return values if verdict.path is None else along(values, verdict.path)
+
+
 def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
     """The path that a verdict has found."""
     tree = draft.topology
@@ -35,7 +40,7 @@ def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
     else:
         path, guess = verdict.path, _whole_branches(draft)
         tokens = jnp.take_along_axis(draft.tokens, jnp.maximum(path - 1, 0), axis=1)
-        target_probs = jnp.take_along_axis(target_probs, jnp.pad(path, ((0, 0), (1, 0)))[..., None], axis=1)
+        target_probs = at_path(target_probs, verdict)
         end = end_of(verdict.num_accepted, path)
         guessed = verdict.num_accepted + (guess & (jnp.asarray(tree.parents) == end[:, None])).any(1)
         down_to = jnp.asarray(tree.offsets)[..., None, 1:] <= jnp.arange(tree.max_depth + 1)[:, None]

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.acceptance.base import Rule
-from jspec.acceptance.walk import end_of, follow, kept_in_turn, law_behind, length_of_prefix, sibling_uniforms
+from jspec.acceptance.walk import (
+    Bound,
+    along,
+    end_of,
+    follow,
+    kept_in_turn,
+    law_behind,
+    length_of_prefix,
+    sibling_uniforms,
+    whole,
+)
 from jspec.keys import Purpose, positions_from, stream, uniform
 from jspec.probs import at_tokens, residual, sample
 from jspec.types import Draft, Verdict
@@ -50,13 +60,14 @@ def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, 
     return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
 
 
-def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-    """`accept_tokens` of a tree, with p as the bound: children in turn, then the token behind the path."""
-    tree = draft.topology
-    uniforms = sibling_uniforms(keys, start, tree)
-    num_accepted, path = follow(kept_in_turn(uniforms, draft, target_probs), tree)
-    law = law_behind(end_of(num_accepted, path), draft, target_probs)
-    return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law), path=path)
+def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Verdict:
+    """`accept_tokens` of a tree: children in turn, then the token behind the path; with `kept_in_turn`'s receipt."""
+    tree = draft.static_tree
+    kept, distortion = kept_in_turn(sibling_uniforms(keys, start, tree), draft, target_probs, bound)
+    num_accepted, path = follow(kept, tree)
+    law = law_behind(end_of(num_accepted, path), draft, target_probs, bound)
+    token = sample(stream(keys, start + num_accepted, Purpose.TARGET), law)
+    return Verdict(num_accepted, token, None if bound is whole else along(distortion, path), path)
 
 
 def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:

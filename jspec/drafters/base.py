@@ -81,7 +81,8 @@ class Drafter(Protocol):
     """Guesses tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
 
     One that has a `tree`, a `jspec.Tree`, drafts that in place of a chain. The law of a node may depend on the nodes
-    before it on its branch, and on its elder siblings, alone.
+    before it on its branch, and on its elder siblings, alone. If it does not depend on these, siblings being drawn
+    independently from one law, an attribute `replacement` that is True says so, for rules which need that.
     """
 
     @property
