@@ -17,6 +17,7 @@ class OutputBuffers:
     """
 
     logprobs: Array
+    raw_logprobs: Array
     origins: Array
     stats: Stats
     strange: Array
@@ -28,13 +29,15 @@ def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int) -> Out
     by_depth = jnp.zeros((batch, num_draft_tokens), jnp.int32)
     stats = Stats(zeros, zeros, zeros, by_depth, by_depth, no, jnp.zeros(batch, jnp.float32))
     shape = batch, max_new_tokens + num_draft_tokens + 1
-    return OutputBuffers(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int8), stats, no)
+    logprobs = jnp.zeros(shape, jnp.float32)
+    return OutputBuffers(logprobs, logprobs, jnp.zeros(shape, jnp.int8), stats, no)
 
 
 def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Array) -> OutputBuffers:
     """`buffers` after a round, before which ``written[B]`` tokens were there and the rows ``done[B]`` had stopped."""
     return OutputBuffers(
         write_rows(buffers.logprobs, new.logprobs, written),
+        write_rows(buffers.raw_logprobs, new.raw_logprobs, written),
         write_rows(buffers.origins, new.origins, written),
         _add(buffers.stats, new, done),
         buffers.strange | new.strange,
@@ -66,6 +69,7 @@ def cut_to_size(
         tokens=jnp.where(kept, new, pad_id).astype(jnp.int32),
         lengths=lengths,
         logprobs=jnp.where(kept, buffers.logprobs[:, :max_new_tokens], 0),
+        raw_logprobs=jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0),
         origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
         stats=buffers.stats,
     )

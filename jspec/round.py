@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.acceptance.base import Rule
-from jspec.acceptance.path import Path, along_path, num_guessed
+from jspec.acceptance.path import Path, along_path, at_path, num_guessed
 from jspec.acceptance.walk import AnyTree
 from jspec.cache import KVCache, append, keep
 from jspec.draft_length import DraftLength, compiled_lengths
@@ -17,7 +17,7 @@ from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outsi
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.rows import write_rows
-from jspec.sampling import add_tokens, token_probs
+from jspec.sampling import add_tokens, raw_logprobs, token_probs
 from jspec.state import DecodeState, RequestParams, RoundOutput
 from jspec.tree import Branches
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
@@ -29,7 +29,7 @@ def play_round(
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
-        hidden, target_probs, cache = _verify(target, draft_length, params, state, draft)
+        hidden, (logits, target_probs), cache = _verify(target, draft_length, params, state, draft)
     with jax.named_scope("accept"):
         verdict = rule.accept(params.keys, state.lengths, draft, target_probs)
         if verdict.path is None and not draft.topology.is_chain:
@@ -42,7 +42,9 @@ def play_round(
             drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
-        new, ended = _output(params, state, verdict, along_path(draft, verdict, target_probs), strange)
+        path = along_path(draft, verdict, target_probs)
+        raw = raw_logprobs(at_path(logits, verdict), path.tokens)
+        new, ended = _output(params, state, verdict, path, raw, strange)
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
         return _commit(draft_length, state, new), new
 
@@ -85,31 +87,31 @@ def _noise(rule: Rule, keys: Array, positions: Array, vocab_size: int, tree: Any
 
 def _verify(
     target: Any, draft_length: DraftLength, params: RequestParams, state: DecodeState, draft: Draft
-) -> tuple[Array, Array, KVCache]:
-    """The target's hidden states and laws behind the last token and every draft, and its cache with all of them."""
+) -> tuple[Array, tuple[Array, Array], KVCache]:
+    """The target's hidden states behind the last token and every draft, its logits and laws, and its cache of all."""
     start = state.lengths - 1
     block = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
 
-    def laws(hidden: Array) -> Array:
-        drafted = draft.tokens[:, : hidden.shape[1] - 1]
+    def laws(hidden: Array) -> tuple[Array, Array]:
+        drafted, logits = draft.tokens[:, : hidden.shape[1] - 1], target.logits(hidden)
         seen = None if branches is None else branches.visible[..., 1:]
-        return token_probs(target.logits(hidden), params.transforms, state.token_counts, drafted, seen)
+        return logits, token_probs(logits, params.transforms, state.token_counts, drafted, seen)
 
     lengths, branches = compiled_lengths(draft_length), draft.topology.branches
     if len(lengths) == 1:
         hidden, cache = target.forward(block, state.cache, start, **Branches.argument(branches))
         return hidden, laws(hidden), cache
 
-    def up_to(k: int) -> tuple[Array, Array, KVCache]:
+    def up_to(k: int) -> tuple[tuple[Array, tuple[Array, Array]], KVCache]:
         # The cache is only read here, for XLA would copy what one of several branches updates.
         new = target.new_cache(*block.shape)
         hidden, new = target.forward(block[:, : k + 1], new, start, past=(state.cache, start))
         rest = ((0, 0), (0, block.shape[1] - 1 - k), (0, 0))
-        return jnp.pad(hidden, rest), jnp.pad(laws(hidden), rest), new
+        return jax.tree.map(lambda part: jnp.pad(part, rest), (hidden, laws(hidden))), new
 
     shortest = jnp.searchsorted(jnp.array(lengths), num_guessed(draft).max())
-    hidden, probs, new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
-    return hidden, probs, append(state.cache, new, start)
+    (hidden, judged), new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
+    return hidden, judged, append(state.cache, new, start)
 
 
 class _Stop(NamedTuple):
@@ -146,7 +148,7 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
 
 
 def _output(
-    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, strange: Array
+    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, raw: Array, strange: Array
 ) -> tuple[RoundOutput, Array]:
     """What the round brings, and which rows have ended with it."""
     num_accepted = verdict.num_accepted
@@ -160,6 +162,7 @@ def _output(
         tokens=path.tokens,
         count=stop.count,
         logprobs=jnp.log(at_tokens(path.target_probs, path.tokens)),
+        raw_logprobs=raw,
         origins=_origins(num_accepted, path.num_guessed, path.tokens.shape[1]),
         drafted=jnp.where(state.done, 0, drafted),
         judged=accepted + refused,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jspec.probs import at_tokens
 from jspec.rows import tally
 from jspec.sharding import vary_like
 from jspec.types import pytree
@@ -167,6 +168,13 @@ def token_probs(
         counts = _counts_by_position(token_counts.counts, drafted, seen)
         logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, token_counts.prompt, transforms)
     return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
+
+
+def raw_logprobs(logits: Array, tokens: Array) -> Array:
+    """``float32[B, S]``, log-softmax of ``logits[B, S, V]`` at ``tokens[B, S]``: without transforms."""
+    logits = logits.astype(jnp.float32)
+    largest = logits.max(-1)
+    return at_tokens(logits, tokens) - largest - jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
 
 
 def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.ndarray | None) -> Array:

@@ -59,7 +59,7 @@ class RoundOutput:
     Attributes:
         tokens: ``int32[B, K + 1]``, of which the first ``count[b]`` are new; behind them anything, here and below.
         count: ``int32[B]`` in 0 .. K + 1.
-        logprobs: ``float32[B, K + 1]``, as in `jspec.types.Output`.
+        logprobs, raw_logprobs: ``float32[B, K + 1]``, as in `jspec.types.Output`.
         origins: ``int8[B, K + 1]``, the same.
         drafted, judged, accepted: ``int32[B]``, drafts, as counted in `jspec.types.Stats`.
         invalid: ``bool[B]``, whether the row has stopped because the target's logits are no law.
@@ -70,6 +70,7 @@ class RoundOutput:
     tokens: Array
     count: Array
     logprobs: Array
+    raw_logprobs: Array
     origins: Array
     drafted: Array
     judged: Array

@@ -93,7 +93,8 @@ class Verdict:
         num_accepted: ``int32[B]`` in 0..K, the length of the accepted prefix of the draft.
         next_token: ``int32[B]``, the token that follows it: a correction, or a bonus when all K were accepted.
         distortion: ``float32[B, K + 1]`` of a lossy rule: the total variation distance between the law of the token
-            that a position got and the target's. None for an exact rule.
+            that a position got and the target's; of a tree a bound of it, on average over drafts (`Lenient`), or of
+            that of the round (`Typical`). None for an exact rule.
         path: ``int32[B, max_depth]``, the accepted nodes of a tree by their depths, then any; None for a chain.
     """
 
@@ -118,8 +119,8 @@ class Stats:
         judged_at: ``int32[B, K]``, rounds in which draft k was judged.
         invalid: ``bool[B]``, the target's logits were NaN, +inf or all -inf; the row stopped there.
         distortion: ``float32[B]``, the receipt of a lossy rule: the total variation distance between the law each token
-            was drawn from and the target's, summed over the text. 0 for an exact rule, NaN for a lossy one that does
-            not report it.
+            was drawn from and the target's, summed over the text; with a tree a bound of it. 0 for an exact rule, NaN
+            for a lossy one that does not report it.
     """
 
     rounds: Array
@@ -170,6 +171,8 @@ class Output:
         lengths: ``int32[B]``, how many of them there are (the end-of-text token counts).
         logprobs: ``float32[B, N]``, natural log of the target's probability of each token under the law it was
             sampled from (after temperature, top-k, ...); 0 after the end.
+        raw_logprobs: ``float32[B, N]``, log-softmax of the target's own logits at each token, before any transform; 0
+            after the end.
         origins: ``int8[B, N]``, 0 padding, 1 accepted draft, 2 correction of a refused one, 3 bonus after a draft that
             was kept whole (so is every token of plain decoding, whose drafts are empty), 4 no draft: one was asked for
             and there was no guess.
@@ -179,5 +182,6 @@ class Output:
     tokens: Array
     lengths: Array
     logprobs: Array
+    raw_logprobs: Array
     origins: Array
     stats: Stats

@@ -167,6 +167,7 @@ def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompt
     out = drafters.generate(target, drafter, batch, **common, **options)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+    np.testing.assert_allclose(out.raw_logprobs, plain.raw_logprobs, atol=1e-4)
     row = slice(2, 3)
     alone = drafters.generate(target, drafter, [part[row] for part in batch], **common,
                               **drafters.of_rows(options, row))  # fmt: skip

@@ -180,6 +180,9 @@ def test_log_probabilities_are_those_of_the_law_sampled_from(toy, prompts, repor
     laws = _log_law(np.asarray(target(text)), temperature, top_k)
     expected = np.stack([laws[b, np.arange(n - 1, n + 15), out.tokens[b]] for b, n in enumerate(lengths)])
     worst = np.abs(out.logprobs - expected).max()
+    raw = _log_law(np.asarray(target(text)), np.ones(6), np.full(6, 61))
+    raw = np.stack([raw[b, np.arange(n - 1, n + 15), out.tokens[b]] for b, n in enumerate(lengths)])
+    assert np.abs(out.raw_logprobs - raw).max() <= 1e-4
     report(tokens=expected.size, mean=f"{expected.mean():.2f}", max_difference=f"{worst:.1e}")
     assert worst <= 1e-4
 

@@ -34,7 +34,7 @@ def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
     counts = [np.array([n, 1], np.int32) for n in (size - accepted, 2 * (size - accepted), accepted)]
     by_depth = np.array([[2, 1], [0, 0]]), np.array([[accepted + origins.count(CORRECTED), 0], [0, 0]])
     stats = Stats(*counts, *by_depth, np.array([invalid, False]), np.zeros(2))
-    out = Output(rows[0], np.array([size, 1]), rows[1], rows[2], stats)
+    out = Output(rows[0], np.array([size, 1]), rows[1], rows[1], rows[2], stats)
     return completion.prepare(TOKENIZER, ["in", "filler"]).completions(MODEL, out)[0]
 
 

@@ -33,12 +33,12 @@ def check_law(report, name, tree, rule, draws, replacement=False, batches=None):
 
 
 # Replacement and the rule; coupled texts are those of plain decoding, which other tests show.
-RULES = ((False, "rejection"), (True, "rejection"), (False, "traversal"), (True, "traversal"))
+RULES = ((False, "rejection"), (True, "rejection"), (False, "traversal"), (True, "traversal"), (True, "k-seq"))
 
 
 @pytest.mark.parametrize(("name", "tree", "replacement", "rule"), [
     ("model", "depth first", True, "traversal"), ("early exit", "2-2-1", False, "rejection"),
-    ("retrieval", "3-2", False, "traversal"),
+    ("retrieval", "3-2", False, "traversal"), ("unigram", "2-2-1", True, "k-seq"),
 ])  # fmt: skip
 def test_three_tokens_have_the_target_joint_law(report, name, tree, replacement, rule):
     check_law(report, name, tree, rule, 8_192, replacement)
@@ -65,6 +65,7 @@ def check_coupled(report, toy, prompts, name, trees, requests):
         different += (out.tokens != plain.tokens).any(1).sum()
         np.testing.assert_array_equal(out.lengths, plain.lengths)
         np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+        np.testing.assert_allclose(out.raw_logprobs, plain.raw_logprobs, atol=1e-4)
         rounds[tree] = int(out.stats.rounds.sum())
     report(texts=requests * len(trees), tokens=int(plain.lengths.sum()), different=different, rounds=rounds)
     assert different == 0
@@ -234,11 +235,13 @@ def test_a_context_without_a_law_ends_the_text_in_a_tree_too(prompts):
     model = jax.tree.map(lambda leaf: leaf, MODEL)
     model.embed_tokens.weight.set_value(model.embed_tokens.weight[...].at[:, 7].set(jnp.nan))
     batch = prompts([3] * 16, vocab_size=7)
-    for accept in ("rejection", "coupled", "traversal"):
-        out = drafters.generate(model, TreeDrafter(MODEL, TREES["2-2-1"]), batch, max_new_tokens=16, accept=accept)
+    for accept in ("rejection", "coupled", "traversal", "k-seq"):
+        drafter = TreeDrafter(MODEL, TREES["2-2-1"], replacement=accept == "k-seq")
+        out = drafters.generate(model, drafter, batch, max_new_tokens=16, accept=accept)
         ended = (out.tokens == 7).any(1)
         assert ended.any()
         np.testing.assert_array_equal(out.stats.invalid, ended & (out.lengths < 16))
+        np.testing.assert_array_equal(out.raw_logprobs < 0, np.arange(16) < out.lengths[:, None])
         plain = jspec.generate(model, *batch, max_new_tokens=16)
         if accept == "coupled":
             np.testing.assert_array_equal(out.tokens, plain.tokens)

@@ -59,7 +59,7 @@ def made(rows, k):
     lengths, rounds = np.array([len(t) for t in texts]), np.array([len(r) for r in rows])
     stats = Stats(rounds, rounds * k, accepted_at.sum(1), accepted_at, judged_at, np.zeros(len(rows), bool),
                   np.zeros(len(rows)))  # fmt: skip
-    return Output(origins * 0, lengths, origins * 0.0, origins, stats)
+    return Output(origins * 0, lengths, origins * 0.0, origins * 0.0, origins, stats)
 
 
 def test_acceptance_leaves_out_what_the_limit_cut_off():
