@@ -52,6 +52,7 @@ def speculative_generate(
     accept: str | Rule = "rejection",
     eos_ids: Any = (),
     pad_id: int = 0,
+    record: bool = False,
 ) -> Output:
     """Decode with a draft; under an exact rule the text has exactly the law of `generate`.
 
@@ -82,6 +83,7 @@ def speculative_generate(
         eos_ids: tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default
             rows run to their limits; a model's own ids are in ``target.config.eos_token_ids``.
         pad_id: fills ``out.tokens`` after a row's end.
+        record: keep all guesses in ``out.record``, for ``out.show(tokenizer)``; another program, as fast.
 
     Returns:
         `Output`.
@@ -99,4 +101,4 @@ def speculative_generate(
     if isinstance(num_draft_tokens, str):
         num_draft_tokens = best_number(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
     return run_program(target, drafter, tokens, lengths, keys, sampling, eos_ids, pad_id, max_new_tokens=max_new_tokens,
-                       draft_length=as_draft_length(num_draft_tokens), rule=rule)  # fmt: skip
+                       draft_length=as_draft_length(num_draft_tokens), rule=rule, record=record)  # fmt: skip

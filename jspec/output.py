@@ -1,11 +1,13 @@
 """What comes of all rounds: buffers into which each writes its output, and the result that is cut out of them."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jspec.recording import empty_record, with_round
 from jspec.rows import slice_rows, write_rows
 from jspec.state import DecodeState, RoundOutput
-from jspec.types import PADDING, Output, Stats, pytree
+from jspec.types import PADDING, Output, Record, Stats, pytree
 
 
 @pytree
@@ -14,6 +16,7 @@ class OutputBuffers:
 
     Attributes:
         strange: ``bool[B]``, whether any round was, see `RoundOutput`.
+        record: None where nobody asks for one.
     """
 
     logprobs: Array
@@ -21,26 +24,32 @@ class OutputBuffers:
     origins: Array
     stats: Stats
     strange: Array
+    record: Record | None
 
 
-def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int) -> OutputBuffers:
-    """Before the first round."""
+def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int, num_recorded: int | None) -> OutputBuffers:
+    """Before the first round; `num_recorded` guesses of each are to be recorded, or None."""
     zeros, no = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     by_depth = jnp.zeros((batch, num_draft_tokens), jnp.int32)
     stats = Stats(zeros, zeros, zeros, by_depth, by_depth, no, jnp.zeros(batch, jnp.float32))
     shape = batch, max_new_tokens + num_draft_tokens + 1
     logprobs = jnp.zeros(shape, jnp.float32)
-    return OutputBuffers(logprobs, logprobs, jnp.zeros(shape, jnp.int8), stats, no)
+    record = None if num_recorded is None else empty_record(batch, max_new_tokens, num_recorded)
+    return OutputBuffers(logprobs, logprobs, jnp.zeros(shape, jnp.int8), stats, no, record)
 
 
 def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Array) -> OutputBuffers:
     """`buffers` after a round, before which ``written[B]`` tokens were there and the rows ``done[B]`` had stopped."""
+    record = buffers.record
+    if record is not None and new.record is not None:
+        record = with_round(record, new.record, buffers.stats.rounds)
     return OutputBuffers(
         write_rows(buffers.logprobs, new.logprobs, written),
         write_rows(buffers.raw_logprobs, new.raw_logprobs, written),
         write_rows(buffers.origins, new.origins, written),
         _add(buffers.stats, new, done),
         buffers.strange | new.strange,
+        record,
     )
 
 
@@ -72,4 +81,5 @@ def cut_to_size(
         raw_logprobs=jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0),
         origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
         stats=buffers.stats,
+        record=jax.tree.map(lambda part: part[:, :max_new_tokens], buffers.record),
     )

@@ -43,6 +43,7 @@ def run_program(
     max_new_tokens: int,
     draft_length: DraftLength,
     rule: Rule,
+    record: bool = False,
 ) -> Output:
     """Decode what has been checked, and hold the drafts to their contract as far as that is asked for.
 
@@ -54,7 +55,7 @@ def run_program(
     out, strange = decode_program(
         target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
         *traced(sampling, eos_ids, pad_id),
-        max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule)  # fmt: skip
+        max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record)  # fmt: skip
     if is_foreign(drafter):
         check_drafted(drafter, strange, target.config.vocab_size)
     return out
@@ -72,7 +73,7 @@ def traced(
     return *transforms, int32(sampling.max_tokens), int32(eos_ids), int32(pad_id)
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule"))
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule", "record"))
 @on_any_mesh
 def decode_program(
     target: Llama,
@@ -89,6 +90,7 @@ def decode_program(
     max_new_tokens: int,
     draft_length: DraftLength,
     rule: Rule,
+    record: bool = False,
 ) -> tuple[Output, Array]:
     """The program: read the prompts, play rounds until every row is done, cut the result to size.
 
@@ -108,7 +110,7 @@ def decode_program(
     )
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
-    began = start(target, drafter, params, tokens, max_new_tokens, draft_length)
+    began = start(target, drafter, params, tokens, max_new_tokens, draft_length, record)
 
     def play(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
         state, buffers = carry
@@ -127,12 +129,13 @@ def start(
     tokens: Array,
     max_new_tokens: int,
     draft_length: DraftLength,
+    record: bool = False,
 ) -> tuple[DecodeState, OutputBuffers]:
     """All storage, allocated once, with the prompts read in. No token is drawn here: the first round does that."""
     batch, width = tokens.shape
     k = draft_length.max_draft_tokens
-    spare = k + 1
-    slots = whole_tiles(width + max_new_tokens + tree_of(drafter, k).size + 1)
+    spare, size = k + 1, tree_of(drafter, k).size
+    slots = whole_tiles(width + max_new_tokens + size + 1)
     with jax.named_scope("prefill"):
         cache = prefill(target, tokens, slots)
         drafter_state = () if drafter is None else drafter.init(tokens, slots)
@@ -148,4 +151,4 @@ def start(
         token_counts=token_counts,
         draft_length=draft_length.init(batch),
     )
-    return state, empty_buffers(batch, max_new_tokens, k)
+    return state, empty_buffers(batch, max_new_tokens, k, size if record else None)

@@ -12,13 +12,11 @@ from rich.text import Text
 from jspec.completion import Completion
 from jspec.draft_length import doubling
 from jspec.footprint import Footprint
+from jspec.origins import ACCEPTED, BONUS, COLOURS, CORRECTED, NAMES, NO_DRAFT
 from jspec.planning import NO_ROOM, QUANTIZE, SPECULATE, Drafting, Plan
 from jspec.prompts import is_conversation
 from jspec.tuning import Tuning
-from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT
 
-NAMES = {ACCEPTED: "accepted", CORRECTED: "corrected", BONUS: "bonus", NO_DRAFT: "no draft"}
-COLOURS = {ACCEPTED: "green", CORRECTED: "bold red", BONUS: "cyan", NO_DRAFT: "yellow"}
 # Characters that are seldom in texts and often in fonts.
 MARKS = {ACCEPTED: ("", ""), CORRECTED: ("«", "»"), BONUS: ("°", "°"), NO_DRAFT: ("¦", "¦")}
 _PROMPT_ENDS = "►"

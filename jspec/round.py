@@ -16,6 +16,7 @@ from jspec.draft_length import DraftLength, compiled_lengths
 from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outside, tree_of
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
+from jspec.recording import of_round
 from jspec.rows import write_rows
 from jspec.sampling import add_tokens, raw_logprobs, token_probs
 from jspec.state import DecodeState, RequestParams, RoundOutput
@@ -45,6 +46,7 @@ def play_round(
         path = along_path(draft, verdict, target_probs)
         raw = raw_logprobs(at_path(logits, verdict), path.tokens)
         new, ended = _output(params, state, verdict, path, raw, strange)
+        new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
         return _commit(draft_length, state, new), new
 

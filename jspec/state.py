@@ -6,7 +6,7 @@ from jax import Array
 
 from jspec.cache import KVCache
 from jspec.sampling import LogitsTransforms, TokenCounts
-from jspec.types import pytree
+from jspec.types import Record, pytree
 
 
 @pytree
@@ -65,6 +65,7 @@ class RoundOutput:
         invalid: ``bool[B]``, whether the row has stopped because the target's logits are no law.
         distortion: ``float32[B]``, summed over the new tokens.
         strange: ``bool[B]``, whether a drafter that is not jspec's own has guessed an id outside the vocabulary.
+        record: the guesses of this round alone, see `jspec.recording.of_round`.
     """
 
     tokens: Array
@@ -78,3 +79,4 @@ class RoundOutput:
     invalid: Array
     distortion: Array
     strange: Array
+    record: Record | None = None

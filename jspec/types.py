@@ -16,6 +16,11 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 from jax import Array
 
+from jspec.origins import ACCEPTED as ACCEPTED
+from jspec.origins import BONUS as BONUS
+from jspec.origins import CORRECTED as CORRECTED
+from jspec.origins import NO_DRAFT as NO_DRAFT
+from jspec.origins import PADDING as PADDING
 from jspec.tree import DynamicTree, Tree
 
 Class = TypeVar("Class", bound=type)
@@ -158,8 +163,21 @@ def _quotient(part: Any, whole: Any) -> Any:
     return numpy.where(whole > 0, part / numpy.maximum(whole, 1), numpy.nan).astype("float32")
 
 
-# Where a committed token came from: the values of `Output.origins`.
-PADDING, ACCEPTED, CORRECTED, BONUS, NO_DRAFT = 0, 1, 2, 3, 4
+@pytree
+class Record:
+    """What was guessed in each of R rounds, N guesses a round, and what became of it; shapes are those of all rounds.
+
+    Attributes:
+        tokens: ``int32[B, R, N]``.
+        parents: ``int32[B, R, N]``, which guess each follows, as in `jspec.Tree`; 0 is the token before the round.
+        fates: ``int8[B, R, N]``, 0 no guess, 1 refused or not judged, 2 kept: it is in the text.
+        counts: ``int32[B, R]``, how many tokens the round has written; 0 behind the last round.
+    """
+
+    tokens: Array
+    parents: Array
+    fates: Array
+    counts: Array
 
 
 @pytree
@@ -177,6 +195,7 @@ class Output:
             was kept whole (so is every token of plain decoding, whose drafts are empty), 4 no draft: one was asked for
             and there was no guess.
         stats: counts, see `Stats`.
+        record: all guesses, with ``record=True``; else None.
     """
 
     tokens: Array
@@ -185,3 +204,27 @@ class Output:
     raw_logprobs: Array
     origins: Array
     stats: Stats
+    record: Record | None = None
+
+    def show(self, tokenizer: Any, row: int = 0) -> None:
+        """Print one request's rounds, in colours that say where every token came from; in a notebook as HTML.
+
+        Of a generation with ``record=True`` with the guesses that were refused, too: Figure 1 of Leviathan et al. 2023.
+
+        Args:
+            tokenizer: a tokenizer of transformers.
+            row: which request.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        from rich.console import Console  # whoever decodes only need not wait for it
+
+        from jspec.picture import legend, picture
+
+        if not 0 <= row < len(self.lengths):
+            raise IndexError(f"row={row} is none of the {len(self.lengths)} requests; count from 0.")
+        mine = jax.device_get(jax.tree.map(lambda leaf: leaf[row], self))
+        tokens, origins = (part[: mine.lengths].tolist() for part in (mine.tokens, mine.origins))
+        screen = Console(highlight=False)
+        screen.print(legend(self.record is not None), picture(tokenizer, tokens, origins, mine.record), sep="\n")

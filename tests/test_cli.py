@@ -84,7 +84,7 @@ def test_version_and_help(run):
     assert code == 0 and not (options := set(re.findall(r"--[a-z-]+", out))) ^ {
         *("--target", "--draft", "--plain", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
         *("--max-new-tokens", "--num-draft-tokens", "--json", "--help", "--file", "--chat", "--system", "--stop"),
-        *("--accept", "--dtype", "--quantize", "--tree"),
+        *("--accept", "--dtype", "--quantize", "--tree", "--show"),
     }, options
     assert "Put -- before prompts if one begins with a dash" in out
     assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1] and "\n  convert" in run()[1]
@@ -165,6 +165,14 @@ def test_a_tree_is_drafted(generate):
                                                                          ["--plain"]))  # fmt: skip
     assert drafting["tokens"] == plain["tokens"] and drafting["num_draft_tokens"] == 2
     assert drafting["stats"]["drafted"] > 2 * (drafting["stats"]["rounds"] - 2)  # three a round
+
+
+def test_rounds_are_drawn(run, sources, generate):
+    command = "generate", PROMPTS[0], "--target", sources[0], "--draft", sources[1], "-n", 24
+    code, out, _ = run(*command, "--show")
+    plain = generate(PROMPTS[0])[0]
+    rounds = [line for line in out.splitlines() if " │ " in line]
+    assert code == 0 and len(rounds) == plain["stats"]["rounds"] and out.splitlines()[0].endswith("refused")
 
 
 def test_another_limit_needs_no_other_program(generate, report):

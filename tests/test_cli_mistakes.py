@@ -41,6 +41,8 @@ MISTAKES = {
     "empty prompts": (["", "x"], 2, "PROMPT 1 is empty; give it some text. (see jspec"),
     "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
     "tree of no draft": (["x", "--plain", "--tree", "0,0"], 2, "leave out --tree"),
+    "rounds of no draft": (["x", "--plain", "--show"], 2, "leave out --show"),
+    "for people or machines": (["x", "--show", "--json"], 2, "leave one of them out"),
     "two shapes": (["x", "--tree", "0,0", "--num-draft-tokens", 2], 2, "leave out --num-draft-tokens"),
     "cannot branch": (["x", "--target", "x", "--tree", "0,0"], 2, "a model or exit:N; lookup cannot"),
     "no tree": (["x", "--tree", "0,2"], 2, "'0,2' is no tree: give the parent of each node"),

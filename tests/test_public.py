@@ -11,11 +11,12 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["tree", "types", "devices", "sharding", "keys", "probs", "rows", "tree_yield", "theory", "sampling",
-         "cache", "rope", "kernels", "layers", "llama", "layout", "quantizer", "half", "weights", "acceptance", "rules",
-         "draft_length", "lengths", "drafters", "checks", "tree_checks", "state", "round", "output", "program",
-         "tuning", "tree_tuning", "auto", "decode", "footprint", "roofline", "planning", "tokenizer_file", "text",
-         "prompts", "names", "completion", "report", "cli"]  # fmt: skip
+ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devices", "sharding", "keys", "probs",
+         "rows", "tree_yield", "theory", "sampling", "cache", "rope", "kernels", "layers", "llama",
+         "layout", "quantizer", "half", "weights", "acceptance", "rules", "draft_length", "lengths",
+         "drafters", "checks", "tree_checks", "recording", "state", "round", "output", "program", "tuning",
+         "tree_tuning", "auto", "decode", "footprint", "roofline", "planning", "prompts", "names",
+         "completion", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -101,7 +102,7 @@ def test_the_signatures_that_callers_rely_on():
     last = ["sampling", "eos_ids", "pad_id"]
     expected = [(n, False) for n in ["target", *batch]] + [(n, True) for n in ["max_new_tokens", *last]]
     assert parameters(jspec.generate) == expected
-    options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id"]
+    options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id", "record"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.speculative_generate) == expected
     options = ["max_new_tokens", "sampling", "max_draft_tokens", "max_nodes", "accept"]

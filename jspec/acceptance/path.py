@@ -38,7 +38,7 @@ def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
         guessed, tokens = num_guessed(draft), draft.tokens
         guesses = jnp.minimum(guessed[:, None], jnp.arange(tree.size + 1, dtype=jnp.int32))
     else:
-        path, guess = verdict.path, _whole_branches(draft)
+        path, guess = verdict.path, whole_branches(draft)
         tokens = jnp.take_along_axis(draft.tokens, jnp.maximum(path - 1, 0), axis=1)
         target_probs = at_path(target_probs, verdict)
         end = end_of(verdict.num_accepted, path)
@@ -55,6 +55,6 @@ def num_guessed(draft: Draft) -> Array:
     return length_of_prefix(is_guess(draft))
 
 
-def _whole_branches(draft: Draft) -> Array:
+def whole_branches(draft: Draft) -> Array:
     """``bool[B, N]``: the nodes of a tree that are guesses, and so is all before them."""
     return (is_guess(draft)[:, None, :] | ~above(draft.topology)).all(-1)

@@ -60,6 +60,7 @@ def generate(
     num_draft_tokens: o.NumDraftTokens = None,
     tree: o.Tree = None,
     accept: o.Accept = None,
+    show: o.Show = False,
     as_json: o.Json = False,
 ) -> None:
     """Continue each PROMPT, or answer it, all as one batch; without any, standard input, taken whole, is the prompt.
@@ -69,11 +70,10 @@ def generate(
     The text goes to standard output, on a terminal in colours that show where every token came from; figures
     go to standard error.
     """
-    if top_p == 0:
-        raise UsageError("--top-p must be above 0; 1 is off.")
     check_texts(stop := stop or [], "--stop", may_be_empty=False)
     where = sources(target, draft, plain)
-    drafting = _drafting(where, num_draft_tokens, tree, accept)
+    _check(top_p, show, as_json)
+    drafting = _drafting(where, num_draft_tokens, tree, accept, show)
     asked = gather(prompts, file, chat, system, may_be_empty=target is not None)
     prepare_environment()
     times: dict[str, float] = {}
@@ -96,24 +96,37 @@ def generate(
             drafting["num_draft_tokens"] = completion.how_far(models[1], num_draft_tokens)
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, say)
-    completions = task.completions(models[0], out)
+    completions, found = task.completions(models[0], out), out.stats.accepted_at.shape[1]
     if as_json:
-        print_json(completions, out.stats.accepted_at.shape[1], times)
+        print_json(completions, found, times)
+    elif show:
+        for row in range(len(completions)):
+            out.show(task.tokenizer, row)
     else:
         print_text(completions, times, by_origin=where.drafts)
     if num_draft_tokens == "auto" and not as_json:
-        typer.echo(choice_of_auto(out.stats.accepted_at.shape[1]), err=True)
+        typer.echo(choice_of_auto(found), err=True)
     if not chat and file is None and task.tokenizer.chat_template is not None:
         typer.echo("The model was made for chats: with --chat it answers, instead of continuing the text.", err=True)
 
 
-def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any) -> dict[str, Any]:
+def _check(top_p: float, show: bool, as_json: bool) -> None:
+    """Refuse what typer cannot."""
+    if top_p == 0:
+        raise UsageError("--top-p must be above 0; 1 is off.")
+    if show and as_json:
+        raise UsageError("--show draws for people and --json is for machines; leave one of them out.")
+
+
+def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, show: bool) -> dict[str, Any]:
     """The options of drafting; without a draft there can be none."""
-    given = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept}
+    given = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept, "show": show or None}
     given = {name: value for name, value in given.items() if value is not None}
     if given and not where.drafts:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"--plain (or --draft none) decodes without a draft; leave out {names}.")
+    if given.pop("show", None):
+        given["record"] = True
     if given.pop("tree", None):
         if num_draft_tokens is not None:
             raise UsageError("--tree says what is guessed a round; leave out --num-draft-tokens.")

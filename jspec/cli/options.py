@@ -96,4 +96,5 @@ Accept = Annotated[
     choice("--accept", "Rule; the law is the target's with each [default: rejection].",
            "rejection", "block", "coupled", "traversal"),
 ]  # fmt: skip
+Show = Annotated[bool, option("--show", None, "Draw the rounds, one a line, with the guesses that were refused.")]
 Json = Annotated[bool, option("--json", None, "One JSON object a line, for machines.")]
