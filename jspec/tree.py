@@ -137,6 +137,12 @@ class Tree:
         return paths
 
     @functools.cached_property
+    def sibling_ranks(self) -> np.ndarray:
+        """``int32[N + 1]``: how many elder siblings each has."""
+        parents = np.array((-1, *self.parents))
+        return np.tril(parents[:, None] == parents, -1).sum(1, dtype=np.int32)
+
+    @functools.cached_property
     def rank_at_depth(self) -> np.ndarray:
         """``int32[N + 1]``: how many nodes of the same depth come before each."""
         same = self.offsets[:, None] == self.offsets

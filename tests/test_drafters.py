@@ -238,7 +238,7 @@ def test_lookup_is_the_longest_and_latest_match(tokens, max_ngram, min_ngram):
     min_ngram = min(min_ngram, max_ngram)
     drafter = jspec.NGramDrafter(max_ngram, min_ngram)
     row = np.array([*tokens, *[7] * (16 - len(tokens))], np.int32)
-    copied, found = drafter._copy(jnp.asarray(row), jnp.int32(len(tokens)), 4)
+    copied, found = (part[0] for part in drafter._copy(jnp.asarray(row), jnp.int32(len(tokens)), 1, 4))
     expected = looked_up(tokens, max_ngram, min_ngram, 4)
     assert bool(found) == (expected is not None)
     if found:

@@ -83,6 +83,10 @@ class Drafter(Protocol):
     One that has a `tree`, a `jspec.Tree`, drafts that in place of a chain. The law of a node may depend on the nodes
     before it on its branch, and on its elder siblings, alone. If it does not depend on these, siblings being drawn
     independently from one law, an attribute `replacement` that is True says so, for rules which need that.
+
+    One that has `num_likeliest`, an int n, is told more in `commit`: ``likeliest int32[B, K + 1, n]``, the judging
+    model's likeliest tokens where ``hidden`` is, by its own logits, the likeliest first (of a vocabulary of V < n
+    tokens V).
     """
 
     @property
@@ -165,6 +169,27 @@ def own_tree(drafter: Any) -> Tree | DynamicTree | None:
 def tree_of(drafter: Any, num_draft_tokens: int) -> Tree | DynamicTree:
     """The shape of a drafter's drafts: the `tree` that it has, else a chain."""
     return own_tree(drafter) or Tree.chain(num_draft_tokens)
+
+
+def as_tree(tree: Any) -> Tree:
+    """`tree`, numbered by depth.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has no guesses.
+    """
+    if not isinstance(tree, Tree):
+        raise TypeError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree, such as "
+                        "jspec.Tree.branching((3, 2, 1)).")  # fmt: skip
+    if not tree.size:
+        raise ValueError("tree has no guesses; give it at least one, or decode with jspec.generate.")
+    return tree.by_depth()
+
+
+def certain(tokens: Array, guessed: Array, context: Context, tree: Tree | None = None) -> Draft:
+    """A draft of ``tokens[B, K]`` that the text alone decides: one-hot laws, or zeros where not ``guessed[B, K]``."""
+    laws = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32)
+    return Draft(tokens, laws * guessed[..., None], tree)
 
 
 def outside(tokens: Array, vocab_size: int) -> Array:

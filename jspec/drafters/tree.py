@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jspec.drafters.autoregressive import AutoregressiveDrafter
-from jspec.drafters.base import Context, fit_vocabulary
+from jspec.drafters.base import Context, as_tree, fit_vocabulary
 from jspec.drafters.model import as_drafter
 from jspec.probs import sample_with_noise
 from jspec.sampling import token_probs, without_filters
@@ -40,14 +40,9 @@ class TreeDrafter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", as_branching(self.draft))
-        if not isinstance(self.tree, Tree):
-            raise TypeError(f"tree is of type {type(self.tree).__name__}; pass a jspec.Tree, such as "
-                            "jspec.Tree.branching((3, 2, 1)).")  # fmt: skip
+        object.__setattr__(self, "tree", as_tree(self.tree))
         if not isinstance(self.replacement, bool):
             raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
-        if not self.tree.size:
-            raise ValueError("tree has no guesses; give it at least one, or decode with jspec.generate.")
-        object.__setattr__(self, "tree", self.tree.by_depth())
 
     @property
     def vocab_size(self) -> int | None:
