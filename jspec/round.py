@@ -40,7 +40,7 @@ def play_round(
             verdict = dataclasses.replace(verdict, distortion=jnp.full(target_probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None:
-            drafter_state = drafter.commit(drafter_state, draft, verdict, hidden)
+            drafter_state = drafter.commit(drafter_state, draft, verdict, hidden, **_likeliest(drafter, logits))
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
         path = along_path(draft, verdict, target_probs)
@@ -77,6 +77,12 @@ def _propose(
             guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid
             strange = (outside(draft.tokens, vocab_size) & guessed).any(1) & ~state.done
         return mended, strange, drafter_state
+
+
+def _likeliest(drafter: Any, logits: Array) -> dict[str, Array]:
+    """What a drafter is told that has `num_likeliest`."""
+    count = getattr(drafter, "num_likeliest", 0)
+    return {"likeliest": lax.top_k(logits, min(count, logits.shape[-1]))[1]} if count else {}
 
 
 def _noise(rule: Rule, keys: Array, positions: Array, vocab_size: int, tree: AnyTree) -> Array:

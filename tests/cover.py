@@ -9,6 +9,7 @@ from conftest import TOY
 import jspec
 from bench import abstract
 from jspec.acceptance import RULES
+from jspec.drafters.base import own_tree
 
 RULE_OBJECTS = (
     *(RULES[name] for name in ("rejection", "block", "coupled")),
@@ -22,7 +23,8 @@ TREES = [(f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
              ("tree", "model", "rejection"), ("tree", "early exit", "coupled"), ("tree", "retrieval", "traversal"),
              ("tree", "bigram", "k-seq"),
              ("search", "model", "coupled"), ("search", "early exit", "coupled"), ("search", "retrieval", "coupled")))
-         ]  # fmt: skip
+         ] + [("lookup tree", RULES["rejection"], 2, False, 8), ("recycling", RULES["traversal"], 2, False, 1),
+              ("several", RULES["coupled"], 2, True, 8)]  # fmt: skip
 CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
 
 
@@ -58,11 +60,12 @@ def program(one, dtype="bfloat16", **sizes):
     config = dataclasses.replace(TOY, num_hidden_layers=2, **sizes)
     target, draft = abstract.model(config, dtype), abstract.model(config, dtype, int8)
     sampling = drafters.every_parameter(batch, config.vocab_size)["sampling"]
-    setting = abstract.Setting(batch, width=5, new_tokens=9, draft_length=length, rule=rule, sampling=sampling)
     kind, of, branching = drafter.partition(" of ")
     made = drafters.make(branching if kind in ("tree", "search") and of else drafter, target, draft)
     if kind == "tree":
         made = jspec.TreeDrafter(made, jspec.Tree.branching((2, 2)), replacement=rule.independent)
     elif kind == "search":
         made = jspec.DynamicTreeDrafter(made, num_nodes=6, max_depth=2, width=3)
+    length = length if own_tree(made) is None else own_tree(made).max_depth
+    setting = abstract.Setting(batch, width=5, new_tokens=9, draft_length=length, rule=rule, sampling=sampling)
     return target, made, setting

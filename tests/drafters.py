@@ -13,8 +13,10 @@ from jspec.drafters import (
     FallbackDrafter,
     MixtureDrafter,
     ModelDrafter,
+    MultiDrafter,
     NGramDrafter,
     RetrievalDrafter,
+    TokenRecyclingDrafter,
     UnigramDrafter,
 )
 from jspec.sampling import SamplingParams
@@ -39,12 +41,21 @@ _MAKERS = {
     "cascade of exits": lambda target, draft, corpus, v: CascadeDrafter(target, EarlyExitDrafter(1), 2),
 }
 NAMES = tuple(_MAKERS)
+# Those that draft trees of their own; they are made alike.
+_TREES = {
+    "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),
+    "recycling": lambda target, draft, corpus, v: TokenRecyclingDrafter(6),
+    "several": lambda target, draft, corpus, v: MultiDrafter([NGramDrafter(), draft, EarlyExitDrafter(1)], 2),
+}
+TREE_NAMES = tuple(_TREES)
 
 
 def make(name, target, draft, seed=0):
     """The drafter called `name`; `draft` is a model with the target's vocabulary."""
     vocab_size = target.config.vocab_size
-    return _MAKERS[name](target, draft, np.random.default_rng(seed).integers(vocab_size, size=400), vocab_size)
+    return (_MAKERS | _TREES)[name](
+        target, draft, np.random.default_rng(seed).integers(vocab_size, size=400), vocab_size
+    )
 
 
 def every_parameter(batch, vocab_size):

@@ -8,7 +8,9 @@ from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.mixture import MixtureDrafter
 from jspec.drafters.model import ModelDrafter
+from jspec.drafters.multi import MultiDrafter
 from jspec.drafters.ngram import NGramDrafter
+from jspec.drafters.recycling import TokenRecyclingDrafter
 from jspec.drafters.retrieval import RetrievalDrafter
 from jspec.drafters.tables import BigramDrafter, UnigramDrafter
 from jspec.drafters.tree import TreeDrafter
@@ -28,9 +30,11 @@ __all__ = [
     "Level",
     "MixtureDrafter",
     "ModelDrafter",
+    "MultiDrafter",
     "NGramDrafter",
     "RetrievalDrafter",
     "Stateless",
+    "TokenRecyclingDrafter",
     "Tree",
     "TreeDrafter",
     "UnigramDrafter",

@@ -38,6 +38,10 @@ class CheckedDrafter:
     def tree(self) -> Any:
         return own_tree(self.inner)
 
+    @property
+    def num_likeliest(self) -> int:
+        return getattr(self.inner, "num_likeliest", 0)
+
     def init(self, tokens: Array, num_slots: int) -> Any:
         return self.inner.init(tokens, num_slots)
 
@@ -52,8 +56,8 @@ class CheckedDrafter:
         jax.debug.callback(check, held.tokens, sums, least, drawn)
         return draft, state
 
-    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
-        return self.inner.commit(state, draft, verdict, hidden)
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **more: Array) -> Any:
+        return self.inner.commit(state, draft, verdict, hidden, **more)
 
 
 def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:

@@ -1,0 +1,100 @@
+"""Several drafters, one tree: a chain of each, all of them behind the last committed token."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.acceptance.walk import is_guess, length_of_prefix
+from jspec.drafters.base import Context, as_draft, shared_vocabulary
+from jspec.drafters.model import as_part
+from jspec.tree import Tree
+from jspec.types import Draft, Verdict, check_count
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts"], meta_fields=["num_draft_tokens"])
+@dataclasses.dataclass(frozen=True)
+class MultiDrafter:
+    """Drafts a chain with each of several drafters, or models, which the target verifies in one pass as one tree.
+
+    SpecInfer's merge-based speculation (Miao et al. 2024, section 3), without the merge: two that begin with the same
+    token are two branches, each of which is judged by the law that it was drawn from. Where the first is refused the
+    second is judged by what that has left of the target's law. So put the best one first. Under the rule "coupled"
+    all draw with the target's noise.
+
+    Attributes:
+        drafts: drafters of chains, or models; any that share the target's vocabulary.
+        num_draft_tokens: K, tokens that each of them guesses.
+    """
+
+    drafts: tuple[Any, ...]
+    num_draft_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        several = isinstance(self.drafts, Sequence)
+        if not several or len(self.drafts) < 2:
+            got = f"{len(self.drafts)} of them" if several else type(self.drafts).__name__
+            raise ValueError(f"drafts must be a sequence of at least two drafters or models, as [a, b]; got {got}.")
+        drafts = tuple(as_part(f"drafts[{i}]", draft) for i, draft in enumerate(self.drafts))
+        object.__setattr__(self, "drafts", drafts)
+        check_count("num_draft_tokens", self.num_draft_tokens)
+
+    @property
+    def tree(self) -> Tree:
+        """By depth: the tokens of all drafters beside each other."""
+        count = len(self.drafts)
+        return Tree((0,) * count + tuple(range(1, count * (self.num_draft_tokens - 1) + 1)))
+
+    @property
+    def vocab_size(self) -> int | None:
+        return shared_vocabulary(type(self).__name__, *(part.vocab_size for part in self.drafts))
+
+    @property
+    def max_positions(self) -> int | None:
+        """The smallest of all."""
+        limits = (getattr(part, "max_positions", None) for part in self.drafts)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def init(self, tokens: Array, num_slots: int) -> tuple[Any, ...]:
+        return tuple(part.init(tokens, num_slots) for part in self.drafts)
+
+    def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
+        """One after another, each with noise of its own. What a round commits, all but one may never have read."""
+        length = self.num_draft_tokens
+        context = dataclasses.replace(context, unread=context.unread + length - 1)
+        drafts, states = [], []
+        for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
+            mine = dataclasses.replace(context, noise=context.noise[:, :, i : i + 1])
+            draft, own = part.propose(own, mine, length)
+            drafts, states = [*drafts, as_draft(part, draft, mine, length)], [*states, own]
+        tokens, valid = _beside([one.tokens for one in drafts]), _beside([is_guess(one) for one in drafts])
+        laws = [one.probs for one in drafts if one.probs is not None]
+        probs = _beside(laws) if len(laws) == len(drafts) else None
+        return Draft(tokens, probs, self.tree, valid), tuple(states)
+
+    def commit(self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[Any, ...]:
+        """Each is told of its own chain: accepted are those tokens with which the text begins."""
+        assert verdict.path is not None, "a rule that takes no trees is refused"
+        count, steps = len(self.drafts), jnp.arange(self.num_draft_tokens + 1)
+        text = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
+        text = jnp.where(steps == verdict.num_accepted[:, None], verdict.next_token[:, None],
+                         jnp.pad(text, ((0, 0), (0, 1))))  # fmt: skip
+        states, whole = [], dataclasses.replace(draft, tree=None)
+        for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
+            chain = jax.tree.map(lambda leaf, i=i: leaf[:, i::count], whole)
+            same = is_guess(chain) & (chain.tokens == text[:, :-1]) & (steps[:-1] < verdict.num_accepted[:, None])
+            accepted = length_of_prefix(same)
+            behind = jnp.take_along_axis(text, accepted[:, None], axis=1)[:, 0]
+            judged = jnp.concatenate([hidden[:, :1], hidden[:, 1 + i :: count]], axis=1)
+            states.append(part.commit(own, chain, Verdict(accepted, behind), judged))
+        return tuple(states)
+
+
+def _beside(chains: Sequence[Array]) -> Array:
+    """``[B, K * n, ...]`` from n arrays ``[B, K, ...]``: by depth, those of each depth in turn."""
+    stacked = jnp.stack(chains, axis=2)
+    return stacked.reshape(len(stacked), -1, *stacked.shape[3:])

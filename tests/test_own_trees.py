@@ -1,0 +1,204 @@
+"""Drafters that draft trees of their own: each against a plain one, and what they refuse."""
+
+import functools
+
+import drafters
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jspec
+from jspec import MultiDrafter, NGramDrafter, TokenRecyclingDrafter, Tree
+from jspec.drafters.base import Context
+from jspec.types import Draft, Verdict, pytree
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TREE = Tree((0, 1, 0, 2, 0, 3, 1, 7))  # depth first, and ragged
+
+
+def context(tokens, lengths, vocab_size):
+    return Context(jnp.asarray(tokens), jnp.asarray(lengths), None, None, None, None, vocab_size)
+
+
+def matches(tokens, max_ngram, min_ngram):
+    """Ends of earlier matches of the last tokens, the longest first, then the most recent."""
+    found = []
+    for end in range(len(tokens) - 1):
+        size = 0
+        while size < min(max_ngram, end + 1) and tokens[end - size] == tokens[len(tokens) - 1 - size]:
+            size += 1
+        found += [(size, end)] * (size >= min_ngram)
+    return [end for _, end in sorted(found, reverse=True)]
+
+
+def trie(tokens, tree, max_ngram, min_ngram):
+    """Node -> its guess, or None: by brute force."""
+    texts = []
+    for end in matches(tokens, max_ngram, min_ngram)[: 4 * tree.max_width]:
+        text = list(tokens)
+        for i in range(tree.max_depth):
+            text.append(text[end + 1 + i])
+        texts.append(tuple(text[len(tokens) :]))
+    paths = {0: ()}
+    for node, parent in enumerate(tree.parents, 1):
+        above = paths[parent]
+        next_tokens = [] if above is None else dict.fromkeys(  # in this order, without the doubles
+            text[len(above)] for text in texts if text[: len(above)] == above)  # fmt: skip
+        own = list(next_tokens)[tree.sibling_ranks[node] :][:1]
+        paths[node] = (*above, *own) if own else None
+    return [paths[node] and paths[node][-1] for node in range(1, tree.size + 1)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def proposed(drafter, tokens, length):
+    draft, _ = drafter.propose((), context(tokens[None], length[None], 8), drafter.tree.max_depth)
+    return draft.tokens[0], draft.probs[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=16), st.sampled_from([(3, 1), (2, 2)]))
+def test_lookup_in_a_tree_is_the_trie_of_what_followed(tokens, sizes):
+    drafter = NGramDrafter(*sizes, TREE)
+    row = np.array([*tokens, *[7] * (16 - len(tokens))], np.int32)
+    guesses, laws = proposed(drafter, jnp.asarray(row), jnp.int32(len(tokens)))
+    expected = trie(tokens, drafter.tree, *sizes)
+    for guess, law, wanted in zip(guesses.tolist(), np.asarray(laws), expected, strict=True):
+        np.testing.assert_array_equal(law, np.zeros(8) if wanted is None else np.eye(8)[wanted])
+        assert wanted in (None, guess)
+
+
+def test_lookup_in_a_tree_that_is_a_chain_is_lookup():
+    tokens = np.random.default_rng(0).integers(3, size=(20, 16)).astype(np.int32)
+    asked = context(tokens, np.arange(20) % 16 + 1, 8)
+    chain, tree = (drafter.propose((), asked, 3)[0] for drafter in (NGramDrafter(), NGramDrafter(tree=Tree.chain(3))))
+    assert 0 < tree.probs.sum() < tree.tokens.size
+    np.testing.assert_array_equal(tree.probs, chain.probs)
+
+
+def test_recycling_is_a_matrix_of_what_was_likeliest_last():
+    """Rows of tables, some shorter than a vocabulary allows, against a dictionary; of equal tokens the first counts."""
+    rng, drafter, rows, vocab_size = np.random.default_rng(0), TokenRecyclingDrafter(12), 2, 6
+    tree, state, known = drafter.tree, drafter.init(jnp.zeros((rows, 3), jnp.int32), 40), [{}, {}]
+    text, lengths = rng.integers(vocab_size, size=(rows, 40)).astype(np.int32), np.array([1, 4])
+    seen, propose, commit = 0, jax.jit(drafter.propose, static_argnums=2), jax.jit(drafter.commit)
+    for _ in range(8):
+        draft, state = propose(state, context(text, lengths, vocab_size), tree.max_depth)
+        likeliest = rng.permuted(np.tile(np.arange(vocab_size), (rows, tree.size + 1, 1)), axis=-1)
+        for b in range(rows):
+            tokens = text[b, : lengths[b]].tolist()
+            guesses = {0: tokens[-1]}
+            for node, parent in enumerate(tree.parents, 1):
+                above = guesses[parent]
+                ends = [end for end in matches([*tokens[:-1], above], 1, 1)] if above is not None else []
+                copied = [tokens[ends[0] + 1]] if ends else []
+                guesses[node] = next(iter(known[b].get(above, copied)[tree.sibling_ranks[node] :]), None)
+                law = np.zeros(vocab_size) if guesses[node] is None else np.eye(vocab_size)[guesses[node]]
+                np.testing.assert_array_equal(draft.probs[b, node - 1], law)
+                seen += guesses[node] is not None
+            for node in reversed(range(tree.size + 1)):
+                if guesses[node] is not None:
+                    known[b][guesses[node]] = likeliest[b, node].tolist()
+        state = commit(state, draft, None, None, likeliest=jnp.asarray(likeliest, jnp.int32))
+        lengths = lengths + rng.integers(1, 4, size=rows)
+    assert seen > 100
+
+
+def test_recycling_forgets_what_is_oldest(monkeypatch):
+    monkeypatch.setattr("jspec.drafters.recycling._ROWS", 8)
+    drafter = TokenRecyclingDrafter(3)
+    state = drafter.init(jnp.zeros((1, 1), jnp.int32), 9)
+    for first in range(3):
+        draft, state = drafter.propose(state, context([[first]], [1], 16), drafter.tree.max_depth)
+        state = drafter.commit(state, draft, None, None, likeliest=jnp.full((1, 4, 8), 15))
+    known = set(state[0].tokens[0].tolist())
+    assert state[0].tokens.shape == (1, 8) and {1, 2} <= known and 0 not in known
+
+
+@pytree
+class Knowing(jspec.drafters.Stateless):
+    """Drafts ``text[B, L]`` where a row's length is even and nothing right where it is odd."""
+
+    text: jax.Array
+    vocab_size = max_positions = None
+
+    def propose(self, state, context, num_draft_tokens):
+        places = context.lengths[:, None] + jnp.arange(num_draft_tokens)
+        right = jnp.take_along_axis(self.text, places, axis=1, mode="clip")
+        tokens = jnp.where(context.lengths[:, None] % 2 == 0, right, (right + 1) % context.vocab_size)
+        return Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size)), state
+
+
+@pytest.mark.parametrize("accept", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)])
+def test_what_others_drafted_is_read_before_a_chain_goes_on(toy, prompts, accept):
+    """Greedily, with the target beside one that knows the text every other round: each brings a whole chain."""
+    target, (tokens, lengths, keys) = toy(0), prompts([4, 4])
+    options = {"max_new_tokens": 33, "sampling": jspec.SamplingParams(temperature=0)}
+    plain = jspec.generate(target, tokens, lengths, keys, **options)
+    drafter = MultiDrafter([Knowing(jnp.concatenate([tokens, plain.tokens], axis=1)), target], 2)
+    out = drafters.generate(target, drafter, (tokens, lengths, keys), accept=accept, **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    np.testing.assert_array_equal(out.stats.rounds, 11)
+
+
+@pytree
+class Told(jspec.drafters.Stateless):
+    """Remembers what it is told."""
+
+    token: jax.Array
+    vocab_size = max_positions = None
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.tile(self.token + jnp.arange(num_draft_tokens), (context.lengths.size, 1))
+        return Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size)), state
+
+    def commit(self, state, draft, verdict, hidden):
+        return draft.tokens, verdict.num_accepted, verdict.next_token, hidden
+
+
+def test_each_of_several_is_told_what_became_of_its_own_chain():
+    drafter = MultiDrafter([Told(jnp.int32(1)), Told(jnp.int32(4)), Told(jnp.int32(1))], 3)
+    asked = Context(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, int), jnp.zeros((1, 3, 3, 2, 3)), None, None, None, 8)
+    draft, state = drafter.propose(((), (), ()), asked, 3)
+    np.testing.assert_array_equal(draft.tokens[0], [1, 4, 1, 2, 5, 2, 3, 6, 3])
+    verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[3, 6, 0]]))  # the third's first two
+    told = drafter.commit(state, draft, verdict, jnp.arange(10)[None, :, None])
+    np.testing.assert_array_equal([one[0][0] for one in told], [[1, 2, 3], [4, 5, 6], [1, 2, 3]])
+    assert [(int(one[1][0]), int(one[2][0])) for one in told] == [(2, 7), (0, 1), (2, 7)]
+    np.testing.assert_array_equal([one[3][0, :, 0] for one in told], [[0, 1, 4, 7], [0, 2, 5, 8], [0, 3, 6, 9]])
+
+
+MODEL = toys.tiny_llama(0)
+
+
+@pytest.mark.parametrize(("error", "message", "make"), [
+    (TypeError, r"tree is of type tuple; pass a jspec\.Tree", lambda: NGramDrafter(tree=(0, 0))),
+    (ValueError, "tree has no guesses", lambda: NGramDrafter(tree=Tree(()))),
+    (ValueError, "has 9 children, which are different tokens, and the vocabulary has 8",
+     lambda: NGramDrafter(tree=Tree.branching((9,)))),
+    (ValueError, "num_nodes must be an int of at least 1; got 0", lambda: TokenRecyclingDrafter(0)),
+    (ValueError, "num_nodes must be an int of at least 1; got 2.5", lambda: TokenRecyclingDrafter(2.5)),
+    (ValueError, r"drafts must be a sequence of at least two .*; got 1 of them", lambda: MultiDrafter([MODEL])),
+    (ValueError, r"drafts must be a sequence of at least two .*; got Llama", lambda: MultiDrafter(MODEL)),
+    (ValueError, "num_draft_tokens must be an int of at least 1; got 0", lambda: MultiDrafter([MODEL, MODEL], 0)),
+    (TypeError, r"drafts\[1\] is of type TokenRecyclingDrafter, which drafts a tree, and only chains can be combined",
+     lambda: MultiDrafter([MODEL, TokenRecyclingDrafter()])),
+    (TypeError, "draft is of type TokenRecyclingDrafter, which cannot branch",
+     lambda: jspec.TreeDrafter(TokenRecyclingDrafter(), TREE)),
+    (ValueError, "MultiDrafter combines vocabularies of 8 and 9",
+     lambda: MultiDrafter([jspec.UnigramDrafter.from_tokens([0, 1], size) for size in (8, 9)])),
+])  # fmt: skip
+def test_refusals(prompts, error, message, make):
+    with pytest.raises(error, match=message):
+        jspec.speculative_generate(MODEL, make(), *prompts([3], vocab_size=8), max_new_tokens=8)
+
+
+def test_the_number_of_guesses_is_the_drafters_own(prompts):
+    for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
+        with pytest.raises(ValueError, match=f"num_draft_tokens=3 beside a {type(drafter).__name__}, whose tree says"):
+            jspec.speculative_generate(MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8,
+                                       num_draft_tokens=3)  # fmt: skip
