@@ -64,6 +64,19 @@ def made(subject: Subject) -> dict[str, Any]:
     return found | early_exit(subject.target) | ({} if subject.prompts else _of_corpus(subject))
 
 
+def with_trees(subject: Subject, k: int) -> dict[str, Any]:
+    """Name -> drafter of trees of its own, which say how much is drafted."""
+    found = {
+        "lookup, tree of 12": jspec.NGramDrafter(tree=jspec.Tree.branching((3, 1, 1, 1))),
+        "recycling, 32 nodes": jspec.TokenRecyclingDrafter(32),
+    }
+    if isinstance(subject.draft, jspec.NGramDrafter):
+        return found
+    return found | {
+        f"draft model beside lookup, {k} each": jspec.MultiDrafter([subject.draft, jspec.NGramDrafter()], k)
+    }
+
+
 def _of_corpus(subject: Subject) -> dict[str, Any]:
     """Name -> drafter that has read `CORPUS` characters of the Python that the bundled models were trained on."""
     draft, training = subject.draft, "".join(document.text for document in load_corpus()[0])[:CORPUS]
@@ -81,7 +94,7 @@ def _of_corpus(subject: Subject) -> dict[str, Any]:
 
 
 def settings(subject: Subject, k: int) -> dict[str, dict[str, Any]]:
-    """Name -> drafter, rule and draft length."""
+    """Name -> drafter, rule and, but for trees, draft length."""
     drafters, draft = made(subject), subject.draft
     found = {name: {"drafter": drafter} for name, drafter in drafters.items()}
     found |= {f"draft model, {rule}": {"drafter": draft, "accept": rule} for rule in ("block", "coupled")}
@@ -91,7 +104,9 @@ def settings(subject: Subject, k: int) -> dict[str, dict[str, Any]]:
               for name, length in lengths.items()}  # fmt: skip
     found |= {f"{name}, up to {k}": {"drafter": drafters[name], "num_draft_tokens": jspec.UpTo(k)}
               for name in ("lookup", "retrieval") if name in drafters}  # fmt: skip
-    return {name: {"accept": "rejection", "num_draft_tokens": k} | one for name, one in found.items()}
+    found = {name: {"accept": "rejection", "num_draft_tokens": k} | one for name, one in found.items()}
+    trees = with_trees(subject, k)
+    return found | {name: {"drafter": drafter, "accept": "rejection"} for name, drafter in trees.items()}
 
 
 def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: int, repeats: int, idle: int) -> None:
@@ -113,7 +128,7 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
             calls[f"{name}, start"] = _call(jspec.speculative_generate, models, request, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
-        rows += [_row(kind, name, calls[name](), times, passes, setting["num_draft_tokens"], k)
+        rows += [_row(kind, name, calls[name](), times, passes, setting.get("num_draft_tokens"), k)
                  for name, setting in tried.items()]  # fmt: skip
     publish(
         f"drafters-{subject.name}-k{k}-t{temperature:g}{f'-idle{idle}' if idle else ''}-{jax.default_backend()}",

@@ -1,8 +1,8 @@
 """Drafters that draft trees of their own: each against a plain one, and what they refuse."""
 
+import dataclasses
 import functools
 
-import drafters
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from jspec.types import Draft, Verdict, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+MODEL = toys.tiny_llama(0)
 TREE = Tree((0, 1, 0, 2, 0, 3, 1, 7))  # depth first, and ragged
 
 
@@ -54,10 +55,9 @@ def trie(tokens, tree, max_ngram, min_ngram):
     return [paths[node] and paths[node][-1] for node in range(1, tree.size + 1)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def proposed(drafter, tokens, length):
-    draft, _ = drafter.propose((), context(tokens[None], length[None], 8), drafter.tree.max_depth)
-    return draft.tokens[0], draft.probs[0]
+@functools.partial(jax.jit, static_argnums=3)
+def propose(drafter, state, asked, num_draft_tokens):
+    return drafter.propose(state, asked, num_draft_tokens)
 
 
 @settings(max_examples=200, deadline=None)
@@ -65,7 +65,8 @@ def proposed(drafter, tokens, length):
 def test_lookup_in_a_tree_is_the_trie_of_what_followed(tokens, sizes):
     drafter = NGramDrafter(*sizes, TREE)
     row = np.array([*tokens, *[7] * (16 - len(tokens))], np.int32)
-    guesses, laws = proposed(drafter, jnp.asarray(row), jnp.int32(len(tokens)))
+    draft, _ = propose(drafter, (), context(row[None], [len(tokens)], 8), TREE.max_depth)
+    guesses, laws = draft.tokens[0], draft.probs[0]
     expected = trie(tokens, drafter.tree, *sizes)
     for guess, law, wanted in zip(guesses.tolist(), np.asarray(laws), expected, strict=True):
         np.testing.assert_array_equal(law, np.zeros(8) if wanted is None else np.eye(8)[wanted])
@@ -75,7 +76,7 @@ def test_lookup_in_a_tree_is_the_trie_of_what_followed(tokens, sizes):
 def test_lookup_in_a_tree_that_is_a_chain_is_lookup():
     tokens = np.random.default_rng(0).integers(3, size=(20, 16)).astype(np.int32)
     asked = context(tokens, np.arange(20) % 16 + 1, 8)
-    chain, tree = (drafter.propose((), asked, 3)[0] for drafter in (NGramDrafter(), NGramDrafter(tree=Tree.chain(3))))
+    chain, tree = (propose(one, (), asked, 3)[0] for one in (NGramDrafter(), NGramDrafter(tree=Tree.chain(3))))
     assert 0 < tree.probs.sum() < tree.tokens.size
     np.testing.assert_array_equal(tree.probs, chain.probs)
 
@@ -85,9 +86,9 @@ def test_recycling_is_a_matrix_of_what_was_likeliest_last():
     rng, drafter, rows, vocab_size = np.random.default_rng(0), TokenRecyclingDrafter(12), 2, 6
     tree, state, known = drafter.tree, drafter.init(jnp.zeros((rows, 3), jnp.int32), 40), [{}, {}]
     text, lengths = rng.integers(vocab_size, size=(rows, 40)).astype(np.int32), np.array([1, 4])
-    seen, propose, commit = 0, jax.jit(drafter.propose, static_argnums=2), jax.jit(drafter.commit)
+    seen, commit = 0, jax.jit(drafter.commit)
     for _ in range(8):
-        draft, state = propose(state, context(text, lengths, vocab_size), tree.max_depth)
+        draft, state = propose(drafter, state, context(text, lengths, vocab_size), tree.max_depth)
         likeliest = rng.permuted(np.tile(np.arange(vocab_size), (rows, tree.size + 1, 1)), axis=-1)
         for b in range(rows):
             tokens = text[b, : lengths[b]].tolist()
@@ -113,36 +114,36 @@ def test_recycling_forgets_what_is_oldest(monkeypatch):
     drafter = TokenRecyclingDrafter(3)
     state = drafter.init(jnp.zeros((1, 1), jnp.int32), 9)
     for first in range(3):
-        draft, state = drafter.propose(state, context([[first]], [1], 16), drafter.tree.max_depth)
+        draft, state = propose(drafter, state, context([[first]], [1], 16), drafter.tree.max_depth)
         state = drafter.commit(state, draft, None, None, likeliest=jnp.full((1, 4, 8), 15))
     known = set(state[0].tokens[0].tolist())
     assert state[0].tokens.shape == (1, 8) and {1, 2} <= known and 0 not in known
 
 
-@pytree
-class Knowing(jspec.drafters.Stateless):
-    """Drafts ``text[B, L]`` where a row's length is even and nothing right where it is odd."""
-
-    text: jax.Array
-    vocab_size = max_positions = None
-
-    def propose(self, state, context, num_draft_tokens):
-        places = context.lengths[:, None] + jnp.arange(num_draft_tokens)
-        right = jnp.take_along_axis(self.text, places, axis=1, mode="clip")
-        tokens = jnp.where(context.lengths[:, None] % 2 == 0, right, (right + 1) % context.vocab_size)
-        return Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size)), state
+@jax.jit
+def in_turn(drafter, state, asked):
+    """A draft, and the state after another branch was kept."""
+    draft, state = drafter.propose(state, asked, 2)
+    verdict = Verdict(jnp.full(2, 2), asked.tokens[:, 0], path=jnp.tile(jnp.array([1, 4]), (2, 1)))
+    return draft, drafter.commit(state, draft, verdict, jnp.zeros((2, 7, 1)))
 
 
-@pytest.mark.parametrize("accept", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)])
-def test_what_others_drafted_is_read_before_a_chain_goes_on(toy, prompts, accept):
-    """Greedily, with the target beside one that knows the text every other round: each brings a whole chain."""
-    target, (tokens, lengths, keys) = toy(0), prompts([4, 4])
-    options = {"max_new_tokens": 33, "sampling": jspec.SamplingParams(temperature=0)}
-    plain = jspec.generate(target, tokens, lengths, keys, **options)
-    drafter = MultiDrafter([Knowing(jnp.concatenate([tokens, plain.tokens], axis=1)), target], 2)
-    out = drafters.generate(target, drafter, (tokens, lengths, keys), accept=accept, **options)
-    np.testing.assert_array_equal(out.tokens, plain.tokens)
-    np.testing.assert_array_equal(out.stats.rounds, 11)
+def test_chains_of_several_are_those_that_each_drafts_alone():
+    """With its own noise, and though of three tokens a round it has drafted none: what it has not read it reads."""
+    rng, part = np.random.default_rng(0), jspec.ModelDrafter(MODEL)
+    drafter = MultiDrafter([NGramDrafter(), MODEL, MODEL], 2)
+    text = jnp.asarray(rng.integers(8, size=(2, 16)), jnp.int32)
+    state, both = drafter.init(text[:, :4], 32), toys.both_transforms(jspec.SamplingParams(), 2)[1]
+    for length in (4, 7, 10):
+        noise = jnp.asarray(rng.gumbel(size=(2, 2, 3, 2, 3)), jnp.float32)
+        asked = Context(text, jnp.full(2, length), noise, both, None, None, 8)
+        draft, state = in_turn(drafter, state, asked)
+        read = part.init(text[:, :length], 32)
+        for i in (1, 2):
+            alone, _ = propose(part, read, dataclasses.replace(asked, noise=noise[:, :, i : i + 1]), 2)
+            np.testing.assert_array_equal(draft.tokens[:, i::3], alone.tokens)
+            np.testing.assert_allclose(draft.probs[:, i::3], alone.probs, atol=1e-5)
+        assert (draft.tokens[:, 1::3] != draft.tokens[:, 2::3]).any()
 
 
 @pytree
@@ -170,9 +171,6 @@ def test_each_of_several_is_told_what_became_of_its_own_chain():
     np.testing.assert_array_equal([one[0][0] for one in told], [[1, 2, 3], [4, 5, 6], [1, 2, 3]])
     assert [(int(one[1][0]), int(one[2][0])) for one in told] == [(2, 7), (0, 1), (2, 7)]
     np.testing.assert_array_equal([one[3][0, :, 0] for one in told], [[0, 1, 4, 7], [0, 2, 5, 8], [0, 3, 6, 9]])
-
-
-MODEL = toys.tiny_llama(0)
 
 
 @pytest.mark.parametrize(("error", "message", "make"), [
