@@ -72,5 +72,5 @@ def as_part(name: str, draft: Any) -> Any:
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
-                        "combined; pass what draws its tokens, its `draft`.")  # fmt: skip
+                        "combined; pass a drafter of chains, such as that which draws the tree's tokens.")  # fmt: skip
     return drafter
