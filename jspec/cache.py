@@ -11,6 +11,7 @@ K + 1 spare slots, so that none does.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,11 +52,20 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
     """
     batch, width = tokens.shape
     _, read = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
+    return _enlarged(model.new_cache(batch, num_slots), read)
 
-    def enlarge(room: Array, part: Array) -> Array:
-        return lax.dynamic_update_slice(room, part, (0,) * room.ndim)
 
-    return jax.tree.map(enlarge, model.new_cache(batch, num_slots), read)
+def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: Sequence[int]) -> tuple[Any, Array]:
+    """`prefill`, and what `jspec.Llama.forward_with_features` tells, ``[B, P, F, E]``."""
+    batch, width = tokens.shape
+    start = jnp.zeros(batch, jnp.int32)
+    _, told, read = model.forward_with_features(tokens, model.new_cache(batch, width), start, features)
+    return _enlarged(model.new_cache(batch, num_slots), read), told
+
+
+def _enlarged(rooms: Any, read: Any) -> Any:
+    """`rooms`, a larger cache, with what has been read at its beginning."""
+    return jax.tree.map(lambda room, part: lax.dynamic_update_slice(room, part, (0,) * room.ndim), rooms, read)
 
 
 def write(slots: Array, new: Array, start: Array, axis: int) -> Array:

@@ -121,6 +121,29 @@ class Llama(nnx.Module):
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.
         """
+        hidden, _, cache = self.forward_with_features(tokens, cache, start, (), layers=layers, past=past,
+                                                      branches=branches)  # fmt: skip
+        return hidden, cache
+
+    def forward_with_features(
+        self,
+        tokens: Array,
+        cache: KVCache,
+        start: Array,
+        features: Sequence[int],
+        *,
+        layers: Sequence[int] | None = None,
+        past: tuple[KVCache, Array] | None = None,
+        branches: Branches | None = None,
+    ) -> tuple[Array, Array, KVCache]:
+        """`forward` that also tells what is between its layers.
+
+        Args:
+            features: which states; i is what enters layer i, and the number of layers what leaves the last.
+
+        Returns:
+            Hidden states ``[B, S, E]``; those that `features` names, ``[B, S, F, E]``; and the cache.
+        """
         slots = start[:, None] + jnp.arange(tokens.shape[1])
         positions = slots
         if branches is not None:
@@ -129,17 +152,22 @@ class Llama(nnx.Module):
         x = self.embed_tokens(tokens).astype(self.dtype)
         order = list(range(len(self.layers)) if layers is None else layers)
 
-        def through(x: Array, cache: KVCache, past: tuple[KVCache, Array] | None) -> tuple[Array, KVCache]:
+        def through(x: Array, cache: KVCache, past: tuple[KVCache, Array] | None) -> tuple[Array, Array, KVCache]:
             keys, values, normed = list(cache.keys), list(cache.values), self.layers[order[0]].input_layernorm(x)
+            states = {}
             for i, following in itertools.zip_longest(order, order[1:]):
                 before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
                 norm = None if following is None else self.layers[following].input_layernorm
+                states[i] = x
                 x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], slots, tables,
                                                      before, branches, norm)  # fmt: skip
-            return x[:, : tokens.shape[1]], KVCache(tuple(keys), tuple(values))
+            told = [({len(self.layers): x} | states)[i] for i in features]
+            parts = jnp.stack(told, axis=2) if told else jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
+            count = tokens.shape[1]
+            return x[:, :count], parts[:, :count], KVCache(tuple(keys), tuple(values))
 
         if not order:
-            return x, cache
+            return x, jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype), cache
         if tokens.size != 1:
             return through(x, cache, past)
         return lax.platform_dependent(x, cache, past, cuda=_with_a_row_of_zeros(through), default=through)

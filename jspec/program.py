@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array, lax
 
 from jspec.acceptance import Rule
-from jspec.cache import prefill, whole_tiles
+from jspec.cache import prefill, prefill_with_features, whole_tiles
 from jspec.checks import check_drafted
 from jspec.draft_length import DraftLength
-from jspec.drafters.base import Drafter, is_foreign, tree_of
+from jspec.drafters.base import Drafter, features_of, is_foreign, tree_of
 from jspec.drafters.checked import CheckedDrafter
 from jspec.llama import Llama
 from jspec.output import OutputBuffers, collect, cut_to_size, empty_buffers
@@ -124,7 +124,7 @@ def decode_program(
 
 def start(
     target: Llama,
-    drafter: Drafter | None,
+    drafter: Any,
     params: RequestParams,
     tokens: Array,
     max_new_tokens: int,
@@ -137,8 +137,12 @@ def start(
     spare, size = k + 1, tree_of(drafter, k).size
     slots = whole_tiles(width + max_new_tokens + size + 1)
     with jax.named_scope("prefill"):
-        cache = prefill(target, tokens, slots)
-        drafter_state = () if drafter is None else drafter.init(tokens, slots)
+        if features := features_of(drafter):
+            cache, told = prefill_with_features(target, tokens, slots, features)
+            drafter_state = drafter.init(tokens, slots, features=told)
+        else:
+            cache = prefill(target, tokens, slots)
+            drafter_state = () if drafter is None else drafter.init(tokens, slots)
     token_counts = None
     if params.transforms.penalised:
         token_counts = count_prompt(tokens, params.prompt_lengths, target.config.vocab_size)

@@ -1,7 +1,6 @@
 """One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,19 +8,28 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.acceptance.base import Rule
-from jspec.acceptance.path import Path, along_path, at_path, num_guessed
+from jspec.acceptance.path import Path, along_path, at_path
 from jspec.acceptance.walk import AnyTree
-from jspec.cache import KVCache, append, keep
-from jspec.draft_length import DraftLength, compiled_lengths
-from jspec.drafters.base import Context, TargetView, as_draft, is_foreign, outside, tree_of
+from jspec.cache import keep
+from jspec.draft_length import DraftLength
+from jspec.drafters.base import (
+    Context,
+    TargetView,
+    as_draft,
+    features_of,
+    is_foreign,
+    num_likeliest_of,
+    outside,
+    tree_of,
+)
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.recording import of_round
 from jspec.rows import write_rows
-from jspec.sampling import add_tokens, raw_logprobs, token_probs
+from jspec.sampling import add_tokens, raw_logprobs
 from jspec.state import DecodeState, RequestParams, RoundOutput
-from jspec.tree import Branches
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
+from jspec.verify import Reading, verify
 
 
 def play_round(
@@ -30,21 +38,21 @@ def play_round(
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
-        hidden, (logits, target_probs), cache = _verify(target, draft_length, params, state, draft)
+        read, cache = verify(target, draft_length, params, state, draft, features_of(drafter))
     with jax.named_scope("accept"):
-        verdict = rule.accept(params.keys, state.lengths, draft, target_probs)
+        verdict = rule.accept(params.keys, state.lengths, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
             raise TypeError(f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
                             "accepted nodes, or set branches to False.")  # fmt: skip
         if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
-            verdict = dataclasses.replace(verdict, distortion=jnp.full(target_probs.shape[:2], jnp.nan))
+            verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None:
-            drafter_state = drafter.commit(drafter_state, draft, verdict, hidden, **_likeliest(drafter, logits))
+            drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(drafter, read))
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
-        path = along_path(draft, verdict, target_probs)
-        raw = raw_logprobs(at_path(logits, verdict), path.tokens)
+        path = along_path(draft, verdict, read.probs)
+        raw = raw_logprobs(at_path(read.logits, verdict), path.tokens)
         new, ended = _output(params, state, verdict, path, raw, strange)
         new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
@@ -79,10 +87,12 @@ def _propose(
         return mended, strange, drafter_state
 
 
-def _likeliest(drafter: Any, logits: Array) -> dict[str, Array]:
-    """What a drafter is told that has `num_likeliest`."""
-    count = getattr(drafter, "num_likeliest", 0)
-    return {"likeliest": lax.top_k(logits, min(count, logits.shape[-1]))[1]} if count else {}
+def _told(drafter: Any, read: Reading) -> dict[str, Array]:
+    """What `commit` is told of a drafter that asks for more than `hidden`."""
+    told = {"features": read.features} if features_of(drafter) else {}
+    if count := num_likeliest_of(drafter):
+        told["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
+    return told
 
 
 def _noise(rule: Rule, keys: Array, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
@@ -91,35 +101,6 @@ def _noise(rule: Rule, keys: Array, positions: Array, vocab_size: int, tree: Any
         return draft_noise(keys, positions, vocab_size, tree.max_width)
     noise = target_noise(keys, positions, vocab_size)[:, :, None]
     return jnp.broadcast_to(noise, (*noise.shape[:2], tree.max_width, *noise.shape[3:]))
-
-
-def _verify(
-    target: Any, draft_length: DraftLength, params: RequestParams, state: DecodeState, draft: Draft
-) -> tuple[Array, tuple[Array, Array], KVCache]:
-    """The target's hidden states behind the last token and every draft, its logits and laws, and its cache of all."""
-    start = state.lengths - 1
-    block = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
-
-    def laws(hidden: Array) -> tuple[Array, Array]:
-        drafted, logits = draft.tokens[:, : hidden.shape[1] - 1], target.logits(hidden)
-        seen = None if branches is None else branches.visible[..., 1:]
-        return logits, token_probs(logits, params.transforms, state.token_counts, drafted, seen)
-
-    lengths, branches = compiled_lengths(draft_length), draft.topology.branches
-    if len(lengths) == 1:
-        hidden, cache = target.forward(block, state.cache, start, **Branches.argument(branches))
-        return hidden, laws(hidden), cache
-
-    def up_to(k: int) -> tuple[tuple[Array, tuple[Array, Array]], KVCache]:
-        # The cache is only read here, for XLA would copy what one of several branches updates.
-        new = target.new_cache(*block.shape)
-        hidden, new = target.forward(block[:, : k + 1], new, start, past=(state.cache, start))
-        rest = ((0, 0), (0, block.shape[1] - 1 - k), (0, 0))
-        return jax.tree.map(lambda part: jnp.pad(part, rest), (hidden, laws(hidden))), new
-
-    shortest = jnp.searchsorted(jnp.array(lengths), num_guessed(draft).max())
-    (hidden, judged), new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
-    return hidden, judged, append(state.cache, new, start)
 
 
 class _Stop(NamedTuple):

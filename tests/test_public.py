@@ -14,7 +14,7 @@ ROOT = Path(jspec.__file__).parent
 ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devices", "sharding", "keys", "probs",
          "rows", "tree_yield", "theory", "sampling", "cache", "rope", "kernels", "layers", "llama",
          "layout", "quantizer", "half", "weights", "acceptance", "rules", "draft_length", "lengths",
-         "drafters", "checks", "tree_checks", "recording", "state", "round", "output", "program", "tuning",
+         "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
          "tree_tuning", "auto", "decode", "footprint", "roofline", "planning", "prompts", "names",
          "completion", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))

@@ -84,6 +84,10 @@ class Drafter(Protocol):
     before it on its branch, and on its elder siblings, alone. If it does not depend on these, siblings being drawn
     independently from one law, an attribute `replacement` that is True says so, for rules which need that.
 
+    One that has `features`, a tuple of F ints, reads states of the target: i names what enters its layer i, and the
+    number of its layers what leaves the last. Its `init` is told ``features [B, P, F, E]`` of the prompts, and its
+    `commit` ``features [B, K + 1, F, E]`` where ``hidden`` is.
+
     One that has `num_likeliest`, an int n, is told more in `commit`: ``likeliest int32[B, K + 1, n]``, the judging
     model's likeliest tokens where ``hidden`` is, by its own logits, the likeliest first (of a vocabulary of V < n
     tokens V).
@@ -158,6 +162,16 @@ def _alike(tree: Tree | DynamicTree, other: Tree | DynamicTree) -> bool:
     if isinstance(tree, DynamicTree) and isinstance(other, DynamicTree):
         return (tree.size, tree.max_depth) == (other.size, other.max_depth)
     return tree == other
+
+
+def features_of(drafter: Any) -> tuple[int, ...]:
+    """Which of the target's states a drafter reads; most none."""
+    return tuple(getattr(drafter, "features", ()))
+
+
+def num_likeliest_of(drafter: Any) -> int:
+    """How many of the target's likeliest tokens a drafter asks for; most none."""
+    return getattr(drafter, "num_likeliest", 0)
 
 
 def own_tree(drafter: Any) -> Tree | DynamicTree | None:
@@ -242,6 +256,28 @@ def is_foreign(drafter: Any) -> bool:
         return False
     home = type(drafter).propose.__module__ or ""  # code that was run from a string has none
     return home.split(".")[0] != __name__.split(".")[0]
+
+
+class Around:
+    """A drafter around `draft`: it asks the target for what that asks for, and passes on what it is told."""
+
+    draft: Any
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.draft.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.draft.max_positions
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return features_of(self.draft)
+
+    @property
+    def num_likeliest(self) -> int:
+        return num_likeliest_of(self.draft)
 
 
 class Stateless:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context, as_draft, outside, own_tree
+from jspec.drafters.base import Context, as_draft, features_of, num_likeliest_of, outside, own_tree
 from jspec.probs import at_tokens
 from jspec.types import Draft, Verdict, pytree
 
@@ -39,11 +39,15 @@ class CheckedDrafter:
         return own_tree(self.inner)
 
     @property
-    def num_likeliest(self) -> int:
-        return getattr(self.inner, "num_likeliest", 0)
+    def features(self) -> tuple[int, ...]:
+        return features_of(self.inner)
 
-    def init(self, tokens: Array, num_slots: int) -> Any:
-        return self.inner.init(tokens, num_slots)
+    @property
+    def num_likeliest(self) -> int:
+        return num_likeliest_of(self.inner)
+
+    def init(self, tokens: Array, num_slots: int, **told: Array) -> Any:
+        return self.inner.init(tokens, num_slots, **told)
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
@@ -56,8 +60,8 @@ class CheckedDrafter:
         jax.debug.callback(check, held.tokens, sums, least, drawn)
         return draft, state
 
-    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **more: Array) -> Any:
-        return self.inner.commit(state, draft, verdict, hidden, **more)
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **told: Array) -> Any:
+        return self.inner.commit(state, draft, verdict, hidden, **told)
 
 
 def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:

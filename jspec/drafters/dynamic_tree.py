@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.cache import whole_tiles
-from jspec.drafters.base import Context, fit_vocabulary
+from jspec.drafters.base import Around, Context, fit_vocabulary
 from jspec.drafters.tree import as_branching
 from jspec.probs import foreseen
 from jspec.sampling import token_probs, without_filters
@@ -42,7 +42,7 @@ class _Pool:
     jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["num_nodes", "max_depth", "width"]
 )
 @dataclasses.dataclass(frozen=True)
-class DynamicTreeDrafter:
+class DynamicTreeDrafter(Around):
     """Drafts the `num_nodes` likeliest nodes that a search with `draft` finds, another tree in every round and row.
 
     The search goes level by level: of the children of `width` nodes the `width` likeliest are read next (Li et al.
@@ -79,19 +79,11 @@ class DynamicTreeDrafter:
         """The size of every tree."""
         return DynamicTree(None, int(self.num_nodes), int(self.max_depth))
 
-    @property
-    def vocab_size(self) -> int | None:
-        return self.draft.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_positions
-
-    def init(self, tokens: Array, num_slots: int) -> tuple[Any, Array, Array]:
+    def init(self, tokens: Array, num_slots: int, **told: Array) -> tuple[Any, Array, Array]:
         """The state of `draft`; ``int32[B]``, where the last tree began; and in which slot each of its nodes is."""
         batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
-        return self.draft.init(tokens, whole_tiles(num_slots + more)), jnp.zeros(batch, jnp.int32), slots
+        return self.draft.init(tokens, whole_tiles(num_slots + more), **told), jnp.zeros(batch, jnp.int32), slots
 
     def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
         """Search, then take the likeliest of all that has been found."""
@@ -122,13 +114,13 @@ class DynamicTreeDrafter:
         draft, slots = self._likeliest(jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pools))
         return draft, (self.draft.end(carry), context.lengths - 1, slots)
 
-    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
+    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array, **told: Array) -> tuple:
         """Of what `draft` remembers of its search only the accepted path is kept."""
         inner, start, slots = state
         assert verdict.path is not None, "a rule that takes no trees is refused"
         # A node that was not read is the last of its path, and will be.
         inner = self.draft.keep(inner, start, _at(slots, verdict.path))
-        return self.draft.commit(inner, draft, verdict, hidden), start, slots
+        return self.draft.commit(inner, draft, verdict, hidden, **told), start, slots
 
     def _log_probs(self, logits: Array, depth: int, read: Array, seen: Array, context: Context) -> Array:
         """How likely the target is to draw each token behind nodes of a level, ``[B, S, V]``."""

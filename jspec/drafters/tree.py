@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jspec.drafters.autoregressive import AutoregressiveDrafter
-from jspec.drafters.base import Context, as_tree, fit_vocabulary
+from jspec.drafters.base import Around, Context, as_tree, fit_vocabulary
 from jspec.drafters.model import as_drafter
 from jspec.probs import sample_with_noise
 from jspec.sampling import token_probs, without_filters
@@ -20,7 +20,7 @@ from jspec.types import Draft, Verdict
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["tree", "replacement"])
 @dataclasses.dataclass(frozen=True)
-class TreeDrafter:
+class TreeDrafter(Around):
     """Drafts a tree of one shape with `draft`: every node's children from the law that it gives behind that node.
 
     Children are drawn one after another, each from what its elder siblings have left of the law, renormalised (without
@@ -44,17 +44,9 @@ class TreeDrafter:
         if not isinstance(self.replacement, bool):
             raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
 
-    @property
-    def vocab_size(self) -> int | None:
-        return self.draft.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_positions
-
-    def init(self, tokens: Array, num_slots: int) -> tuple[Any, Array]:
+    def init(self, tokens: Array, num_slots: int, **told: Array) -> tuple[Any, Array]:
         """The state of `draft`, and ``int32[B]``, where the last tree began."""
-        return self.draft.init(tokens, num_slots), jnp.zeros(len(tokens), jnp.int32)
+        return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
 
     def propose(self, state: tuple[Any, Array], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
         """Level by level: a pass of `draft` over one, then the next one is drawn."""
@@ -68,11 +60,13 @@ class TreeDrafter:
             tokens, probs = (jnp.concatenate(parts, axis=1) for parts in zip((tokens, probs), drawn, strict=True))
         return Draft(tokens, probs, tree), (self.draft.end(carry), context.lengths - 1)
 
-    def commit(self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[Any, Array]:
+    def commit(
+        self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Array
+    ) -> tuple[Any, Array]:
         """Of what `draft` remembers of the tree only the accepted path is kept."""
         inner, start = state
         inner = inner if verdict.path is None else self.draft.keep(inner, start, verdict.path)
-        return self.draft.commit(inner, draft, verdict, hidden), start
+        return self.draft.commit(inner, draft, verdict, hidden, **told), start
 
     def _draw(self, logits: Array, depth: int, tokens: Array | None, context: Context) -> tuple[Array, Array]:
         """The next level, ``[B, S']`` and their laws, from ``logits[B, S, V]`` behind the nodes of `depth`.

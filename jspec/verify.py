@@ -1,0 +1,76 @@
+"""Verification: one pass of the target over a draft."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.acceptance.path import num_guessed
+from jspec.cache import KVCache, append
+from jspec.draft_length import DraftLength, compiled_lengths
+from jspec.sampling import token_probs
+from jspec.state import DecodeState, RequestParams
+from jspec.tree import Branches
+from jspec.types import Draft
+
+
+class Reading(NamedTuple):
+    """What the target makes of the last token and every guess, ``[B, N + 1, ...]``.
+
+    Attributes:
+        hidden: ``[.., E]``, before the final norm.
+        features: ``[.., F, E]``, other states, those that were asked for.
+        logits: ``float32[.., V]``.
+        probs: ``float32[.., V]``, the laws after all transforms.
+    """
+
+    hidden: Array
+    features: Array
+    logits: Array
+    probs: Array
+
+
+def verify(
+    target: Any,
+    draft_length: DraftLength,
+    params: RequestParams,
+    state: DecodeState,
+    draft: Draft,
+    features: Sequence[int],
+) -> tuple[Reading, KVCache]:
+    """The target's reading of a draft, and its cache with all of it.
+
+    Args:
+        features: as for `jspec.Llama.forward_with_features`; of a model that has no such method none.
+    """
+    start = state.lengths - 1
+    block = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
+    lengths, branches = compiled_lengths(draft_length), draft.topology.branches
+
+    def read(block: Array, cache: KVCache, **how: Any) -> tuple[Reading, KVCache]:
+        if features:
+            hidden, told, cache = target.forward_with_features(block, cache, start, features, **how)
+        else:
+            hidden, cache = target.forward(block, cache, start, **how)
+            told = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
+        logits, drafted = target.logits(hidden), draft.tokens[:, : block.shape[1] - 1]
+        seen = None if branches is None else branches.visible[..., 1:]
+        probs = token_probs(logits, params.transforms, state.token_counts, drafted, seen)
+        return Reading(hidden, told, logits, probs), cache
+
+    if len(lengths) == 1:
+        return read(block, state.cache, **Branches.argument(branches))
+
+    def up_to(k: int) -> tuple[Reading, KVCache]:
+        # The cache is only read here, for XLA would copy what one of several branches updates.
+        reading, new = read(block[:, : k + 1], target.new_cache(*block.shape), past=(state.cache, start))
+        missing = block.shape[1] - 1 - k
+        whole = jax.tree.map(lambda part: jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2)), reading)
+        return whole, new
+
+    shortest = jnp.searchsorted(jnp.array(lengths), num_guessed(draft).max())
+    reading, new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
+    return reading, append(state.cache, new, start)
