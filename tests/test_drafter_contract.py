@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 
 import jspec
 from jspec.types import NO_DRAFT, Draft, pytree
@@ -142,3 +143,30 @@ def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
                              ):  # fmt: skip
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
+
+
+@pytree
+class Withdrawn(jspec.drafters.Stateless):
+    """Two independent children with laws, of which the drafter says that the younger is no guess."""
+
+    law: jax.Array
+    tree = jspec.Tree((0, 0))
+    replacement = True
+    vocab_size = max_positions = None
+
+    def propose(self, state, context, num_draft_tokens):
+        shape = context.lengths.size, 2
+        laws = jnp.broadcast_to(self.law, (*shape, self.law.size))
+        tokens = jspec.rules.sample_with_noise(context.noise[:, 0], laws)
+        return Draft(tokens, laws, self.tree, jnp.broadcast_to(jnp.array([True, False]), shape)), state
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "k-seq"])
+def test_what_a_drafter_says_is_no_guess_is_never_kept(report, rule):
+    p, rows = jnp.array([0.1, 0.2, 0.3, 0.4]), 10_000
+    target = toys.MarkovModel(jnp.tile(jnp.log(p), (4, 1)))
+    batch = jnp.zeros((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32), jax.random.split(jax.random.key(0), rows)
+    out = drafters.generate(target, Withdrawn(p[::-1]), batch, max_new_tokens=1, accept=rule, record=True)
+    off = np.abs(np.bincount(out.tokens[:, 0], minlength=4) / rows - p).max()
+    report(largest_difference=f"{off:.3f}")
+    assert off < 0.02 and (out.record.fates[..., 1] == 0).all()

@@ -123,7 +123,8 @@ class Drafter(Protocol):
 def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
     """What `drafter` has proposed, in the program's dtypes, without the laws of tokens beyond a row's budget.
 
-    Nor those of ids outside the vocabulary, which drafters of jspec cannot have: they are no guess.
+    Nor those of tokens that are not `valid`, nor of ids outside the vocabulary, which drafters of jspec cannot have:
+    they are no guess.
 
     Raises, while the program is traced:
         TypeError: it is no draft.
@@ -150,6 +151,8 @@ def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int
     # With 64-bit types enabled, a user's arrays are easily wider than the program's.
     probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
     draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
+    if draft.valid is not None:
+        draft = _kept(draft, draft.valid)
     if context.budget is not None:
         draft = _kept(draft, jnp.arange(num_draft_tokens) < context.budget[:, None])
     if is_foreign(drafter):
