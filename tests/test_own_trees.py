@@ -173,6 +173,28 @@ def test_each_of_several_is_told_what_became_of_its_own_chain():
     np.testing.assert_array_equal([one[3][0, :, 0] for one in told], [[0, 1, 4, 7], [0, 2, 5, 8], [0, 3, 6, 9]])
 
 
+@pytree
+class Starts(jspec.drafters.Stateless):
+    """Knows the next token of ``text[L]``, and of those behind it what they are not."""
+
+    text: jax.Array
+    vocab_size = max_positions = None
+
+    def propose(self, state, context, num_draft_tokens):
+        steps = jnp.arange(num_draft_tokens)
+        tokens = (self.text[context.lengths[:, None] + steps] + (steps > 0)) % context.vocab_size
+        return Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size)), state
+
+
+def test_coupled_goes_on_with_whichever_of_the_same_tokens_goes_on():
+    batch = jnp.array([[1, 2, 3]]), jnp.array([3]), jax.random.split(jax.random.key(0), 1)
+    plain = jspec.generate(MODEL, *batch, max_new_tokens=24)
+    several = MultiDrafter([Starts(jnp.pad(jnp.append(batch[0], plain.tokens), (0, 8))), MODEL], 4)
+    out = jspec.speculative_generate(MODEL, several, *batch, max_new_tokens=24, accept="coupled")
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert out.stats.rounds == 5  # of five tokens, as with the target for its own draft
+
+
 @pytest.mark.parametrize(("error", "message", "make"), [
     (TypeError, r"tree is of type tuple; pass a jspec\.Tree", lambda: NGramDrafter(tree=(0, 0))),
     (ValueError, "tree has no guesses", lambda: NGramDrafter(tree=Tree(()))),

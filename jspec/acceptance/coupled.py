@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.acceptance.base import Rule
-from jspec.acceptance.walk import at_parents, end_of, follow, is_guess, length_of_prefix
+from jspec.acceptance.walk import at_parents, end_of, follow, follow_longest, is_guess, length_of_prefix
 from jspec.keys import positions_from, target_noise
 from jspec.probs import at_tokens, residual, sample_with_noise
+from jspec.tree import Tree
 from jspec.types import Draft, Verdict
 
 
@@ -50,6 +51,7 @@ def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
     if tree.is_chain:
         end = length_of_prefix(kept)
         return Verdict(end, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0])
-    num_accepted, path = follow(kept, tree)
+    # Siblings that are kept are the same token; where they come from several drafters, one's branch may go on.
+    num_accepted, path = follow_longest(kept, tree) if isinstance(tree, Tree) else follow(kept, tree)
     end = end_of(num_accepted, path)
     return Verdict(num_accepted, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0], path=path)
