@@ -76,8 +76,9 @@ def tune(
 
     def run(setting: Setting, limit: int, trial: int) -> Output:
         limited = dataclasses.replace(sampling, max_tokens=limit)
-        is_tree = isinstance(setting, Tree)
-        one, k = (TreeDrafter(drafter, setting), setting.max_depth) if is_tree else (drafter, setting)
+        one, k = drafter, setting
+        if isinstance(setting, Tree):
+            one, k = TreeDrafter(drafter, setting, bool(getattr(rule, "independent", False))), setting.max_depth
         return run_program(
             target, one, tokens, lengths, trials[trial], limited, eos_ids, 0, max_new_tokens=max_new_tokens,
             draft_length=Fixed(k), rule=rule if k else RULES["rejection"])  # fmt: skip

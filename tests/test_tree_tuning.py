@@ -119,6 +119,17 @@ def test_trees_are_decoded(rule, monkeypatch):
     assert {Tree.branching((2,)), Tree.branching((4,))} <= trees and len(trees) <= 5
 
 
+@pytest.mark.parametrize(("rule", "replacement"), [("k-seq", True), ("rejection", False)])
+def test_children_are_drawn_as_the_rule_needs(rule, replacement, monkeypatch):
+    drawn, (target, other) = [], toys.markov_pair(0)
+    monkeypatch.setattr(auto, "run_program", lambda *arguments, **_: drawn.append(arguments[1].replacement))
+    monkeypatch.setattr(auto, "measure", lambda *_: None)
+    monkeypatch.setattr(auto, "with_trees", lambda run, *_: run(Tree.branching((2,)), 8, 0))
+    batch = np.zeros((1, 3), int), np.array([3]), jax.random.split(jax.random.key(0), 1)
+    jspec.tune(target, jspec.ModelDrafter(other), *batch, accept=rule)
+    assert drawn == [replacement]
+
+
 @pytest.mark.parametrize(
     ("draft", "options"),
     [
