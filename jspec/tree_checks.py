@@ -31,9 +31,10 @@ def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rul
                          f"{able}.")  # fmt: skip
     independent = getattr(drafter, "replacement", False)
     if tree.max_children > 1 and getattr(rule, "independent", False) and not independent:
+        otherwise = "draws them without replacement; use replacement=True, or"
+        otherwise = otherwise if hasattr(drafter, "replacement") else "does not draw them so; use"
         raise ValueError(f"accept={type(rule).__name__} needs children that were drawn independently of each other, "
-                         f"and this {type(drafter).__name__} draws them without replacement; use replacement=True, or "
-                         'accept="rejection".')  # fmt: skip
+                         f'and this {kind} {otherwise} accept="rejection".')  # fmt: skip
     if independent and rule.shares_noise:
         raise ValueError(f"replacement=True draws children independently, and accept={type(rule).__name__} draws all "
                          "with one noise, so that they would be the same; use replacement=False.")  # fmt: skip

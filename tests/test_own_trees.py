@@ -217,6 +217,19 @@ def test_refusals(prompts, error, message, make):
         jspec.speculative_generate(MODEL, make(), *prompts([3], vocab_size=8), max_new_tokens=8)
 
 
+def test_a_part_that_wants_the_likeliest_tokens_is_refused():
+    curious = type("Curious", (Starts,), {"num_likeliest": 2})(jnp.zeros(8))
+    for make in (lambda: MultiDrafter([MODEL, curious]), lambda: jspec.drafters.FallbackDrafter(curious, MODEL)):
+        with pytest.raises(TypeError, match="is of type Curious, which asks the target for more than"):
+            make()
+
+
+def test_what_has_no_replacement_is_not_told_to_use_it(prompts):
+    for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
+        with pytest.raises(ValueError, match=f'this {type(drafter).__name__} does not draw them so; use accept="rej'):
+            jspec.speculative_generate(MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8, accept="k-seq")
+
+
 def test_the_number_of_guesses_is_the_drafters_own(prompts):
     for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
         with pytest.raises(ValueError, match=f"num_draft_tokens=3 beside a {type(drafter).__name__}, whose tree says"):

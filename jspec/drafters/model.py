@@ -68,7 +68,11 @@ def as_drafter(draft: Any) -> Any:
 
 
 def as_part(name: str, draft: Any) -> Any:
-    """`as_drafter` of what is called `name` in a drafter that drafts chains; TypeError where it drafts a tree."""
+    """`as_drafter` of what is called `name` in a drafter that combines chains.
+
+    Raises:
+        TypeError: it drafts a tree, or wants to be told what only the whole draft is told.
+    """
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
