@@ -74,11 +74,13 @@ def tune(
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     trials = [trial_keys(keys, number) for number in range(TRIALS)]
 
-    def run(setting: Setting, limit: int, trial: int) -> Output:
-        limited = dataclasses.replace(sampling, max_tokens=limit)
-        one, k = drafter, setting
+    def drafting(setting: Setting) -> tuple[Any, int]:
         if isinstance(setting, Tree):
-            one, k = TreeDrafter(drafter, setting, bool(getattr(rule, "independent", False))), setting.max_depth
+            return TreeDrafter(drafter, setting, bool(getattr(rule, "independent", False))), setting.max_depth
+        return drafter, setting
+
+    def run(setting: Setting, limit: int, trial: int) -> Output:
+        limited, (one, k) = dataclasses.replace(sampling, max_tokens=limit), drafting(setting)
         return run_program(
             target, one, tokens, lengths, trials[trial], limited, eos_ids, 0, max_new_tokens=max_new_tokens,
             draft_length=Fixed(k), rule=rule if k else RULES["rejection"])  # fmt: skip

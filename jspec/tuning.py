@@ -40,7 +40,8 @@ class Tuning:
         round_seconds: of one round, for K = 1, 2, ...; measured for powers of two and the largest, interpolated
             between them.
         expected_tokens: a row's tokens in one round, for K = 1, 2, ...
-        tree: what a `jspec.TreeDrafter` should draft, faster than any chain; None where no tree is, or none was tried.
+        tree: what a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), faster than any chain; None
+            where no tree is, or none was tried.
         tree_speedup: measured speed with it over that of plain decoding; 0 for None.
     """
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from jspec import keys, probs, sampling
 from jspec import round as rounds
+from jspec import verify as verification
 from jspec.acceptance import block, coupled, rejection, traversal, walk
 from jspec.drafters import Context, Draft, FallbackDrafter, base
 from jspec.drafters import autoregressive as drafting
@@ -84,13 +85,13 @@ def bonus_from_q(patch):
 
 
 def temperature_on_one_side(patch):
-    token_probs = rounds.token_probs
+    token_probs = verification.token_probs
 
     def mutant(logits, transforms, *history):
         at_one = dataclasses.replace(transforms, temperature=jnp.ones_like(transforms.temperature))
         return token_probs(logits, at_one, *history)
 
-    patch(rounds, "token_probs", mutant)
+    patch(verification, "token_probs", mutant)
 
 
 def unclamped_residual(patch):
@@ -121,13 +122,13 @@ def weight_not_carried(patch):
 
 
 def verified_one_position_off(patch):
-    token_probs = rounds.token_probs
-    patch(rounds, "token_probs", lambda *args: jnp.roll(token_probs(*args), 1, axis=1))
+    token_probs = verification.token_probs
+    patch(verification, "token_probs", lambda *args: jnp.roll(token_probs(*args), 1, axis=1))
 
 
 def top_p_after_the_residual(patch):
     """The target is compared without top-p, which then cuts the law of the correction."""
-    token_probs, next_probs, cut = rounds.token_probs, rejection.next_probs, []
+    token_probs, next_probs, cut = verification.token_probs, rejection.next_probs, []
 
     def uncut(logits, transforms, *history):
         cut.append(transforms.tail_mass)
@@ -138,18 +139,18 @@ def top_p_after_the_residual(patch):
         law = jnp.where(jax.vmap(sampling._nucleus)(law, cut.pop()), law, 0)
         return law / law.sum(-1, keepdims=True)
 
-    patch(rounds, "token_probs", uncut)
+    patch(verification, "token_probs", uncut)
     in_rules(patch, "next_probs", mutant)
 
 
 def penalty_not_advanced_in_verify(patch):
-    token_probs = rounds.token_probs
+    token_probs = verification.token_probs
 
     def mutant(logits, transforms, token_counts, *drafted):
         alone = [token_probs(logits[:, s : s + 1], transforms, token_counts) for s in range(logits.shape[1])]
         return jnp.concatenate(alone, axis=1)
 
-    patch(rounds, "token_probs", mutant)
+    patch(verification, "token_probs", mutant)
 
 
 def penalty_not_advanced_in_draft(patch):
