@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jspec.auto import tune
     from jspec.completion import Completion, complete
     from jspec.decode import generate, speculative_generate
-    from jspec.draft_length import ByAcceptance, Heuristic, UpTo, WhileConfident
+    from jspec.draft_length import ByAcceptance, ByConfidence, Heuristic, UpTo, WhileConfident
     from jspec.drafters import (
         BigramDrafter,
         CascadeDrafter,
@@ -41,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BigramDrafter",
     "ByAcceptance",
+    "ByConfidence",
     "CascadeDrafter",
     "Completion",
     "DynamicTreeDrafter",
@@ -87,6 +88,7 @@ __all__ = [
 # Names are looked up when they are first used: importing jax takes a second, which `jspec --help` should not.
 _HOMES = {
     "ByAcceptance": "jspec.draft_length",
+    "ByConfidence": "jspec.draft_length",
     "Heuristic": "jspec.draft_length",
     "UpTo": "jspec.draft_length",
     "WhileConfident": "jspec.draft_length",

@@ -44,7 +44,7 @@ class DraftLength(Protocol):
         """``int32[B]`` in 0 .. K: how many tokens to draft in this round; None for K in every row, which costs less."""
         ...
 
-    def continues(self, confidence: Array) -> Array:
+    def continues(self, state: Any, confidence: Array) -> Array:
         """``bool[B]``, whether to draft one more token; the last had this probability ``[B]`` before any transforms."""
         ...
 
@@ -61,7 +61,7 @@ class _Forgetful:
     def init(self, batch: int) -> Any:
         return ()
 
-    def continues(self, confidence: Array) -> Array:
+    def continues(self, state: Any, confidence: Array) -> Array:
         return jnp.ones(confidence.shape, bool)
 
     def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
@@ -119,8 +119,41 @@ class WhileConfident(AtMost):
         super().__post_init__()
         check_between("threshold", self.threshold, 0, 1)
 
-    def continues(self, confidence: Array) -> Array:
+    def continues(self, state: Any, confidence: Array) -> Array:
         return confidence >= self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class ByConfidence(AtMost):
+    """As `WhileConfident`, but each row finds its threshold: the one at which a wanted share of drafts is accepted.
+
+    The threshold is 0.4 at first. After a round in which m drafts were judged and n of them accepted, the first of the
+    round not counted, it moves by ``0.05 (acceptance m - n)``, and stays between 0 and 1: a stochastic approximation
+    with a constant step, so that it follows a text that changes (after the adaptive draft-exiting of Zhang et al. 2024,
+    Draft & Verify). The first is drafted however unsure, so it says nothing about the threshold. Where even what
+    follows the surest is refused too often, drafts of one token are left.
+
+    Attributes:
+        acceptance: the wanted share of accepted drafts among those that are judged behind a first one.
+    """
+
+    acceptance: float = 0.8
+    needs_confidence: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between("acceptance", self.acceptance, 0, 1)
+
+    def init(self, batch: int) -> Array:
+        return jnp.full(batch, WhileConfident.threshold, jnp.float32)
+
+    def continues(self, state: Array, confidence: Array) -> Array:
+        return confidence >= state
+
+    def update(self, state: Array, drafted: Array, accepted: Array) -> Array:
+        counts = _judged(drafted, accepted), accepted
+        judged, kept = (jnp.maximum(count - 1, 0).astype(jnp.float32) for count in counts)
+        return jnp.clip(state + 0.05 * (self.acceptance * judged - kept), 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +207,13 @@ class ByAcceptance(AtMost):
         return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # without a draft nothing would be learnt
 
     def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
-        judged = accepted + (accepted < drafted)
-        sums = 0.9 * state[0] + accepted, 0.9 * state[1] + judged
+        sums = 0.9 * state[0] + accepted, 0.9 * state[1] + _judged(drafted, accepted)
         return jax.tree.map(lambda new, old: jnp.where(drafted > 0, new, old), sums, state)
+
+
+def _judged(drafted: Array, accepted: Array) -> Array:
+    """Drafts of a round that were looked at: the accepted ones, and one that was refused."""
+    return accepted + (accepted < drafted)
 
 
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:

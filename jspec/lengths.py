@@ -6,6 +6,7 @@ A length derives from `AtMost`, or has what `DraftLength` has.
 from jspec.draft_length import (
     AtMost,
     ByAcceptance,
+    ByConfidence,
     DraftLength,
     Fixed,
     Heuristic,
@@ -18,6 +19,7 @@ from jspec.keys import trial_keys
 __all__ = [
     "AtMost",
     "ByAcceptance",
+    "ByConfidence",
     "DraftLength",
     "Fixed",
     "Heuristic",

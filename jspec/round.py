@@ -75,7 +75,8 @@ def _propose(
         budget = draft_length.budget(state.draft_length, batch)
         if budget is not None:
             budget = jnp.where(state.done, 0, jnp.clip(budget, 0, k))
-            context = dataclasses.replace(context, budget=budget, draft_length=draft_length)
+            context = dataclasses.replace(context, budget=budget, draft_length=draft_length,
+                                          length_state=state.draft_length)  # fmt: skip
         draft, drafter_state = drafter.propose(state.drafter, context, k)
         mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if mended.probs is None and not rule.shares_noise:

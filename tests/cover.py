@@ -16,7 +16,7 @@ RULE_OBJECTS = (
     jspec.Lenient(0.5),
     jspec.Typical(0.3, 0.6),
 )
-LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3))
+LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3), jspec.ByConfidence(3))
 # Of drafters that branch, each with a rule or two.
 TREES = [(f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
          for i, (kind, name, rule) in enumerate((

@@ -22,12 +22,14 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 LENGTH_RULES = (
     jspec.UpTo(3), jspec.WhileConfident(3, 0.3), jspec.Heuristic(3), jspec.ByAcceptance(3, cost_ratio=0.3),
+    jspec.ByConfidence(3, acceptance=0.7),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("length", "name", "rule"), [
     (LENGTH_RULES[0], "retrieval", "rejection"), (LENGTH_RULES[1], "mixture", "block"),
     (jspec.Heuristic(2), "cascade", "rejection"), (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
+    (LENGTH_RULES[4], "bigram", "rejection"),
 ], ids=str)  # fmt: skip
 def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
     p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length)
@@ -157,7 +159,43 @@ def test_acceptance_leads_to_the_best_length_of_theory():
         np.testing.assert_allclose(share, (weight * rates + 1) / (weight + 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("length", LENGTH_RULES, ids=lambda length: type(length).__name__)
+def test_a_threshold_moves_by_what_was_accepted():
+    length = jspec.ByConfidence(8, acceptance=0.75)
+    state = length.init(5)
+    np.testing.assert_allclose(state, 0.4)
+    drafted, accepted = jnp.array([4, 4, 4, 1, 0]), jnp.array([4, 3, 0, 1, 0])
+    moved = length.update(state, drafted, accepted)  # behind the first 3 of 3, 2 of 3, and none that was judged
+    np.testing.assert_allclose(moved, 0.4 + np.array([-0.0375, 0.0125, 0, 0, 0]), rtol=1e-6)
+    np.testing.assert_array_equal(length.continues(moved, jnp.full(5, 0.4)), [True, False, True, True, True])
+    for _ in range(60):
+        state = length.update(state, drafted, accepted)
+    np.testing.assert_allclose(state, [0, 1, 0.4, 0.4, 0.4], rtol=1e-5)
+
+
+def test_a_wanted_acceptance_is_found(report):
+    """Where all drafts of a round are accepted with the probability that they had, which no round tells of another."""
+    shares, rows, rounds = (0.82, 0.86, 0.9), 16, 4_000  # drafting all has 0.776
+
+    def play(state, key):
+        luck = jax.random.uniform(key, (len(shares), rows, 9))
+        sure, luck = luck[..., 0], luck[..., 1:]
+        drafted = jnp.where(sure >= state, 8, 1)
+        accepted = jnp.minimum(jnp.cumprod(luck < sure[..., None], axis=-1).sum(-1), drafted)
+        state = jnp.stack([jspec.ByConfidence(8, share).update(*row)
+                           for share, *row in zip(shares, state, drafted, accepted, strict=True)])  # fmt: skip
+        return state, (state, jnp.maximum(accepted - 1, 0), jnp.maximum(accepted + (accepted < drafted) - 1, 0))
+
+    began = jnp.stack([jspec.ByConfidence(8).init(rows)] * len(shares))
+    _, (state, accepted, judged) = jax.lax.scan(play, began, jax.random.split(jax.random.key(0), rounds))
+    found = np.asarray(accepted.sum((0, 2)) / judged.sum((0, 2)))
+    thresholds = np.asarray(state).mean((0, 2))
+    report(wanted=shares, found=found.round(3).tolist(), thresholds=thresholds.round(2).tolist())
+    np.testing.assert_allclose(found, shares, atol=0.01)
+    assert (np.diff(thresholds) > 0.05).all()
+
+
+@pytest.mark.parametrize("length", [*LENGTH_RULES[:4], pytest.param(LENGTH_RULES[4], marks=pytest.mark.slow)],
+                         ids=lambda length: type(length).__name__)  # fmt: skip
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
     """Whatever the sampling parameters, limits and ends of text."""
     target, drafter = toy(0), jspec.ModelDrafter(toy(0, distance=0.1))
@@ -270,6 +308,7 @@ def test_mistakes_are_named(toy, prompts):
         (lambda: jspec.Heuristic(True), "max_draft_tokens must be an int"),
         (lambda: jspec.WhileConfident(4, 1.5), "threshold must be a number above 0 and at most 1; got 1.5"),
         (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number above 0 and at most 1; got 'a'"),
+        (lambda: jspec.ByConfidence(4, 0), "acceptance must be a number above 0 and at most 1; got 0"),
         (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most 1000; got nan"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ from bench import abstract
 
 # Every drafter, with rules, lengths and the rest in turn.
 FEW = [
-    (name, cover.RULE_OBJECTS[i % 5], cover.LENGTHS[i // 2 % 5], i % 3 == 0, (1, 8)[i % 2])
+    (name, cover.RULE_OBJECTS[i % 5], cover.LENGTHS[i // 2 % len(cover.LENGTHS)], i % 3 == 0, (1, 8)[i % 2])
     for i, name in enumerate(cover.CHOICES[0])
 ]
 

@@ -45,6 +45,7 @@ def test_the_public_names():
     assert jspec.__all__ == [
         "BigramDrafter",
         "ByAcceptance",
+        "ByConfidence",
         "CascadeDrafter",
         "Completion",
         "DynamicTreeDrafter",

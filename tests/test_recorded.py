@@ -32,6 +32,7 @@ LENGTHS = {
     "WhileConfident": jspec.WhileConfident(K),
     "Heuristic": jspec.Heuristic(K),
     "ByAcceptance": jspec.ByAcceptance(K),
+    "ByConfidence": jspec.ByConfidence(K),
 }
 # Name -> drafter, rule, draft length, penalties; no drafter stands for plain decoding.
 MATRIX = {f"{name}, {rule}": (name, rule, K, {}) for name in drafters.NAMES for rule in RULES}
@@ -45,6 +46,7 @@ OTHERS = {
         ("early exit", "Lenient", "WhileConfident", {}),
         ("mixture", "block", "WhileConfident", PENALTIES),
         ("early exit", "rejection", "Heuristic", {}),
+        ("model", "block", "ByConfidence", {}),
         ("retrieval", "coupled", "ByAcceptance", {}),
         ("model", "rejection", "3", PENALTIES),
         ("cascade", "TopK", "3", PENALTIES),
@@ -58,6 +60,7 @@ FEW = {f"{name}, {list(RULES)[i % len(RULES)]}" for i, name in enumerate(drafter
     "model, rejection, WhileConfident",
     "mixture, block, WhileConfident, penalties",
     "early exit, rejection, Heuristic",
+    "model, block, ByConfidence",
     "model, rejection, 3, penalties",
     "plain",
     "plain, penalties",

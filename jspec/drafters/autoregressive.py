@@ -87,7 +87,8 @@ def _draw(
         probs = jnp.where((continues & (k < context.budget))[:, None], probs, 0)
         continues &= k + 1 < context.budget
     if context.draft_length is not None and context.draft_length.needs_confidence:
-        continues &= context.draft_length.continues(at_tokens(jax.nn.softmax(logits.astype(jnp.float32)), token))
+        confidence = at_tokens(jax.nn.softmax(logits.astype(jnp.float32)), token)
+        continues &= context.draft_length.continues(context.length_state, confidence)
     if token_counts is not None:
         token_counts = add_tokens(token_counts, token[:, None], jnp.ones((token.size, 1), bool))
     return _Drawn(token, probs, token_counts, continues)

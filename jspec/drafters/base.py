@@ -39,7 +39,7 @@ class TargetView:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "noise", "transforms", "token_counts", "target", "budget"],
+    data_fields=["tokens", "lengths", "noise", "transforms", "token_counts", "target", "budget", "length_state"],
     meta_fields=["vocab_size", "unread", "draft_length"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Context:
             last draft, which was drawn and not read, and the token that the target wrote after it.
         budget: ``int32[B]``, how many tokens each row is to get; None for all of them. More are cut off.
         draft_length: what decides whether to go on after a token, or None (`jspec.draft_length`).
+        length_state: what that remembers.
     """
 
     tokens: Array
@@ -71,6 +72,7 @@ class Context:
     unread: int = 2
     budget: Array | None = None
     draft_length: DraftLength | None = None
+    length_state: Any = None
 
     def draw(self, k: Array | int, probs: Array) -> Array:
         """Draft token k, ``int32[B]``, drawn from its law ``probs[B, V]``; each k once a round."""
