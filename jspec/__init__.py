@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         TreeDrafter,
         UnigramDrafter,
     )
+    from jspec.exit_tuning import best_exit
     from jspec.llama import Llama
     from jspec.names import pretrained
     from jspec.planning import Plan, plan
@@ -70,6 +71,7 @@ __all__ = [
     "UnigramDrafter",
     "UpTo",
     "WhileConfident",
+    "best_exit",
     "complete",
     "demo_pair",
     "generate",
@@ -128,6 +130,7 @@ _HOMES = {
     "generate": "jspec.decode",
     "speculative_generate": "jspec.decode",
     "tune": "jspec.auto",
+    "best_exit": "jspec.exit_tuning",
 }
 
 

@@ -102,9 +102,9 @@ def check_measurable(*arguments: Any) -> None:
     # Inside a caller's transformation even a new array is traced.
     leaves = jax.tree.leaves((arguments, jnp.zeros(())))
     if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise ValueError('jspec.tune and num_draft_tokens="auto" measure time, which cannot be done inside jax.jit or '
-                         "another transformation, nor by several processes at once; call jspec.tune beforehand and "
-                         "pass the number it finds.")  # fmt: skip
+        raise ValueError('jspec.tune, jspec.best_exit and num_draft_tokens="auto" measure, which cannot be done inside '
+                         "jax.jit or another transformation, nor by several processes at once; call jspec.tune "
+                         "beforehand and pass what it finds.")  # fmt: skip
 
 
 def as_array(name: str, value: Any, remedy: str = "pad them on the right to one length") -> Any:

@@ -8,6 +8,7 @@ import text_pair
 from test_prompts import TEMPLATE
 
 import jspec
+from jspec.cli.sources import Sources, exit_name
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -82,8 +83,22 @@ def test_an_exit_drafts(run, tmp_path):
     command = "generate", "in a", "--target", folder, "-n", 12, "--temperature", 0, "--json"
     plain, early = (json.loads(run(*command, "--draft", draft)[1]) for draft in ("none", "exit:1"))
     assert early["tokens"] == plain["tokens"] and early["stats"]["drafted"] > 0
-    code, out, error = run(*command, "--draft", "exit:2")
-    assert (code, out) == (2, "") and "--draft exit:2 leaves no layer out of the target's 2" in error
+    for draft in ("exit:2", "exit:3-0"):
+        code, out, error = run(*command, "--draft", draft)
+        assert (code, out) == (2, "") and f"--draft {draft} leaves no layer out of the target's 2" in error
+
+
+def test_tune_finds_an_exit(run, tmp_path, monkeypatch):
+    folder = str(text_pair.write(tmp_path / "two", num_hidden_layers=2))
+    calls, best = [], jspec.EarlyExitDrafter(2, (0,))
+    monkeypatch.setattr(jspec, "best_exit", lambda target, *_, **options: calls.append(options) or best, raising=False)
+    monkeypatch.setattr(jspec, "tune", lambda target, drafter, *_, **options: (
+        calls.append(drafter), jspec.Tuning(1, 1.5, 1.0, (1.0,), (1.5,)))[1], raising=False)  # fmt: skip
+    command = "tune", folder, "exit", "--prompt", "in a", "-n", 100, "--max-draft-tokens", 1
+    assert json.loads(run(*command, "--json")[1])["draft"] == "exit:2-0"
+    assert calls.pop() == best and (calls[0]["max_new_tokens"], calls[0]["max_draft_tokens"]) == (64, 1)
+    assert run(*command)[1].splitlines()[-1] == "exit:2-0: use num_draft_tokens=1 (1.50x plain)"
+    assert Sources(folder, "exit:2-0").load()[1] == best and exit_name(jspec.EarlyExitDrafter(1)) == "exit:1"
 
 
 def test_answers_are_printed_alone_and_stop(run, chatty, generate):

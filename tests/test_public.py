@@ -15,7 +15,7 @@ ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devic
          "rows", "tree_yield", "theory", "sampling", "cache", "rope", "kernels", "layers", "llama",
          "layout", "quantizer", "half", "weights", "acceptance", "rules", "draft_length", "lengths",
          "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
-         "tree_tuning", "auto", "decode", "footprint", "roofline", "planning", "prompts", "names",
+         "tree_tuning", "exit_tuning", "auto", "decode", "footprint", "roofline", "planning", "prompts", "names",
          "completion", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
@@ -74,6 +74,7 @@ def test_the_public_names():
         "UnigramDrafter",
         "UpTo",
         "WhileConfident",
+        "best_exit",
         "complete",
         "demo_pair",
         "generate",

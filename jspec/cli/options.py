@@ -58,7 +58,8 @@ Draft = Annotated[
     option(
         "--draft",
         "SRC",
-        "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers; or none"
+        "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers, and exit:N-I,"
+        " those without layer I; or none"
         " [default: with --target, lookup].",
     ),
 ]

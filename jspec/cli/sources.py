@@ -8,8 +8,8 @@ from typing import Any
 from jspec.cli.shared import UsageError
 
 STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
-NONE, LOOKUP = "none", "lookup"
-_EXIT = re.compile(r"exit:([1-9]\d*)")
+NONE, LOOKUP, EXIT = "none", "lookup", "exit"
+_EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
 _BUNDLED = Path(__file__).parent.parent / "pair_data"
 
 
@@ -19,7 +19,7 @@ class Sources:
 
     Attributes:
         target: path, name or hub id of a model.
-        draft: the same, or a datastore, "lookup", "exit:N" or "none".
+        draft: the same, or a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for `jspec tune` also "exit".
     """
 
     target: str
@@ -54,21 +54,46 @@ class Sources:
         drafter = NGramDrafter() if self.draft == LOOKUP else None
         if self.draft.endswith(STORE):
             drafter = RetrievalDrafter.load(self.draft)
-        elif left := _EXIT.fullmatch(self.draft):
-            self._check_layers(int(left[1]))
-            drafter = EarlyExitDrafter(int(left[1]))
+        elif _EXIT.fullmatch(self.draft):
+            drafter = EarlyExitDrafter(*_exit(self.draft))
+            self._check_layers(*_exit(self.draft))
         return load(self.target, dtype, quantize), drafter
 
-    def _check_layers(self, wanted: int) -> None:
+    def _check_layers(self, wanted: int, skipped: tuple[int, ...]) -> None:
         import convert
 
         layers = convert.read_config(convert.resolve(self.target)).num_hidden_layers
-        if wanted >= layers:
+        if wanted > layers or (wanted == layers and not skipped):
             raise UsageError(f"--draft {self.draft} leaves no layer out of the target's {layers}; leave it earlier.")
 
 
-def sources(target: str | None, draft: str | None, plain: bool = False) -> Sources:
+def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
+    """``(5, (1, 3))`` of "exit:5-1-3": the first 5 layers without those of index 1 and 3.
+
+    Raises:
+        UsageError: it is no exit, or names a layer twice or one that is not before the exit, or all of them.
+    """
+    found = _EXIT.fullmatch(draft)
+    if not found:
+        raise UsageError(f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers, or "
+                         "exit:N-I-J, without those of index I and J.")  # fmt: skip
+    layers, skipped = int(found[1]), tuple(map(int, found[2].split("-")[1:]))
+    if len({*skipped}) < len(skipped) or max(skipped, default=0) >= layers or len(skipped) == layers:
+        raise UsageError(f"--draft {draft} must skip each layer at most once, those of index 0 to {layers - 1}, and "
+                         "leave at least one.")  # fmt: skip
+    return layers, skipped
+
+
+def exit_name(drafter: Any) -> str:
+    """What --draft takes for an `EarlyExitDrafter`."""
+    return f"exit:{'-'.join(map(str, (drafter.num_layers, *drafter.skipped)))}"
+
+
+def sources(target: str | None, draft: str | None, plain: bool = False, may_search: bool = False) -> Sources:
     """What the options mean: the bundled pair without any; a target alone drafts by lookup.
+
+    Args:
+        may_search: whether the draft may be "exit", the layers to be found.
 
     Raises:
         UsageError: they do not go together, or a draft is none.
@@ -81,8 +106,10 @@ def sources(target: str | None, draft: str | None, plain: bool = False) -> Sourc
         draft = LOOKUP if target else str(_BUNDLED / "draft")
     elif is_model(draft) and not target:
         raise UsageError("--draft needs --target where it is a model.")
-    if draft.startswith("exit:") and not _EXIT.fullmatch(draft):
-        raise UsageError(f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers.")
+    if draft.startswith("exit:"):
+        _exit(draft)
+    if draft == EXIT and not may_search:
+        raise UsageError("exit stands for layers that jspec tune finds; write exit:N, as it answers.")
     if draft.endswith(STORE) and not Path(draft).is_file():
         raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
     return Sources(target or str(_BUNDLED / "target"), draft)
@@ -90,4 +117,4 @@ def sources(target: str | None, draft: str | None, plain: bool = False) -> Sourc
 
 def is_model(draft: str) -> bool:
     """Whether a draft of that name is a model, and not another kind of drafter."""
-    return draft not in (NONE, LOOKUP) and not draft.startswith("exit:") and not draft.endswith(STORE)
+    return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)

@@ -14,7 +14,7 @@ from jspec.cli.shared import (
     status_line,
     wrong_options,
 )
-from jspec.cli.sources import sources
+from jspec.cli.sources import EXIT, exit_name, sources
 
 if TYPE_CHECKING:
     from jspec.prompts import Batch
@@ -26,7 +26,8 @@ def tune(
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
     ] = None,
     draft: Annotated[
-        str | None, typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer; datastore; lookup; or exit:N.")
+        str | None,
+        typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer; datastore; lookup; exit:N; or exit."),
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -53,11 +54,16 @@ def tune(
 ) -> None:
     """Measure on this device what TARGET should have DRAFT guess a round: how many tokens, or which tree, if any.
 
+    With exit for DRAFT, find first which of TARGET's own layers should draft: exit:N for its first N, exit:N-I-J for
+    those without layers I and J, counted from 0.
+
     The answer holds for this device, batch size and kind of text.
     """
     if (target and not draft) or draft == "none":
-        raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer, a datastore, lookup or exit:N.")
-    where = sources(target, draft)
+        raise UsageError(
+            "TARGET needs DRAFT: a smaller model with the same tokenizer, a datastore, lookup, exit:N or exit."
+        )
+    where = sources(target, draft, may_search=True)
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
     prepare_environment()
     with status_line() as say:
@@ -74,13 +80,14 @@ def tune(
         tokenizer = where.tokenizer()
         with wrong_options():
             encoded = encode(tokenizer, rows)
-        found = _tune(where.load(), encoded, temperature, max_new_tokens, max_draft_tokens, max_nodes)
+        found, drafter = _tune(where.load(), encoded, temperature, max_new_tokens, max_draft_tokens, max_nodes)
     conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
+    answer = {"draft": exit_name(drafter)} if where.draft == EXIT else {}
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found) | conditions, allow_nan=False))
+        typer.echo(json.dumps(dataclasses.asdict(found) | conditions | answer, allow_nan=False))
     else:
-        screen = Console(highlight=False)
-        screen.print(report.tuning_table(found, conditions), report.advice(found), sep="\n", soft_wrap=True)
+        advice = ": ".join([*answer.values(), report.advice(found)])
+        Console(highlight=False).print(report.tuning_table(found, conditions), advice, sep="\n", soft_wrap=True)
 
 
 def _tune(
@@ -90,12 +97,16 @@ def _tune(
     max_new_tokens: int,
     max_draft_tokens: int,
     max_nodes: int,
-) -> "Tuning":
+) -> "tuple[Tuning, Any]":
+    """What is found, and the drafter; without one in `models` that is the best exit of the target."""
     import jspec
     from jspec import text
 
-    sampling = jspec.SamplingParams(temperature=temperature)
-    return jspec.tune(
-        *models, batch.tokens, batch.lengths, text.request_keys(0, len(batch.lengths)),
-        max_new_tokens=max_new_tokens, sampling=sampling, max_draft_tokens=max_draft_tokens, max_nodes=max_nodes,
-    )  # fmt: skip
+    target, drafter = models
+    request = batch.tokens, batch.lengths, text.request_keys(0, len(batch.lengths))
+    options: dict[str, Any] = {"sampling": jspec.SamplingParams(temperature=temperature),
+                               "max_draft_tokens": max_draft_tokens}  # fmt: skip
+    if drafter is None:
+        new_tokens = min(max_new_tokens, max(64, 4 * (max_draft_tokens + 1)))
+        drafter = jspec.best_exit(target, *request, max_new_tokens=new_tokens, **options)
+    return jspec.tune(target, drafter, *request, max_new_tokens=max_new_tokens, max_nodes=max_nodes, **options), drafter

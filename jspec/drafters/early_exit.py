@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +55,7 @@ class EarlyExitDrafter(AutoregressiveDrafter):
     def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, tuple[KVCache, Array]]:
         """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
         view = context.target
-        if not hasattr(view.model, "layers"):
-            raise TypeError(f"EarlyExitDrafter runs layers of a jspec.Llama, and {type(view.model).__name__} "
-                            "has no `layers`; use another drafter.")  # fmt: skip
+        check_layers(view.model, type(self).__name__)
         depth = len(view.model.layers)
         if self.num_layers > depth:
             raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
@@ -86,3 +85,10 @@ class EarlyExitDrafter(AutoregressiveDrafter):
         view = context.target
         return view.model.forward(tokens, own, at, layers=self.layers, past=(view.cache, start),
                                   **Branches.argument(branches))  # fmt: skip
+
+
+def check_layers(model: Any, user: str) -> None:
+    """Raise TypeError unless `model` has layers that can be run one by one, as `user` does."""
+    if not hasattr(model, "layers"):
+        raise TypeError(f"{user} runs layers of a jspec.Llama, and {type(model).__name__} has no `layers`; "
+                        "use another drafter.")  # fmt: skip
