@@ -11,6 +11,7 @@ from jspec.drafters import (
     CascadeDrafter,
     EarlyExitDrafter,
     FallbackDrafter,
+    HorizontalDrafter,
     MixtureDrafter,
     ModelDrafter,
     MultiDrafter,
@@ -39,6 +40,9 @@ _MAKERS = {
         target, CascadeDrafter(draft, BigramDrafter.from_tokens(corpus, v), 1), num_small_draft_tokens=2
     ),
     "cascade of exits": lambda target, draft, corpus, v: CascadeDrafter(target, EarlyExitDrafter(1), 2),
+    "horizontal": lambda target, draft, corpus, v: HorizontalDrafter(
+        draft, HorizontalDrafter(RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), EarlyExitDrafter(1), 1), 1
+    ),
 }
 NAMES = tuple(_MAKERS)
 # Those that draft trees of their own; they are made alike.

@@ -52,6 +52,7 @@ def test_the_public_names():
         "EarlyExitDrafter",
         "FallbackDrafter",
         "Heuristic",
+        "HorizontalDrafter",
         "Lenient",
         "Llama",
         "MixtureDrafter",

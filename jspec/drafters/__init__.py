@@ -6,6 +6,7 @@ from jspec.drafters.cascade import CascadeDrafter
 from jspec.drafters.dynamic_tree import DynamicTreeDrafter
 from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
+from jspec.drafters.horizontal import HorizontalDrafter
 from jspec.drafters.mixture import MixtureDrafter
 from jspec.drafters.model import ModelDrafter
 from jspec.drafters.multi import MultiDrafter
@@ -27,6 +28,7 @@ __all__ = [
     "DynamicTreeDrafter",
     "EarlyExitDrafter",
     "FallbackDrafter",
+    "HorizontalDrafter",
     "Level",
     "MixtureDrafter",
     "ModelDrafter",

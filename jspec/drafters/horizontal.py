@@ -1,0 +1,67 @@
+"""Two drafters for one draft: the better one for its first tokens, a cheaper one for those after them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.acceptance.path import num_guessed
+from jspec.drafters.base import Context, TargetView, as_draft
+from jspec.drafters.duo import Duo
+from jspec.rows import write_rows
+from jspec.sampling import add_tokens
+from jspec.types import Draft, check_count
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["at"])
+@dataclasses.dataclass(frozen=True)
+class HorizontalDrafter(Duo):
+    """Drafts `at` tokens with `first` and the rest with `second`; drafters or models.
+
+    A token counts only where all before it were accepted, so that later ones are worth less and should cost less (the
+    horizontal cascade of Chen et al. 2024, Cascade Speculative Drafting). `second` may be a `HorizontalDrafter`, too.
+
+    Attributes:
+        at: how many tokens `first` drafts, which may be all of a short draft.
+    """
+
+    at: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("at", self.at)
+
+    def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
+        """One draft behind the other. What `second` drafts `first` has never read, and the other way round."""
+        at = min(self.at, num_draft_tokens)
+        rest = num_draft_tokens - at
+        context = dataclasses.replace(context, unread=context.unread + rest)
+        first, first_state = self.first.propose(state[0], context, at)
+        first = as_draft(self.first, first, context, at)
+        if not rest:
+            return first, (first_state, state[1])
+        behind = _behind(context, first, context.unread + at - rest)
+        second, second_state = self.second.propose(state[1], behind, rest)
+        second = as_draft(self.second, second, behind, rest)
+        # Behind a token that is no guess there can be none.
+        probs = jnp.where((num_guessed(first) == at)[:, None, None], second.probs, 0)
+        tokens = jnp.concatenate([first.tokens, second.tokens], axis=1)
+        return Draft(tokens, jnp.concatenate([first.probs, probs], axis=1)), (first_state, second_state)
+
+
+def _behind(context: Context, draft: Draft, unread: int) -> Context:
+    """`context` for a drafter that goes on behind `draft`."""
+    size, counts = draft.tokens.shape[1], context.token_counts
+    view = TargetView(context.target.model, context.target.cache, context.target.unread + size)
+    return dataclasses.replace(
+        context,
+        tokens=write_rows(context.tokens, draft.tokens, context.lengths),
+        lengths=context.lengths + size,
+        noise=context.noise[:, size:],
+        token_counts=None if counts is None else add_tokens(counts, draft.tokens, jnp.ones(draft.tokens.shape, bool)),
+        target=view,
+        unread=unread,
+        budget=None if context.budget is None else jnp.maximum(context.budget - size, 0),
+    )
