@@ -109,7 +109,9 @@ def check_coupled(report, toy, prompts, name, requests, lengths, alone=()):
     assert min(accepted) > 0
 
 
-@pytest.mark.parametrize("name", drafters.NAMES)
+# Of two of the others; what each has to read is in test_horizontal.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name == "horizontal" else [])
+                                  for name in drafters.NAMES])  # fmt: skip
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, 50, (3,), alone=range(5, 13))
 

@@ -60,7 +60,6 @@ FEW = {f"{name}, {list(RULES)[i % len(RULES)]}" for i, name in enumerate(drafter
     "model, rejection, WhileConfident",
     "mixture, block, WhileConfident, penalties",
     "early exit, rejection, Heuristic",
-    "model, block, ByConfidence",
     "model, rejection, 3, penalties",
     "plain",
     "plain, penalties",
