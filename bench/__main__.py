@@ -197,7 +197,7 @@ def trees(
     temperature: Temperature = 1.0,
     repeats: Repeats = 5,
 ) -> None:
-    """Acceptance by the number of children, and the best trees against a chain, under rejection and coupled."""
+    """Acceptance by the number of children, and the best trees against a chain, and against several as a batch."""
     from bench import trees
 
     subject = measured(new_tokens, pair, target, draft, prompts, output, by_model=True)

@@ -124,10 +124,10 @@ def trees(figure: Figure, rows: Rows) -> None:
         right.plot(
             [row["nodes"] for row in static], [row["predicted"] for row in static], ":", color=line[0].get_color()
         )
-        searched = [row for row in mine if row["nodes"] != "" and row["predicted"] == ""]
-        if searched:
-            right.plot([row["nodes"] for row in searched], [row["tokens a round"] for row in searched], "s-",
-                       label=f"{rule}, dynamic")  # fmt: skip
+        others = [row for row in mine if row["nodes"] != "" and row["predicted"] == ""]
+        if others:
+            right.plot([row["nodes"] for row in others], [row["tokens a round"] for row in others], "s-",
+                       label=f"{rule}, {'dynamic' if 'dynamic' in others[0]['tree'] else 'k chains'}")  # fmt: skip
     _finish(left, "children", "first token accepted")
     _finish(right, "nodes", "tokens a round", "dots: predicted")
 

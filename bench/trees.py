@@ -1,4 +1,8 @@
-"""Trees against chains: how often a child of each rank is accepted, what the best trees bring, and what they cost."""
+"""Trees against chains: how often a child of each rank is accepted, what the best trees bring, and what they cost.
+
+Beside them stands the simplest of all, k drafts of the same length that are drawn independently and verified as a
+batch, the best of which is kept: the tree of k chains that part at the root.
+"""
 
 import dataclasses
 import functools
@@ -85,10 +89,19 @@ def _settings(draft: Any, rule: str, rates: np.ndarray, nodes: list[int], depth:
     trees |= {f"best of {count}": jspec.theory.best_tree(rates, count, depth) for count in nodes}
     found = [Setting(rule, f"{rule}, {name}", tree.size, jspec.TreeDrafter(draft, tree),
                      jspec.theory.tree_yield(tree, rates)) for name, tree in trees.items()]  # fmt: skip
+    if rule == "rejection":
+        found += [Setting(rule, f"{rule}, {count // depth} chains of {depth}", count // depth * depth,
+                          jspec.TreeDrafter(draft, _chains(count // depth, depth), replacement=True), "")
+                  for count in nodes if count >= 2 * depth]  # fmt: skip
     if rule == "coupled":  # no other may judge them
         found += [Setting(rule, f"{rule}, dynamic of {count}", count, jspec.DynamicTreeDrafter(draft, count, depth), "")
                   for count in nodes]  # fmt: skip
     return found
+
+
+def _chains(count: int, depth: int) -> jspec.Tree:
+    """`count` chains of `depth` nodes each, from the last token on."""
+    return jspec.Tree.branching((count, *[1] * (depth - 1)))
 
 
 def _measured(setting: Setting, out: jspec.Output, gain: float) -> dict[str, Any]:
