@@ -23,8 +23,9 @@ class MultiDrafter:
 
     SpecInfer's merge-based speculation (Miao et al. 2024, section 3), without the merge: two that begin with the same
     token are two branches, each of which is judged by the law that it was drawn from. Where the first is refused the
-    second is judged by what that has left of the target's law. So put the best one first. Under the rule "coupled"
-    all draw with the target's noise.
+    second is judged by what that has left of the target's law. So put the best one first: of branches that begin alike
+    "rejection" and "traversal" follow the eldest only, which greedily is often so, and may end where that one goes
+    wrong. Under "coupled", where all draw with the target's noise, the one that goes on longest is followed.
 
     Attributes:
         drafts: drafters of chains, or models; any that share the target's vocabulary.
