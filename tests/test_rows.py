@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.layout import Format
 
 import jspec
-from jspec import rows, weights
+from jspec import rows
 from jspec.cache import write
+from jspec.layout import BY_TOKEN
 from jspec.rows import slice_rows, tally, write_rows
 
 START = np.array([0, 5, 3, 9], np.int32)
@@ -80,7 +82,7 @@ def test_an_embedding_is_used_in_the_layout_it_has(toy, prompts, quick_compile):
     model, batch = toy(0), prompts([4, 1, 6])
     expected = jspec.generate(model, *batch, max_new_tokens=8)
     embedding = model.embed_tokens.weight
-    embedding.set_value(weights.by_token(embedding[...]))
+    embedding.set_value(jax.device_put(embedding[...], Format(BY_TOKEN, embedding[...].sharding)))
     assert embedding[...].format.layout.major_to_minor == (1, 0)
     program = jax.jit(lambda model, *batch: jspec.generate(model, *batch, max_new_tokens=8)).lower(model, *batch)
     assert "f32[32,61]{0,1}" in program.compile().as_text().splitlines()[0]  # what comes in is not copied first

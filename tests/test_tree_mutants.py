@@ -14,6 +14,7 @@ import toys
 import jspec
 from jspec import Tree, TreeDrafter, keys
 from jspec import round as rounds
+from jspec import verify as verification
 from jspec.acceptance import rejection, traversal, walk
 from jspec.drafters import BigramDrafter, UnigramDrafter
 from jspec.probs import at_tokens
@@ -44,8 +45,8 @@ def all_nodes_visible(patch):
 
 
 def penalties_by_row(patch):
-    token_probs = rounds.token_probs
-    patch(rounds, "token_probs", lambda *args: token_probs(*args[:4]))
+    token_probs = verification.token_probs
+    patch(verification, "token_probs", lambda *args: token_probs(*args[:4]))
 
 
 def wrong_path_kept(patch):
