@@ -48,14 +48,14 @@ def compiled(lowered: Any, options: dict[str, Any] | None = None) -> tuple[Any, 
 
 
 def of_round(launches: str, trips: Sequence[int]) -> Graphs | None:
-    """Of one turn of the loop at the top of a program.
+    """Of one turn of the loop at the top of a program; None where there is no list, or not the one loop.
 
     Args:
         launches: from `compiled`.
         trips: how often each loop within is run, in order.
     """
     rounds = [thunk for thunk in _read(launches) if thunk.kind == _LOOP]
-    return _count(rounds[0].inner, False, iter(trips)) if rounds else None
+    return _count(rounds[0].inner, False, iter(trips)) if len(rounds) == 1 else None
 
 
 def _count(thunks: list[_Thunk], captured: bool, trips: Iterator[int]) -> Graphs:

@@ -27,7 +27,7 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
     began = time.perf_counter()
     found = jspec.tune(subject.target, subject.draft, *request, max_new_tokens=new_tokens, sampling=sampling)
     took = time.perf_counter() - began
-    answer = (found.tree or found.num_draft_tokens) or 0
+    answer = found.tree or found.num_draft_tokens
     settings = [0, *LENGTHS]
     if isinstance(as_drafter(subject.draft), AutoregressiveDrafter):
         settings += [jspec.Tree.branching(children) for children in TREES]

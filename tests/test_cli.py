@@ -23,6 +23,7 @@ from convert import __main__ as module
 from convert import dtypes
 from jspec import auto, cli
 from jspec.cli.shared import status_line
+from jspec.cli.sources import Sources
 from jspec.program import decode_program
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -165,6 +166,14 @@ def test_a_tree_is_drafted(generate):
                                                                          ["--plain"]))  # fmt: skip
     assert drafting["tokens"] == plain["tokens"] and drafting["num_draft_tokens"] == 2
     assert drafting["stats"]["drafted"] > 2 * (drafting["stats"]["rounds"] - 2)  # three a round
+
+
+@pytest.mark.parametrize(
+    ("draft", "can"), [("model", True), ("exit:3", True), ("store.safetensors", True), ("lookup", False)]
+)
+def test_which_drafts_branch(draft, can):
+    """Those of which `jspec tune` may say that a tree is the fastest."""
+    assert Sources("target", draft).can_branch == can
 
 
 def test_rounds_are_drawn(run, sources, generate):

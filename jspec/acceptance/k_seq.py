@@ -14,7 +14,6 @@ from jspec.acceptance.walk import at_parents, end_of, follow, is_guess, sibling_
 from jspec.keys import Purpose, stream
 from jspec.probs import at_tokens, residual, sample
 from jspec.sharding import vary_like
-from jspec.tree import Tree
 from jspec.types import Draft, Verdict
 
 # Of the bisection for rho. More would find it closer; what is found is on the exact side of it, however many there are.
@@ -40,17 +39,12 @@ class KSeq(Rule):
         tree = draft.static_tree
         if tree.max_children <= 1:
             return Rejection().accept(keys, start, draft, target_probs)
-        uniforms = jnp.stack(sibling_uniforms(keys, start, tree), axis=1)[:, ranks(tree), tree.offsets[1:] - 1]
+        by_rank = jnp.stack(sibling_uniforms(keys, start, tree), axis=1)
+        uniforms = by_rank[:, tree.sibling_ranks[1:], tree.offsets[1:] - 1]
         kept, rest = judge_alike(uniforms, draft, target_probs)
         num_accepted, path = follow(kept, tree)
         law = law_behind_all(end_of(num_accepted, path), rest, target_probs)
         return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law), path=path)
-
-
-def ranks(tree: Tree) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """``int[N]``, of every guess how many elder siblings it has."""
-    parents = np.array(tree.parents)
-    return np.tril(parents[:, None] == parents, -1).sum(1)
 
 
 def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:

@@ -131,7 +131,9 @@ def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, sho
         if num_draft_tokens is not None:
             raise UsageError("--tree says what is guessed a round; leave out --num-draft-tokens.")
         if not where.can_branch:
-            raise UsageError(f"--tree needs a draft that can branch, a model or exit:N; {where.draft} cannot.")
+            raise UsageError(
+                f"--tree needs a draft that can branch: a model, a datastore or exit:N; {where.draft} cannot."
+            )
     return given
 
 

@@ -33,7 +33,7 @@ class Sources:
     @property
     def can_branch(self) -> bool:
         """Whether the draft may be a tree."""
-        return is_model(self.draft) or _EXIT.fullmatch(self.draft) is not None
+        return self.draft not in (NONE, LOOKUP)
 
     def tokenizer(self) -> Any:
         """The tokenizer of the target, which is the draft's, too."""
