@@ -12,6 +12,7 @@ from jspec.drafters import (
     EarlyExitDrafter,
     FallbackDrafter,
     HorizontalDrafter,
+    LookaheadDrafter,
     MixtureDrafter,
     ModelDrafter,
     MultiDrafter,
@@ -49,6 +50,7 @@ NAMES = tuple(_MAKERS)
 _TREES = {
     "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),
     "recycling": lambda target, draft, corpus, v: TokenRecyclingDrafter(6),
+    "lookahead": lambda target, draft, corpus, v: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "several": lambda target, draft, corpus, v: MultiDrafter([NGramDrafter(), draft, EarlyExitDrafter(1)], 2),
 }
 TREE_NAMES = tuple(_TREES)

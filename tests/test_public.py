@@ -55,6 +55,7 @@ def test_the_public_names():
         "HorizontalDrafter",
         "Lenient",
         "Llama",
+        "LookaheadDrafter",
         "MixtureDrafter",
         "ModelDrafter",
         "MultiDrafter",

@@ -119,6 +119,18 @@ def test_trees_are_decoded(rule, monkeypatch):
     assert {Tree.branching((2,)), Tree.branching((4,))} <= trees and len(trees) <= 5
 
 
+def test_what_is_foreseen_is_the_theory_where_depths_are_alike():
+    tokens = [float(theory.expected_tokens(RATES[0], k)) for k in range(1, 4)]
+    for tree in (Tree.chain(3), Tree.branching((4, 2, 1)), Tree((0, 0, 1, 1, 3))):
+        assert tree_tuning._foreseen(tree, tokens, RATES) == pytest.approx(theory.tree_yield(tree, RATES))
+
+
+def test_what_was_counted_counts_as_much_as_there_is_of_it():
+    some = [made([[(1, "b"), (0, "c"), (1, "b")]], 1)]
+    assert 1.5 < tree_tuning._weighed(1.5, some) < 1.51 < 1.66 < tree_tuning._weighed(1.5, some * 1000) < 5 / 3
+    assert tree_tuning._weighed(1.5, [made([[(1, "b")] * 9], 1)]) == 2.0  # without scatter there is no doubt
+
+
 @pytest.mark.parametrize(("rule", "replacement"), [("k-seq", True), ("rejection", False)])
 def test_children_are_drawn_as_the_rule_needs(rule, replacement, monkeypatch):
     drawn, (target, other) = [], toys.markov_pair(0)

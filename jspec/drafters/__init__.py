@@ -7,6 +7,7 @@ from jspec.drafters.dynamic_tree import DynamicTreeDrafter
 from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.horizontal import HorizontalDrafter
+from jspec.drafters.lookahead import LookaheadDrafter
 from jspec.drafters.mixture import MixtureDrafter
 from jspec.drafters.model import ModelDrafter
 from jspec.drafters.multi import MultiDrafter
@@ -30,6 +31,7 @@ __all__ = [
     "FallbackDrafter",
     "HorizontalDrafter",
     "Level",
+    "LookaheadDrafter",
     "MixtureDrafter",
     "ModelDrafter",
     "MultiDrafter",

@@ -48,13 +48,18 @@ class NGramDrafter(Stateless):
 
     def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
         """The tokens behind the match, each with a one-hot law; laws of zeros in a row without a match."""
-        # Some matches go on alike: more of them than the tree has branches.
-        count = 1 if self.tree is None else min(4 * self.tree.max_width, context.tokens.shape[1])
-        copy = functools.partial(self._copy, count=count, num_draft_tokens=num_draft_tokens)
-        followed, found = jax.vmap(copy)(context.tokens, context.lengths)
         if self.tree is None:
+            followed, found = self.matches(context, 1, num_draft_tokens)
             return certain(followed[:, 0], found, context), state
-        return certain(*_trie(self.tree, followed, found), context, self.tree), state
+        # Some matches go on alike: more of them than the tree has branches.
+        followed, found = self.matches(context, 4 * self.tree.max_width, num_draft_tokens)
+        return certain(*trie(self.tree, followed, found), context, self.tree), state
+
+    def matches(self, context: Context, count: int, num_draft_tokens: int) -> tuple[Array, Array]:
+        """What followed the best matches, ``int32[B, M, K]`` of at most `count`; which there are, ``bool[B, M]``."""
+        count = min(count, context.tokens.shape[1])
+        copy = functools.partial(self._copy, count=count, num_draft_tokens=num_draft_tokens)
+        return jax.vmap(copy)(context.tokens, context.lengths)
 
     def _copy(self, tokens: Array, length: Array, count: int, num_draft_tokens: int) -> tuple[Array, Array]:
         """For one row, unbatched: what followed its best matches, ``int32[count, K]``, and which of them there are."""
@@ -71,7 +76,7 @@ class NGramDrafter(Stateless):
         return tokens[source].astype(jnp.int32), matched[best] > 0
 
 
-def _trie(tree: Tree, followed: Array, found: Array) -> tuple[Array, Array]:
+def trie(tree: Tree, followed: Array, found: Array) -> tuple[Array, Array]:
     """The nodes of `tree`, ``int32[B, N]``, and which of them are guesses.
 
     Args:
