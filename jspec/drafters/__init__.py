@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Ways to guess the next tokens. See `jspec.drafters.base` for the contract."""
 
 from jspec.drafters.autoregressive import AutoregressiveDrafter

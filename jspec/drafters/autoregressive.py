@@ -1,17 +1,21 @@
+# pyright: strict, reportUnknownMemberType=false
 """Drafting token after token: what all drafters share whose law for a token depends on the tokens before it."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.drafters.base import Context, Stateless, fit_vocabulary
+from jspec.drafters.base import Context, State, Stateless, fit_vocabulary
 from jspec.probs import at_tokens
 from jspec.sampling import TokenCounts, add_tokens, token_probs
 from jspec.sharding import vary_like
 from jspec.tree import Level, Tree
 from jspec.types import Draft, pytree
+
+Carry = TypeVar("Carry")
 
 
 @pytree
@@ -24,29 +28,34 @@ class _Drawn:
     continues: Array
 
 
-class AutoregressiveDrafter(Stateless):
+_Carried = tuple[Carry, _Drawn]
+_Loop = tuple[Array | int, _Carried[Carry], tuple[Array, Array]]
+
+
+class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
     """A drafter that says what law the next token has: `begin` and `extend`; `propose` draws a chain from those.
 
     `jspec.TreeDrafter` draws a tree from them. `carry`, a pytree, is what it remembers within a draft. One that
-    remembers more, from round to round, has an `init`, an `end` and a `keep` of its own.
+    remembers more, from round to round, has an `init`, an `end` and a `keep` of its own. For a type checker
+    ``AutoregressiveDrafter[State, Carry]`` says of which types they are; a state of nothing is ``tuple[()]``.
     """
 
-    def begin(self, state: Any, context: Context, tree: Tree) -> tuple[Array, Any]:
+    def begin(self, state: State, context: Context, tree: Tree) -> tuple[Array, Carry]:
         """Logits ``[B, V]`` of the tokens that follow the text, and the carry, with room for a draft that is `tree`.
 
         Logits of -inf alone stand for "no guess".
         """
         raise NotImplementedError
 
-    def extend(self, carry: Any, tokens: Array, level: Level, context: Context) -> tuple[Array, Any]:
+    def extend(self, carry: Carry, tokens: Array, level: Level, context: Context) -> tuple[Array, Carry]:
         """Read the drafted ``int32[B, S]`` of one level; logits ``[B, S, V]`` of what follows each, and the carry."""
         raise NotImplementedError
 
-    def end(self, carry: Any) -> Any:
+    def end(self, carry: Carry) -> State:
         """The state after the draft."""
-        return ()
+        return cast(State, ())  # one with another state has its own `end`
 
-    def keep(self, state: Any, start: Array, path: Array) -> Any:
+    def keep(self, state: State, start: Array, path: Array) -> State:
         """The state with what belongs to an accepted path only, as `jspec.cache.keep` does it with a cache.
 
         Args:
@@ -56,10 +65,10 @@ class AutoregressiveDrafter(Stateless):
         """
         return state
 
-    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+    def propose(self, state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
         """Draw a draft, each token from the law its logits have after the sampling transforms."""
 
-        def advance(carried: tuple[Any, _Drawn], k: Array) -> tuple[tuple[Any, _Drawn], tuple[Array, Array]]:
+        def advance(carried: _Carried[Carry], k: Array | int) -> tuple[_Carried[Carry], tuple[Array, Array]]:
             carry, last = carried
             logits, carry = self.extend(carry, last.token[:, None], Level(k), context)
             drawn = _draw(logits[:, 0], last.token_counts, last.continues, k, context)
@@ -70,9 +79,8 @@ class AutoregressiveDrafter(Stateless):
         first = _draw(logits, context.token_counts, everywhere, 0, context)
         loop = lax.scan if context.budget is None else _scan_while_continued
         (carry, _), later = loop(advance, vary_like((carry, first), context.lengths), jnp.arange(1, num_draft_tokens))
-        tokens, laws = jax.tree.map(
-            lambda head, tail: jnp.concatenate([head[None], tail]), (first.token, first.probs), later
-        )
+        heads = first.token, first.probs
+        tokens, laws = (jnp.concatenate([head[None], tail]) for head, tail in zip(heads, later, strict=True))
         return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), self.end(carry)
 
 
@@ -94,19 +102,27 @@ def _draw(
     return _Drawn(token, probs, token_counts, continues)
 
 
-def _scan_while_continued(advance: Any, carried: tuple[Any, _Drawn], ks: Array) -> tuple[Any, tuple[Array, Array]]:
+def _zeros(count: int, like: Array) -> Array:
+    return jnp.zeros((count, *like.shape), like.dtype)
+
+
+def _scan_while_continued(
+    advance: Callable[[_Carried[Carry], Array | int], tuple[_Carried[Carry], tuple[Array, Array]]],
+    carried: _Carried[Carry],
+    ks: Array,
+) -> tuple[_Carried[Carry], tuple[Array, Array]]:
     """`lax.scan` over 1, 2, ..., but it ends when no row goes on; what it does not reach is 0."""
     first = carried[1]
-    outputs = jax.tree.map(lambda leaf: jnp.zeros((ks.size, *leaf.shape), leaf.dtype), (first.token, first.probs))
+    outputs = _zeros(ks.size, first.token), _zeros(ks.size, first.probs)
     if ks.size == 0:  # nothing can be stored in an empty array, not even in a loop that never runs
         return carried, outputs
 
-    def body(loop: tuple) -> tuple:
-        i, carried, outputs = loop
-        carried, output = advance(carried, i + 1)
-        return i + 1, carried, jax.tree.map(lambda rows, row: rows.at[i].set(row), outputs, output)
+    def body(loop: _Loop[Carry]) -> _Loop[Carry]:
+        i, carried, (tokens, laws) = loop
+        carried, (token, law) = advance(carried, i + 1)
+        return i + 1, carried, (tokens.at[i].set(token), laws.at[i].set(law))
 
-    def unfinished(loop: tuple) -> Array:
+    def unfinished(loop: _Loop[Carry]) -> Array:
         return (loop[0] < ks.size) & jnp.any(loop[1][1].continues)
 
     _, carried, outputs = lax.while_loop(unfinished, body, (0, carried, vary_like(outputs, first)))

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The drafter contract: three functions over pytrees.
 
 A drafter is any pytree with these three methods. What it returns from `propose` pairs every token with the law it was
@@ -6,7 +7,7 @@ drawn from; as long as that is true, nothing a drafter does can change the law o
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jspec.rows import slice_rows
 from jspec.sampling import LogitsTransforms, TokenCounts
 from jspec.tree import DynamicTree, Tree
 from jspec.types import Draft, Verdict, longer_by_padding, same_but_for_padding
+
+State = TypeVar("State")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "cache"], meta_fields=["unread"])
@@ -79,7 +82,7 @@ class Context:
         return sample_with_noise(self.noise[:, k, 0], probs)
 
 
-class Drafter(Protocol):
+class Drafter(Protocol[State]):
     """Guesses tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
 
     One that has a `tree`, a `jspec.Tree`, drafts that in place of a chain. The law of a node may depend on the nodes
@@ -105,15 +108,15 @@ class Drafter(Protocol):
         """The longest text it can guess for, or None for any."""
         ...
 
-    def init(self, tokens: Array, num_slots: int) -> Any:
+    def init(self, tokens: Array, num_slots: int) -> State:
         """The state before the first round: ``tokens[B, P]`` are the prompts, ``num_slots`` bounds every position."""
         ...
 
-    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+    def propose(self, state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
         """A draft of `num_draft_tokens` tokens, below ``context.vocab_size``, for positions ``context.lengths ..``."""
         ...
 
-    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
+    def commit(self, state: State, draft: Draft, verdict: Verdict, hidden: Array) -> State:
         """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it (of a
         tree behind node 0 and every guess).
 
@@ -122,7 +125,7 @@ class Drafter(Protocol):
         ...
 
 
-def as_draft(drafter: Any, draft: Draft, context: Context, num_draft_tokens: int) -> Draft:
+def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: int) -> Draft:
     """What `drafter` has proposed, in the program's dtypes, without the laws of tokens beyond a row's budget.
 
     Nor those of tokens that are not `valid`, nor of ids outside the vocabulary, which drafters of jspec cannot have:
@@ -255,7 +258,7 @@ def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
     return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
 
 
-def is_foreign(drafter: Any) -> bool:
+def is_foreign(drafter: Drafter[Any] | None) -> bool:
     """Whether drafts come from a function from outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
     if drafter is None:
         return False
@@ -288,11 +291,12 @@ class Around:
 class Stateless:
     """A drafter that remembers nothing from round to round: its `init` and `commit`."""
 
-    def init(self, tokens: Array, num_slots: int) -> tuple:
+    # Not typed as (), for an `AutoregressiveDrafter` may have a state after all.
+    def init(self, tokens: Array, num_slots: int) -> Any:
         """No state."""
         return ()
 
-    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
         """Nothing to learn."""
         return state
 

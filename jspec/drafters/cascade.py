@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Speculation within the draft: a smaller drafter drafts for a middle model, which drafts for the target."""
 
 import dataclasses
@@ -72,7 +73,9 @@ class CascadeDrafter:
         num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
         return prefill(self.middle, tokens, num_slots), self.small.init(tokens, num_slots)
 
-    def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+    def propose(
+        self, state: tuple[KVCache, Any], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[KVCache, Any]]:
         """Rounds of `small` and `middle` until every row has its draft."""
         batch, spare = context.lengths.size, self.num_small_draft_tokens + 1
         progress = _Progress(
@@ -96,7 +99,7 @@ class CascadeDrafter:
         tokens = slice_rows(progress.tokens, context.lengths, num_draft_tokens)
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
 
-    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array) -> tuple:
+    def commit(self, state: tuple[KVCache, Any], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[KVCache, Any]:
         """Nothing to do: caches roll back with the row's length, and `small` learnt what it could from `middle`."""
         return state
 

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Debug mode: a drafter whose every draft is held to the contract."""
 
 import functools
@@ -10,6 +11,7 @@ from jax import Array
 
 from jspec.drafters.base import Context, as_draft, features_of, num_likeliest_of, outside, own_tree
 from jspec.probs import at_tokens
+from jspec.tree import DynamicTree, Tree
 from jspec.types import Draft, Verdict, pytree
 
 _TOLERANCE = 1e-3
@@ -35,7 +37,7 @@ class CheckedDrafter:
         return getattr(self.inner, "max_positions", None)
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> Tree | DynamicTree | None:
         return own_tree(self.inner)
 
     @property

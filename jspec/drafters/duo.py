@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """What drafters made of two have in common."""
 
 from typing import Any

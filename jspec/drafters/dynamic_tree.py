@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """A tree of guesses that grows, round by round, where they are likeliest to be right."""
 
 import dataclasses
@@ -85,13 +86,16 @@ class DynamicTreeDrafter(Around):
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
         return self.draft.init(tokens, whole_tiles(num_slots + more), **told), jnp.zeros(batch, jnp.int32), slots
 
-    def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+    def propose(
+        self, state: tuple[Any, Array, Array], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[Any, Array, Array]]:
         """Search, then take the likeliest of all that has been found."""
         batch, width = context.lengths.size, self.width
         logits, carry = self.draft.begin(state[0], context, DynamicTree(None, width * self.max_depth, self.max_depth))
         logits, scores = logits[:, None], jnp.zeros((batch, 1), jnp.float32)
         seen, read, beams = jnp.ones((batch, 1, 1), bool), jnp.zeros((batch, 0), jnp.int32), jnp.full((batch, 1), -1)
-        pools, size = [], 0
+        pools: list[_Pool] = []
+        size = 0
         for depth in range(self.max_depth):
             log_probs = self._log_probs(logits, depth, read, seen[..., 1:], context)
             count = min(width, log_probs.shape[-1])
@@ -111,10 +115,12 @@ class DynamicTreeDrafter(Around):
             read = jnp.concatenate([read, newest], axis=1)
             branches = Branches(jnp.full(best.shape, depth + 1), seen)
             logits, carry = self.draft.extend(carry, newest, Level(depth + 1, parents, branches), context)
-        draft, slots = self._likeliest(jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pools))
+        draft, slots = self._likeliest(jax.tree.map(_joined, *pools))
         return draft, (self.draft.end(carry), context.lengths - 1, slots)
 
-    def commit(self, state: tuple, draft: Draft, verdict: Verdict, hidden: Array, **told: Array) -> tuple:
+    def commit(
+        self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Array
+    ) -> tuple[Any, Array, Array]:
         """Of what `draft` remembers of its search only the accepted path is kept."""
         inner, start, slots = state
         assert verdict.path is not None, "a rule that takes no trees is refused"
@@ -135,15 +141,20 @@ class DynamicTreeDrafter(Around):
         batch, missing = len(pool.scores), max(0, self.num_nodes - pool.scores.shape[1])
         padding = _Pool(*(jnp.full((batch, missing), value, leaf.dtype) for value, leaf in
                           zip((-jnp.inf, 0, -1, 0), jax.tree.leaves(pool), strict=True)))  # fmt: skip
-        pool = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), pool, padding)
+        pool = jax.tree.map(_joined, pool, padding)
         # A parent is at least as likely as its child, and comes before it: where they tie it is taken first.
         chosen = jnp.sort(lax.top_k(pool.scores, self.num_nodes)[1], axis=1)
-        kept = jax.tree.map(lambda leaf: _at(leaf, chosen), pool)
+        kept: _Pool = jax.tree.map(functools.partial(_at, index=chosen), pool)
         valid = kept.scores > -jnp.inf
         above = (chosen[:, None, :] == kept.parents[..., None]) & valid[..., None]
         parents = jnp.where(above.any(-1), jnp.argmax(above, axis=-1) + 1, 0).astype(jnp.int32)
         draft = Draft(jnp.where(valid, kept.tokens, 0), None, dataclasses.replace(self.tree, parents=parents), valid)
         return draft, jnp.pad(kept.slots, ((0, 0), (1, 0)))
+
+
+def _joined(*parts: Array) -> Array:
+    """``[B, sum of M]`` from several ``[B, M]``."""
+    return jnp.concatenate(parts, axis=1)
 
 
 def _at(rows: Array, index: Array) -> Array:

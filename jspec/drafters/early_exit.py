@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """Self-drafting: some of the target's own layers guess for all of them."""
 
 import dataclasses
@@ -19,7 +20,7 @@ from jspec.types import check_count
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_layers", "skipped"])
 @dataclasses.dataclass(frozen=True)
-class EarlyExitDrafter(AutoregressiveDrafter):
+class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
     """Drafts with the target's own first layers and its head, without weights or a cache of its own.
 
     It reads the target's cache of the text; keys and values of the draft itself are kept beside it until the round
@@ -52,7 +53,7 @@ class EarlyExitDrafter(AutoregressiveDrafter):
         """Indices of the layers that are run."""
         return tuple(i for i in range(self.num_layers) if i not in self.skipped)
 
-    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, tuple[KVCache, Array]]:
+    def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[KVCache, Array]]:
         """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
         view = context.target
         check_layers(view.model, type(self).__name__)
@@ -68,7 +69,7 @@ class EarlyExitDrafter(AutoregressiveDrafter):
 
     def extend(
         self, carry: tuple[KVCache, Array], tokens: Array, level: Level, context: Context
-    ) -> tuple[Array, tuple]:
+    ) -> tuple[Array, tuple[KVCache, Array]]:
         own, start = carry
         hidden, own = self._forward(tokens, own, level.start(context.lengths), start, context, level.branches)
         return context.target.model.logits(hidden), (own, start)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Two drafters, one of them for the rows in which the other has no guess."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Two drafters for one draft: the better one for its first tokens, a cheaper one for those after them."""
 
 import dataclasses

@@ -1,6 +1,8 @@
+# pyright: strict, reportUnknownMemberType=false
 """A weighted mean of two drafters' laws."""
 
 import numbers
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from jspec.types import pytree
 
 
 @pytree
-class MixtureDrafter(Duo, AutoregressiveDrafter):
+class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]]):
     """Drafts every token from ``weight * first + (1 - weight) * second``; drafters or models.
 
     The laws are mixed as they are at temperature 1, and the sampling transforms then act on the mixture. Where one has
@@ -68,7 +70,7 @@ class MixtureDrafter(Duo, AutoregressiveDrafter):
         first, second = (part.keep(own, start, path) for part, own in self._parts(state))
         return first, second
 
-    def _parts(self, states: tuple[Any, Any]) -> Any:
+    def _parts(self, states: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
         return zip((self.first, self.second), states, strict=True)
 
     def _mix(self, first: Array, second: Array, context: Context) -> Array:
@@ -82,8 +84,12 @@ class MixtureDrafter(Duo, AutoregressiveDrafter):
 
 def _check_weight(weight: Any) -> None:
     """Raise ValueError unless `weight` is a number between 0 and 1; of one that is being traced, only a scalar."""
-    if isinstance(weight, jax.core.Tracer) and weight.shape == ():
+    scalar = getattr(weight, "shape", ()) == ()
+    if scalar and isinstance(weight, jax.core.Tracer):
         return
-    number = isinstance(weight, numbers.Real | np.ndarray | jax.Array) and not isinstance(weight, bool)
-    if not (number and getattr(weight, "shape", ()) == () and 0 <= float(weight) <= 1):
+    if not (scalar and _is_numeric(weight) and 0 <= float(weight) <= 1):
         raise ValueError(f"weight must be one number between 0 and 1; got {weight!r}.")
+
+
+def _is_numeric(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real | np.ndarray | jax.Array)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """A separate, smaller language model as the drafter, with its own KV cache."""
 
 from typing import Any
@@ -14,7 +15,7 @@ from jspec.types import Draft, Verdict, pytree
 
 
 @pytree
-class ModelDrafter(AutoregressiveDrafter):
+class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
     """Drafts with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
 
     model: Any
@@ -33,7 +34,7 @@ class ModelDrafter(AutoregressiveDrafter):
         """The prompt, read into a cache of `num_slots`."""
         return prefill(self.model, tokens, num_slots)
 
-    def begin(self, cache: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
+    def begin(self, state: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
         """The first pass reads all that may be unread.
 
         Where the whole draft was accepted, the cache lacks its last token, which was drawn but never read. That costs a
@@ -41,23 +42,23 @@ class ModelDrafter(AutoregressiveDrafter):
         """
         block, start, last = last_tokens(context.tokens, context.lengths, context.unread)
         # A row that is shorter than that writes slots past its end; the next steps overwrite them unseen.
-        hidden, cache = self.model.forward(block, cache, start)
+        hidden, cache = self.model.forward(block, state, start)
         return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
 
-    def extend(self, cache: KVCache, tokens: Array, level: Level, context: Context) -> tuple[Array, KVCache]:
+    def extend(self, carry: KVCache, tokens: Array, level: Level, context: Context) -> tuple[Array, KVCache]:
         start = level.start(context.lengths)
-        hidden, cache = self.model.forward(tokens, cache, start, **Branches.argument(level.branches))
+        hidden, cache = self.model.forward(tokens, carry, start, **Branches.argument(level.branches))
         return self.model.logits(hidden), cache
 
-    def end(self, cache: KVCache) -> KVCache:
-        return cache
+    def end(self, carry: KVCache) -> KVCache:
+        return carry
 
-    def keep(self, cache: KVCache, start: Array, path: Array) -> KVCache:
-        return keep(cache, start, path)
+    def keep(self, state: KVCache, start: Array, path: Array) -> KVCache:
+        return keep(state, start, path)
 
-    def commit(self, cache: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
+    def commit(self, state: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
         """Nothing to do: the cache rolls back with the row's length."""
-        return cache
+        return state
 
 
 def as_drafter(draft: Any) -> Any:

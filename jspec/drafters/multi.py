@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """Several drafters, one tree: a chain of each, all of them behind the last committed token."""
 
 import dataclasses
@@ -32,7 +33,7 @@ class MultiDrafter:
         num_draft_tokens: K, tokens that each of them guesses.
     """
 
-    drafts: tuple[Any, ...]
+    drafts: Sequence[Any]
     num_draft_tokens: int = 4
 
     def __post_init__(self) -> None:
@@ -67,7 +68,8 @@ class MultiDrafter:
         """One after another, each with noise of its own. What a round commits, all but one may never have read."""
         length = self.num_draft_tokens
         context = dataclasses.replace(context, unread=context.unread + length - 1)
-        drafts, states = [], []
+        drafts: list[Draft] = []
+        states: list[Any] = []
         for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
             mine = dataclasses.replace(context, noise=context.noise[:, :, i : i + 1])
             draft, own = part.propose(own, mine, length)
@@ -84,15 +86,24 @@ class MultiDrafter:
         text = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
         text = jnp.where(steps == verdict.num_accepted[:, None], verdict.next_token[:, None],
                          jnp.pad(text, ((0, 0), (0, 1))))  # fmt: skip
-        states, whole = [], dataclasses.replace(draft, tree=None)
+        states: list[Any] = []
         for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
-            chain = jax.tree.map(lambda leaf, i=i: leaf[:, i::count], whole)
+            chain = _chain(draft, i, count)
             same = is_guess(chain) & (chain.tokens == text[:, :-1]) & (steps[:-1] < verdict.num_accepted[:, None])
             accepted = length_of_prefix(same)
             behind = jnp.take_along_axis(text, accepted[:, None], axis=1)[:, 0]
             judged = jnp.concatenate([hidden[:, :1], hidden[:, 1 + i :: count]], axis=1)
             states.append(part.commit(own, chain, Verdict(accepted, behind), judged))
         return tuple(states)
+
+
+def _chain(draft: Draft, which: int, count: int) -> Draft:
+    """Chain number `which` of the `count` that a draft has beside each other."""
+
+    def part(leaf: Array) -> Array:
+        return leaf[:, which::count]
+
+    return jax.tree.map(part, dataclasses.replace(draft, tree=None))
 
 
 def _beside(chains: Sequence[Array]) -> Array:

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Prompt lookup: what followed the last time the text read like this (Leviathan et al. 2023, section 3.6, "copy")."""
 
 import dataclasses
@@ -46,7 +47,7 @@ class NGramDrafter(Stateless):
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
 
-    def propose(self, state: tuple, context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+    def propose(self, state: tuple[()], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[()]]:
         """The tokens behind the match, each with a one-hot law; laws of zeros in a row without a match."""
         if self.tree is None:
             followed, found = self.matches(context, 1, num_draft_tokens)
@@ -84,9 +85,12 @@ def trie(tree: Tree, followed: Array, found: Array) -> tuple[Array, Array]:
         followed: ``int32[B, M, max_depth]``, the tokens behind every match.
         found: ``bool[B, M]``, which matches there are.
     """
-    tokens, guessed, agree = [], [], found[:, None]  # with every node of a level, [B, S, M]
+    tokens: list[Array] = []
+    guessed: list[Array] = []
+    agree = found[:, None]  # with every node of a level, [B, S, M]
     for depth in range(tree.max_depth):
-        following, left, children = followed[:, None, :, depth], agree, []
+        following, left = followed[:, None, :, depth], agree
+        children: list[tuple[Array, Array, Array]] = []
         nodes = np.flatnonzero(tree.offsets == depth + 1)
         for _ in range(tree.sibling_ranks[nodes].max() + 1):
             first = jnp.argmax(left, axis=-1, keepdims=True)

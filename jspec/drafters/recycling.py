@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Token recycling: what the target once thought likely behind a token is guessed when that token comes again."""
 
 import dataclasses
@@ -68,19 +69,22 @@ class TokenRecyclingDrafter:
         empty = _Table(jnp.full(rows, -1, jnp.int32), jnp.full((*rows, self.num_likeliest), -1, jnp.int32))
         return empty, jnp.zeros(len(tokens), jnp.int32)
 
-    def propose(self, state: tuple[_Table, Array], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+    def propose(
+        self, state: tuple[_Table, Array], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[_Table, Array]]:
         """Level by level: what the table has behind every node."""
         tree, table = self.tree, state[0]
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-        token, guess, tokens, guessed = last, jnp.ones(last.shape, bool), [], []
+        token, guess = last, jnp.ones(last.shape, bool)
+        tokens: list[Array] = []
+        guessed: list[Array] = []
         for depth in range(1, tree.max_depth + 1):
             parents, ranks = tree.level(depth).parents, tree.sibling_ranks[tree.offsets == depth]
             token = _followers(table, token, context)[:, parents, ranks]
             guess = guess[:, parents] & (token >= 0)
             tokens, guessed = [*tokens, token], [*guessed, guess]
         there = jnp.concatenate(guessed, axis=1)
-        tokens = jnp.where(there, jnp.concatenate(tokens, axis=1), 0)
-        return certain(tokens, there, context, tree), (table, last[:, 0])
+        return certain(jnp.where(there, jnp.concatenate(tokens, axis=1), 0), there, context, tree), (table, last[:, 0])
 
     def commit(
         self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array
@@ -91,8 +95,11 @@ class TokenRecyclingDrafter:
         missing = self.num_likeliest - likeliest.shape[-1]  # of a small vocabulary
         new = _Table(tokens, jnp.pad(likeliest, ((0, 0), (0, 0), (0, missing)), constant_values=-1))
         kept = table.tokens.shape[1]
-        table = jax.tree.map(lambda new, old: jnp.concatenate([new, old], axis=1)[:, :kept], new, table)
-        return table, last
+
+        def before(new: Array, old: Array) -> Array:
+            return jnp.concatenate([new, old], axis=1)[:, :kept]
+
+        return jax.tree.map(before, new, table), last
 
 
 @functools.cache

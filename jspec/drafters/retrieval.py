@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Retrieval: what followed wherever a corpus reads as the text does now (He et al. 2023, "REST")."""
 
 import dataclasses
@@ -5,7 +6,7 @@ import functools
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ _SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order"], meta_fields=_SIZES)
 @dataclasses.dataclass(frozen=True)
-class RetrievalDrafter(AutoregressiveDrafter):
+class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     """Drafts what followed the longest matches of the row's last tokens in a corpus; `from_tokens` makes one.
 
     The law of a token is how often it followed, among the matches that agree with the draft so far; where none is
@@ -74,7 +75,7 @@ class RetrievalDrafter(AutoregressiveDrafter):
         tokens, order = (jnp.asarray(array, jnp.int32) for array in (tokens, _sorted(tokens, max_ngram)))
         return cls(tokens, order, vocab_size, max_ngram, min_ngram, num_matches)
 
-    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, Array]:
+    def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, Array]:
         """The carry is ``int32[B, S, M, K]``: what followed each match, -1 where it is ruled out or the corpus ends.
 
         Of each of the S tokens of a level, for the tokens before them differ.
@@ -88,9 +89,9 @@ class RetrievalDrafter(AutoregressiveDrafter):
     def extend(self, carry: Array, tokens: Array, level: Level, context: Context) -> tuple[Array, Array]:
         """Rule out the matches that went on otherwise."""
         carry = level.of_parents(carry)
-        agree = lax.dynamic_index_in_dim(carry, level.depth - 1, axis=3) == tokens[:, :, None, None]
+        agree = cast(Array, lax.dynamic_index_in_dim(carry, level.depth - 1, axis=3)) == tokens[:, :, None, None]
         carry = jnp.where(agree, carry, -1)
-        following = lax.dynamic_index_in_dim(carry, level.depth, axis=3, keepdims=False)
+        following = cast(Array, lax.dynamic_index_in_dim(carry, level.depth, axis=3, keepdims=False))
         return jax.vmap(self._law, in_axes=1, out_axes=1)(following), carry
 
     def _law(self, tokens: Array) -> Array:
@@ -122,13 +123,13 @@ class RetrievalDrafter(AutoregressiveDrafter):
             smaller = jnp.any((index == _common(before, last)) & (before < last))
             return jnp.where((more <= self.order.size) & smaller, more, rank)
 
-        return lax.fori_loop(0, steps, try_bit, vary_like(jnp.int32(0), last))
+        return cast(Array, lax.fori_loop(0, steps, try_bit, vary_like(jnp.int32(0), last)))
 
     def _before(self, positions: Array) -> Array:
         """The tokens before ``positions[...]``, the nearest first: ``int32[..., max_ngram]``."""
         return _read(self.tokens, positions[..., None] - 1 - jnp.arange(self.max_ngram))
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, which appears whole or not at all.
 
         Raises:
@@ -146,7 +147,7 @@ class RetrievalDrafter(AutoregressiveDrafter):
             os.replace(folder / "new", path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "RetrievalDrafter":
+    def load(cls, path: str | os.PathLike[str]) -> "RetrievalDrafter":
         """What `save` wrote.
 
         Raises:
@@ -156,13 +157,13 @@ class RetrievalDrafter(AutoregressiveDrafter):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is no file; build a datastore with `jspec index`.")
         try:
-            with safe_open(path, "numpy") as file:
-                notes = file.metadata() or {}
+            with cast(Any, safe_open(path, "numpy")) as file:  # whose own types say nothing
+                notes: dict[str, str] = file.metadata() or {}
                 if notes.get("format") != _FORMAT:
                     raise ValueError(f"its format is {notes.get('format')!r}, not {_FORMAT!r}")
                 tokens, order = file.get_tensor("tokens"), file.get_tensor("order")
             sizes = [int(notes.get(name, 0)) for name in _SIZES]
-            checked_tokens(tokens, sizes[0], 1)
+            tokens = checked_tokens(tokens, sizes[0], 1)
             if {tokens.dtype, order.dtype} != {np.dtype(np.int32)}:
                 raise ValueError(f"its arrays are {tokens.dtype} and {order.dtype}, not int32")
             if not np.array_equal(np.sort(order, axis=None), np.arange(tokens.size)) or order.ndim != 1:

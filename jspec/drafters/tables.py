@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Laws from counts: the next token whatever came before, or given the last one (Leviathan et al. 2023, 3.6 and 4.2)."""
 
 from typing import Any
@@ -15,7 +16,7 @@ _MOST_BYTES = 2**30
 
 
 @pytree
-class UnigramDrafter(AutoregressiveDrafter):
+class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
     """Drafts from one law, whatever came before.
 
     Attributes:
@@ -38,16 +39,16 @@ class UnigramDrafter(AutoregressiveDrafter):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, tuple]:
+    def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[()]]:
         """The same law at every position, but for penalties."""
         return jnp.broadcast_to(self.logits, (context.lengths.size, self.vocab_size)), state
 
-    def extend(self, state: tuple, tokens: Array, level: Level, context: Context) -> tuple[Array, tuple]:
-        return jnp.broadcast_to(self.logits, (*tokens.shape, self.vocab_size)), state
+    def extend(self, carry: tuple[()], tokens: Array, level: Level, context: Context) -> tuple[Array, tuple[()]]:
+        return jnp.broadcast_to(self.logits, (*tokens.shape, self.vocab_size)), carry
 
 
 @pytree
-class BigramDrafter(AutoregressiveDrafter):
+class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
     """Drafts from a law for each last token.
 
     Attributes:
@@ -81,13 +82,13 @@ class BigramDrafter(AutoregressiveDrafter):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
-    def begin(self, state: tuple, context: Context, tree: Tree) -> tuple[Array, tuple]:
+    def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[()]]:
         """One row of the table a token."""
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
         return self.logits[last], state
 
-    def extend(self, state: tuple, tokens: Array, level: Level, context: Context) -> tuple[Array, tuple]:
-        return self.logits[tokens], state
+    def extend(self, carry: tuple[()], tokens: Array, level: Level, context: Context) -> tuple[Array, tuple[()]]:
+        return self.logits[tokens], carry
 
 
 def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarray:

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """A tree of guesses from any drafter that says what law the next token has."""
 
 import dataclasses
@@ -48,7 +49,9 @@ class TreeDrafter(Around):
         """The state of `draft`, and ``int32[B]``, where the last tree began."""
         return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
 
-    def propose(self, state: tuple[Any, Array], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple]:
+    def propose(
+        self, state: tuple[Any, Array], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[Any, Array]]:
         """Level by level: a pass of `draft` over one, then the next one is drawn."""
         tree = self.tree
         logits, carry = self.draft.begin(state[0], context, tree)
@@ -96,7 +99,8 @@ def as_branching(draft: Any) -> Any:
     if hasattr(drafter, "propose") and not isinstance(drafter, AutoregressiveDrafter):
         raise TypeError(f"draft is of type {type(drafter).__name__}, which cannot branch, for it does not say what law "
                         "follows a token; use a jspec.drafters.AutoregressiveDrafter.")  # fmt: skip
-    return drafter
+    # Behind isinstance it is taken for one of unknown state.
+    return drafter  # pyright: ignore[reportUnknownVariableType]
 
 
 def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replacement: bool) -> tuple[Array, Array]:
@@ -109,7 +113,9 @@ def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replace
     """
     if count == 1 or spare is None:
         return sample_with_noise(noise[:, :, 0], law)[:, :, None], law[:, :, None]
-    index, tokens, laws, left = jnp.arange(law.shape[-1]), [], [], law
+    index, left = jnp.arange(law.shape[-1]), law
+    tokens: list[Array] = []
+    laws: list[Array] = []
     for rank in range(count):
         mass = left.sum(-1, keepdims=True)
         likeliest = jnp.argmax(spare, axis=-1)
