@@ -1,4 +1,7 @@
+# pyright: strict, reportUnknownMemberType=false
 """All guesses of all rounds, for people to look at: `jspec.types.Record` as it grows, where it is asked for."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,4 +40,4 @@ def empty_record(batch: int, rounds: int, size: int) -> Record:
 
 def with_round(record: Record, new: Record, rounds: Array) -> Record:
     """`record` with one more round behind the ``rounds[B]`` that each row has played."""
-    return jax.tree.map(lambda part, one: write_rows(part, one, rounds), record, new)
+    return jax.tree.map(functools.partial(write_rows, start=rounds), record, new)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
 
 import dataclasses
@@ -14,6 +15,7 @@ from jspec.cache import keep
 from jspec.draft_length import DraftLength
 from jspec.drafters.base import (
     Context,
+    Drafter,
     TargetView,
     as_draft,
     features_of,
@@ -33,7 +35,12 @@ from jspec.verify import Reading, verify
 
 
 def play_round(
-    target: Any, drafter: Any, rule: Rule, draft_length: DraftLength, params: RequestParams, state: DecodeState
+    target: Any,
+    drafter: Drafter[Any] | None,
+    rule: Rule,
+    draft_length: DraftLength,
+    params: RequestParams,
+    state: DecodeState,
 ) -> tuple[DecodeState, RoundOutput]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
@@ -60,7 +67,12 @@ def play_round(
 
 
 def _propose(
-    target: Any, drafter: Any, rule: Rule, draft_length: DraftLength, params: RequestParams, state: DecodeState
+    target: Any,
+    drafter: Drafter[Any] | None,
+    rule: Rule,
+    draft_length: DraftLength,
+    params: RequestParams,
+    state: DecodeState,
 ) -> tuple[Draft, Array, Any]:
     """The draft of this round, without a drafter one of no tokens; `RoundOutput.strange` of it; the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
@@ -108,14 +120,14 @@ class _Stop(NamedTuple):
     """Where each row stops, ``[B]``.
 
     Attributes:
-        count: how many tokens it gains.
+        gained: how many tokens.
         limit: how many it still may.
         to_eos: how many of the next tokens an end of text leaves, itself included; K + 1 where there is none.
         ended: whether it has met its end of text or its limit.
         invalid: whether it has met a law without mass.
     """
 
-    count: Array
+    gained: Array
     limit: Array
     to_eos: Array
     ended: Array
@@ -143,14 +155,14 @@ def _output(
     """What the round brings, and which rows have ended with it."""
     num_accepted = verdict.num_accepted
     stop = _stop(params, state, num_accepted, path)
-    accepted = jnp.minimum(num_accepted, stop.count)
-    refused = (num_accepted < path.num_guessed) & (num_accepted < stop.count)  # and its correction is written
+    accepted = jnp.minimum(num_accepted, stop.gained)
+    refused = (num_accepted < path.num_guessed) & (num_accepted < stop.gained)  # and its correction is written
     # An accepted end of text ends the draft with it.
     depth = jnp.minimum(jnp.where(stop.to_eos <= accepted, stop.to_eos, stop.limit), path.guesses.shape[1] - 1)
     drafted = jnp.take_along_axis(path.guesses, depth[:, None], axis=1)[:, 0]
     output = RoundOutput(
         tokens=path.tokens,
-        count=stop.count,
+        count=stop.gained,
         logprobs=jnp.log(at_tokens(path.target_probs, path.tokens)),
         raw_logprobs=raw,
         origins=_origins(num_accepted, path.num_guessed, path.tokens.shape[1]),
@@ -158,7 +170,7 @@ def _output(
         judged=accepted + refused,
         accepted=accepted,
         invalid=stop.invalid,
-        distortion=_distortion(verdict, stop.count),
+        distortion=_distortion(verdict, stop.gained),
         strange=strange,
     )
     return output, stop.ended

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """What goes into a round and what comes out of it. Every leaf has B first, so that each row could be handled alone."""
 
 from typing import Any

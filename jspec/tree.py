@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """The shape of a draft: which guess follows which. A chain is the tree with one branch.
 
 Nodes are numbered from 1, parents before their children; node 0 is the last committed token, which all guesses follow.
@@ -46,7 +47,7 @@ class Branches:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral)
 
 
 @jax.tree_util.register_static
@@ -91,7 +92,8 @@ class Tree:
         for count in children:
             if not _is_whole(count) or count < 1:
                 raise ValueError(f"Every number of children must be an int of at least 1; got {count!r}.")
-        parents, level, size = [], [0], 1
+        parents: list[int] = []
+        level, size = [0], 1
         for count in children:
             parents += [parent for parent in level for _ in range(count)]
             level = list(range(size, size + len(level) * count))
@@ -170,7 +172,8 @@ class Tree:
 
     def by_depth(self) -> "Tree":
         """The same tree, numbered level by level; siblings keep their order."""
-        numbered, parents = [0], []
+        numbered = [0]
+        parents: list[int] = []
         for place, node in enumerate(numbered):  # grows as it is read
             children = self.children[node][self.children[node] > 0]
             parents += [place] * len(children)

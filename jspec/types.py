@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The nouns every file shares, and the alphabet of their shapes.
 
 B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens read in one forward
@@ -11,6 +12,7 @@ float32.
 
 import dataclasses
 import numbers
+import operator
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -23,7 +25,7 @@ from jspec.origins import NO_DRAFT as NO_DRAFT
 from jspec.origins import PADDING as PADDING
 from jspec.tree import DynamicTree, Tree
 
-Class = TypeVar("Class", bound=type)
+Class = TypeVar("Class", bound=type[Any])
 
 
 def check_count(name: str, value: Any) -> None:
@@ -224,7 +226,7 @@ class Output:
 
         if not 0 <= row < len(self.lengths):
             raise IndexError(f"row={row} is none of the {len(self.lengths)} requests; count from 0.")
-        mine = jax.device_get(jax.tree.map(lambda leaf: leaf[row], self))
+        mine: Output = jax.device_get(jax.tree.map(operator.itemgetter(row), self))
         tokens, origins = (part[: mine.lengths].tolist() for part in (mine.tokens, mine.origins))
         screen = Console(highlight=False)
         screen.print(legend(self.record is not None), picture(tokenizer, tokens, origins, mine.record), sep="\n")

@@ -1,8 +1,9 @@
+# pyright: strict, reportUnknownMemberType=false
 """Verification: one pass of the target over a draft."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +69,12 @@ def verify(
         # The cache is only read here, for XLA would copy what one of several branches updates.
         reading, new = read(block[:, : k + 1], target.new_cache(*block.shape), past=(state.cache, start))
         missing = block.shape[1] - 1 - k
-        whole = jax.tree.map(lambda part: jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2)), reading)
-        return whole, new
+
+        def padded(part: Array) -> Array:
+            return jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))
+
+        return jax.tree.map(padded, reading), new
 
     shortest = jnp.searchsorted(jnp.array(lengths), num_guessed(draft).max())
-    reading, new = lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
+    reading, new = cast(tuple[Reading, KVCache], lax.switch(shortest, [functools.partial(up_to, k) for k in lengths]))
     return reading, append(state.cache, new, start)
