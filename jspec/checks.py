@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.acceptance import RULES, Rule
-from jspec.drafters.base import features_of
+from jspec.drafters.base import embeddings_of, features_of
 from jspec.sampling import SamplingParams
 from jspec.types import same_but_for_padding
 
@@ -56,7 +56,7 @@ def check_arguments(
     _check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
         _check_drafter(drafter, vocab_size)
-        _check_features(target, drafter)
+        _check_asked(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
     batch = _check_prompts(tokens, lengths, vocab_size)
     _check_keys(keys, batch)
@@ -65,16 +65,20 @@ def check_arguments(
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
-def _check_features(target: Any, drafter: Any) -> None:
-    """Raise where a drafter reads states that the target has not."""
-    kind, features = type(drafter).__name__, features_of(drafter)
-    if features and not hasattr(target, "forward_with_features"):
-        raise TypeError(f"{kind} reads states of the target, and {type(target).__name__} has no forward_with_features; "
+def _check_asked(target: Any, drafter: Any) -> None:
+    """Raise where a drafter reads states that the target has not, or has it read what it cannot."""
+    kind, features, embeddings = type(drafter).__name__, features_of(drafter), embeddings_of(drafter)
+    if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
+        wants = "reads states of" if features else "has embeddings for"
+        raise TypeError(f"{kind} {wants} the target, and {type(target).__name__} has no forward_with_features; "
                         "use a jspec.Llama.")  # fmt: skip
     for i in features:
         if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i <= len(target.layers):
             raise ValueError(f"features of {kind} holds {i!r}; expected whole numbers from 0 to "
                              f"{len(target.layers)}, which is how many layers the target has.")  # fmt: skip
+    if embeddings is not None and (len(embeddings.shape) != 2 or embeddings.shape[1] != target.config.hidden_size):
+        raise ValueError(f"embeddings of {kind} have shape {list(embeddings.shape)}; expected [M, "
+                         f"{target.config.hidden_size}], the target's hidden size.")  # fmt: skip
 
 
 def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:

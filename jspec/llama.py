@@ -106,6 +106,7 @@ class Llama(nnx.Module):
         layers: Sequence[int] | None = None,
         past: tuple[KVCache, Array] | None = None,
         branches: Branches | None = None,
+        embeddings: Array | None = None,
     ) -> tuple[Array, KVCache]:
         """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows; store their keys and values.
 
@@ -117,12 +118,13 @@ class Llama(nnx.Module):
             past: a cache that is only read, and ``int32[B]``: it holds the positions before ``past[1][b]``.
             branches: of tokens that belong to a tree, whose node 0 has position ``start[b]``; node n is stored in slot
                 ``start[b] + n``. None: each token follows the one before.
+            embeddings: ``[M, E]``; row i of them is read in place of token V + i.
 
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.
         """
         hidden, _, cache = self.forward_with_features(tokens, cache, start, (), layers=layers, past=past,
-                                                      branches=branches)  # fmt: skip
+                                                      branches=branches, embeddings=embeddings)  # fmt: skip
         return hidden, cache
 
     def forward_with_features(
@@ -135,6 +137,7 @@ class Llama(nnx.Module):
         layers: Sequence[int] | None = None,
         past: tuple[KVCache, Array] | None = None,
         branches: Branches | None = None,
+        embeddings: Array | None = None,
     ) -> tuple[Array, Array, KVCache]:
         """`forward` that also tells what is between its layers.
 
@@ -150,6 +153,9 @@ class Llama(nnx.Module):
             slots, positions = slots + branches.read, start[:, None] + branches.offsets
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         x = self.embed_tokens(tokens).astype(self.dtype)
+        if embeddings is not None:
+            other = jnp.take(embeddings, tokens - self.config.vocab_size, axis=0, mode="clip").astype(self.dtype)
+            x = jnp.where((tokens >= self.config.vocab_size)[..., None], other, x)
         order = list(range(len(self.layers)) if layers is None else layers)
 
         def through(x: Array, cache: KVCache, past: tuple[KVCache, Array] | None) -> tuple[Array, Array, KVCache]:

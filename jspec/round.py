@@ -18,6 +18,7 @@ from jspec.drafters.base import (
     Drafter,
     TargetView,
     as_draft,
+    embeddings_of,
     features_of,
     is_foreign,
     num_likeliest_of,
@@ -45,7 +46,11 @@ def play_round(
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
-        read, cache = verify(target, draft_length, params, state, draft, features_of(drafter))
+        embeddings = embeddings_of(drafter)
+        read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings)
+        if embeddings is not None:  # those are read; what follows knows tokens only
+            tokens = jnp.where(outside(draft.tokens, target.config.vocab_size), 0, draft.tokens)
+            draft = dataclasses.replace(draft, tokens=tokens)
     with jax.named_scope("accept"):
         verdict = rule.accept(params.keys, state.lengths, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:

@@ -41,21 +41,24 @@ def verify(
     state: DecodeState,
     draft: Draft,
     features: Sequence[int],
+    embeddings: Array | None,
 ) -> tuple[Reading, KVCache]:
     """The target's reading of a draft, and its cache with all of it.
 
     Args:
         features: as for `jspec.Llama.forward_with_features`; of a model that has no such method none.
+        embeddings: as for `jspec.Llama.forward`; of a model whose method has no such argument None.
     """
     start = state.lengths - 1
     block = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
     lengths, branches = compiled_lengths(draft_length), draft.topology.branches
+    given = {} if embeddings is None else {"embeddings": embeddings}
 
     def read(block: Array, cache: KVCache, **how: Any) -> tuple[Reading, KVCache]:
         if features:
-            hidden, told, cache = target.forward_with_features(block, cache, start, features, **how)
+            hidden, told, cache = target.forward_with_features(block, cache, start, features, **given, **how)
         else:
-            hidden, cache = target.forward(block, cache, start, **how)
+            hidden, cache = target.forward(block, cache, start, **given, **how)
             told = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
         logits, drafted = target.logits(hidden), draft.tokens[:, : block.shape[1] - 1]
         seen = None if branches is None else branches.visible[..., 1:]

@@ -96,6 +96,10 @@ class Drafter(Protocol[State]):
     One that has `num_likeliest`, an int n, is told more in `commit`: ``likeliest int32[B, K + 1, n]``, the judging
     model's likeliest tokens where ``hidden`` is, by its own logits, the likeliest first (of a vocabulary of V < n
     tokens V).
+
+    One that has `embeddings`, ``float[M, E]``, may draft ids from V to V + M - 1 where it has no guess: in place of
+    token V + i the target reads row i of them. What it makes of that, behind its branch, is in ``hidden`` as of any
+    other.
     """
 
     @property
@@ -157,11 +161,14 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
     probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
     draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
     if draft.valid is not None:
-        draft = _kept(draft, draft.valid)
+        draft = _kept(draft, draft.valid, draft.tokens)
     if context.budget is not None:
         draft = _kept(draft, jnp.arange(num_draft_tokens) < context.budget[:, None])
     if is_foreign(drafter):
-        draft = _kept(draft, ~outside(draft.tokens, context.vocab_size))
+        embeddings = embeddings_of(drafter)
+        readable = context.vocab_size + (0 if embeddings is None else len(embeddings))
+        read = jnp.where(outside(draft.tokens, readable), 0, draft.tokens)
+        draft = _kept(draft, ~outside(draft.tokens, context.vocab_size), read)
     return draft
 
 
@@ -180,6 +187,11 @@ def features_of(drafter: Any) -> tuple[int, ...]:
 def num_likeliest_of(drafter: Any) -> int:
     """How many of the target's likeliest tokens a drafter asks for; most none."""
     return getattr(drafter, "num_likeliest", 0)
+
+
+def embeddings_of(drafter: Any) -> Array | None:
+    """What the target reads in place of ids from V on, ``[M, E]``; None for most drafters."""
+    return getattr(drafter, "embeddings", None)
 
 
 def own_tree(drafter: Any) -> Tree | DynamicTree | None:
@@ -219,11 +231,11 @@ def outside(tokens: Array, vocab_size: int) -> Array:
     return (tokens < 0) | (tokens >= vocab_size)
 
 
-def _kept(draft: Draft, kept: Array) -> Draft:
-    """`draft` with token 0 and no law where not ``kept[B, K]``."""
+def _kept(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
+    """`draft` without a law where not ``kept[B, K]``, and with other tokens there."""
     probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
     valid = None if draft.valid is None else draft.valid & kept
-    return Draft(jnp.where(kept, draft.tokens, 0), probs, draft.tree, valid)
+    return Draft(jnp.where(kept, draft.tokens, otherwise), probs, draft.tree, valid)
 
 
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
@@ -286,6 +298,10 @@ class Around:
     @property
     def num_likeliest(self) -> int:
         return num_likeliest_of(self.draft)
+
+    @property
+    def embeddings(self) -> Array | None:
+        return embeddings_of(self.draft)
 
 
 class Stateless:

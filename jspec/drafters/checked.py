@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import Context, as_draft, features_of, num_likeliest_of, outside, own_tree
+from jspec.drafters.base import (
+    Context,
+    as_draft,
+    embeddings_of,
+    features_of,
+    num_likeliest_of,
+    outside,
+    own_tree,
+)
 from jspec.probs import at_tokens
 from jspec.tree import DynamicTree, Tree
 from jspec.types import Draft, Verdict, pytree
@@ -47,6 +55,10 @@ class CheckedDrafter:
     @property
     def num_likeliest(self) -> int:
         return num_likeliest_of(self.inner)
+
+    @property
+    def embeddings(self) -> Array | None:
+        return embeddings_of(self.inner)
 
     def init(self, tokens: Array, num_slots: int, **told: Array) -> Any:
         return self.inner.init(tokens, num_slots, **told)

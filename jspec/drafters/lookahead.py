@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Lookahead decoding: while the target verifies, it also guesses on from where it guessed before, and is quoted."""
 
 import dataclasses

@@ -8,7 +8,7 @@ from jax import Array
 
 from jspec.cache import KVCache, keep, prefill
 from jspec.drafters.autoregressive import AutoregressiveDrafter
-from jspec.drafters.base import Context, features_of, last_tokens, num_likeliest_of, own_tree
+from jspec.drafters.base import Context, embeddings_of, features_of, last_tokens, num_likeliest_of, own_tree
 from jspec.llama import Llama
 from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, pytree
@@ -78,7 +78,7 @@ def as_part(name: str, draft: Any) -> Any:
     if own_tree(drafter) is not None:
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
                         "combined; pass a drafter of chains, such as that which draws the tree's tokens.")  # fmt: skip
-    if features_of(drafter) or num_likeliest_of(drafter):
+    if features_of(drafter) or num_likeliest_of(drafter) or embeddings_of(drafter) is not None:
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
                         "and in a combination nobody would tell it; use it by itself, or in a tree.")  # fmt: skip
     return drafter

@@ -1,0 +1,125 @@
+"""Vectors that the target reads in place of tokens: what it makes of them reaches the drafter, and nothing else."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from flax import nnx
+
+import jspec
+from jspec.acceptance import RULES
+from jspec.acceptance.walk import end_of
+from jspec.draft_length import as_draft_length
+from jspec.drafters import Draft, FallbackDrafter, NGramDrafter
+from jspec.program import start
+from jspec.round import play_round
+from jspec.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+V, AHEAD = 8, 2
+TARGET = toys.tiny_llama(0, 2)
+# A chain of two guesses, and behind the last token and each of them two vectors in a row.
+TREE = Tree((0, 1, 0, 3, 1, 5, 2, 7))
+NODES = np.array([[3, 4], [5, 6], [7, 8]])  # the vectors behind each node of the chain
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["embeddings"], meta_fields=["foreign"])
+@dataclasses.dataclass(frozen=True)
+class LookAhead:
+    """Guesses what the target made of its look-ahead embeddings behind the last accepted token (PaSS)."""
+
+    embeddings: jax.Array
+    foreign: int = V  # the first id of the vectors
+    vocab_size = None
+    max_positions = None
+    tree = TREE
+
+    def init(self, tokens, num_slots):
+        return jnp.zeros((len(tokens), AHEAD), jnp.int32), jnp.zeros((len(tokens), AHEAD, self.embeddings.shape[1]))
+
+    def propose(self, state, context, num_draft_tokens):
+        rows = len(context.lengths)
+        ids = jnp.tile(self.foreign + jnp.arange(AHEAD), (rows, len(NODES)))
+        laws = jax.nn.one_hot(state[0], context.vocab_size)
+        tokens = jnp.concatenate([state[0], ids], axis=1)
+        return Draft(tokens, jnp.pad(laws, ((0, 0), (0, ids.shape[1]), (0, 0))), self.tree), state
+
+    def commit(self, state, draft, verdict, hidden):
+        end = jnp.asarray(NODES)[end_of(verdict.num_accepted, verdict.path)]
+        ahead = jnp.take_along_axis(hidden, end[..., None], axis=1).astype(jnp.float32)
+        return TARGET.logits(ahead).argmax(-1).astype(jnp.int32), ahead
+
+
+def drafter(seed=0, **options):
+    return LookAhead(jax.random.normal(jax.random.key(seed), (AHEAD, TARGET.config.hidden_size)), **options)
+
+
+def longer_vocabulary(vectors):
+    """The target with the vectors as two tokens more."""
+    graph, state = nnx.split(TARGET)
+    model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
+    model.embed_tokens.weight = nnx.Param(jnp.concatenate([model.embed_tokens.weight[...], vectors.T], axis=1))
+    return model
+
+
+def test_what_the_target_makes_of_them_is_told(prompts):
+    """Of a model whose vocabulary has them, read afresh: behind every text that a round leaves but its last token."""
+    one, length = drafter(), as_draft_length(TREE.max_depth)
+    tokens, lengths, keys = prompts([5, 1, 3], vocab_size=V)
+    tokens = jnp.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
+    asked = toys.request(keys, jnp.asarray(lengths), jnp.full(3, 20), *toys.both_transforms(jspec.SamplingParams(), 3))
+    state, _ = jax.jit(lambda: start(TARGET, one, asked, tokens, 20, length))()
+    play = jax.jit(lambda state: play_round(TARGET, one, RULES["rejection"], length, asked, state))
+    model, kept = longer_vocabulary(one.embeddings), 0
+    read = jax.jit(lambda tokens: model.forward(tokens, model.new_cache(*tokens.shape), jnp.zeros(1, jnp.int32))[0])
+    for _ in range(4):
+        before = state.lengths
+        state, new = play(state)
+        kept += int(new.accepted.sum())
+        for row in range(3):
+            end = int(before[row]) + int(new.accepted[row])  # the text with what was accepted, without the token behind
+            text = np.append(np.array(state.tokens[row, :end]), [V, V + 1])
+            whole = np.array(read(jnp.asarray(np.pad(text, (0, 40 - text.size)))[None]))
+            np.testing.assert_allclose(state.drafter[1][row], whole[0, end : end + 2], atol=1e-5)
+    assert kept
+
+
+@pytest.mark.parametrize("how", ["float32", "int8", "bfloat16"])
+def test_texts_are_those_without(prompts, how):
+    """Under "coupled", with penalties: what stands at those nodes is no token."""
+    batch = prompts([4, 2], vocab_size=V)
+    model = jspec.quantize(TARGET) if how == "int8" else toys.tiny_llama(0, 2)
+    if how == "bfloat16":
+        model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+    options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(repetition_penalty=1.3, temperature=0.8)}
+    plain = jspec.generate(model, *batch, **options)
+    out = jspec.speculative_generate(model, drafter(), *batch, accept="coupled", record=True, **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert out.stats.accepted.sum() and not out.record.fates[:, :, 2:].any()
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: LookAhead(jnp.zeros((2, 5))), ValueError, r"embeddings of LookAhead have shape \[2, 5\]; expected \[M"),
+    (lambda: LookAhead(jnp.zeros(8)), ValueError, r"have shape \[8\]; expected \[M, 16\], the target's hidden size"),
+    (lambda: FallbackDrafter(NGramDrafter(), drafter()), TypeError, "which drafts a tree"),
+])  # fmt: skip
+def test_refusals(prompts, make, error, message):
+    with pytest.raises(error, match=message):
+        jspec.speculative_generate(TARGET, make(), *prompts([3], vocab_size=V), max_new_tokens=8)
+
+
+def test_a_target_that_cannot_read_them(prompts):
+    with pytest.raises(TypeError, match="LookAhead has embeddings for the target, and MarkovModel has no"):
+        jspec.speculative_generate(toys.markov_pair(0)[0], drafter(), *prompts([3], vocab_size=V), max_new_tokens=8)
+
+
+def test_ids_beyond_them_are_read_as_some_token(prompts):
+    """They were no guess, so the text is what it was."""
+    batch = prompts([4], vocab_size=V)
+    with jax.enable_checks(True):
+        out = jspec.speculative_generate(TARGET, drafter(foreign=V + 1), *batch, max_new_tokens=8, accept="coupled")
+    np.testing.assert_array_equal(out.tokens, jspec.generate(TARGET, *batch, max_new_tokens=8).tokens)
