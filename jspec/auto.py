@@ -11,7 +11,7 @@ from jspec.acceptance import RULES, Rule
 from jspec.checks import as_arrays, check_arguments, check_measurable, check_rule, check_tuning
 from jspec.draft_length import Fixed
 from jspec.drafters.autoregressive import AutoregressiveDrafter
-from jspec.drafters.base import Drafter
+from jspec.drafters.base import AskingDrafter, Drafter
 from jspec.drafters.model import as_drafter
 from jspec.drafters.tree import TreeDrafter
 from jspec.keys import trial_keys
@@ -27,7 +27,7 @@ from jspec.types import Output
 
 def tune(
     target: Llama,
-    draft: Llama | Drafter,
+    draft: Llama | Drafter | AskingDrafter,
     tokens: ArrayLike,
     lengths: ArrayLike,
     keys: Array,

@@ -9,7 +9,7 @@ from jspec.acceptance import RULES, Rule
 from jspec.auto import best_number
 from jspec.checks import as_arrays, check_arguments, check_rule
 from jspec.draft_length import DEFAULT, DraftLength, Fixed, as_draft_length
-from jspec.drafters.base import Drafter
+from jspec.drafters.base import AskingDrafter, Drafter
 from jspec.drafters.model import as_drafter
 from jspec.llama import Llama
 from jspec.program import run_program
@@ -41,7 +41,7 @@ def generate(
 
 def speculative_generate(
     target: Llama,
-    draft: Llama | Drafter,
+    draft: Llama | Drafter | AskingDrafter,
     tokens: ArrayLike,
     lengths: ArrayLike,
     keys: Array,

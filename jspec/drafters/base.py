@@ -7,6 +7,7 @@ drawn from; as long as that is true, nothing a drafter does can change the law o
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -127,6 +128,24 @@ class Drafter(Protocol[State]):
         Where drafts vary in length, what comes after a row's last token with a law is arbitrary: do not learn from it.
         """
         ...
+
+
+class AskingDrafter(Protocol):
+    """A `Drafter` whose `init` or `commit` is told more, for it has `features` or `num_likeliest`."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    @property
+    def max_positions(self) -> int | None: ...
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+
+    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]: ...
+
+    @property
+    def commit(self) -> Callable[..., Any]: ...
 
 
 def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: int) -> Draft:
