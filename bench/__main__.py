@@ -200,7 +200,7 @@ def trees(
     """Acceptance by the number of children, and the best trees against a chain, and against several as a batch."""
     from bench import trees
 
-    subject = measured(new_tokens, pair, target, draft, prompts, output, by_model=True)
+    subject = measured(new_tokens, pair, target, draft, prompts, output, may_branch=True)
     trees.run(subject, batch, children, nodes, depth, new_tokens, temperature, repeats)
 
 

@@ -52,8 +52,7 @@ def run(subject: Subject, batches: list[int], ks: list[int], new_tokens: int, wi
             calls["transformers assisted"] = rivals.decoder(*others, rows_, new_tokens, temperature, 4)
         size = batch, int(lengths.mean()) + new_tokens // 2, tokens.shape[1] + new_tokens + max(ks) + 1
         alone = {f"{n} rows": Pass(subject.target, n, *size) for n in (1, *(k + 1 for k in ks))}
-        if subject.drafts_by_model:
-            alone["draft"] = Pass(subject.draft, 1, *size)
+        alone |= subject.draft_passes({"draft": 1}, *size)
         times = in_turns(calls | alone, repeats)
         taken = pass_seconds(alone, times)
         rows += _rows(batch, batch * new_tokens, calls, times, {name: t / taken["1 rows"] for name, t in taken.items()})

@@ -32,7 +32,7 @@ Target = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", metavar="SRC", help="Its draft, with the same tokenizer; or lookup, which has no model."),
+    typer.Option("--draft", metavar="SRC", help="Its draft, with the same tokenizer; or lookup, recycling or exit:N."),
 ]
 Prompts = Annotated[
     Path | None,
@@ -55,14 +55,22 @@ Output = Annotated[
 
 
 def measured(
-    new_tokens: int, pair: str, target: str | None, draft: str | None, *rest: Path | None, by_model: bool = False
-) -> "Subject":
-    """What `bench.subject.find` makes of the options; a mistake in them ends the command with one sentence."""
+    new_tokens: int, pair: str, target: str | None, draft: str | None, *rest: Path | None, by_model: bool = False,
+    may_branch: bool = False,
+) -> "Subject":  # fmt: skip
+    """What `bench.subject.find` makes of the options; a mistake in them ends the command with one sentence.
+
+    Args:
+        by_model: whether the command has no use for a draft without a model.
+        may_branch: whether it has one for a drafter with a tree of its own.
+    """
     from bench import subject
 
     try:
-        if by_model and draft == "lookup":
-            raise ValueError("This command needs a draft model, and lookup has none; give --draft SRC.")
+        if by_model and not subject.drafts_by_model(draft):
+            raise ValueError(f"This command needs a draft model, and {draft} has none; give --draft SRC.")
+        if draft == subject.RECYCLING and not may_branch:
+            raise ValueError("This command drafts chains, and recycling drafts a tree; use python -m bench trees.")
         return subject.find(new_tokens, pair, target, draft, *rest)
     except (ValueError, OSError) as error:
         typer.echo(" ".join(str(error).split()), err=True)

@@ -1,5 +1,7 @@
 """Passes measured alone: many in one compiled loop, each fed the token that the one before it led to."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,22 +16,41 @@ from bench.timing import seconds, spread
 LOOP_SECONDS = 0.2
 
 
-@jax.jit
-def _loop(model: jspec.Llama, tokens: jax.Array, cache: Any, start: jax.Array, count: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="layers")
+def _loop(
+    model: jspec.Llama,
+    tokens: jax.Array,
+    cache: Any,
+    start: jax.Array,
+    count: jax.Array,
+    layers: tuple[int, ...] | None,
+) -> jax.Array:
     """`count` passes over ``tokens[B, S]`` at positions `start`, each with other tokens."""
 
     def step(_: Any, carry: tuple) -> tuple:
         tokens, cache = carry
-        hidden, cache = model.forward(tokens, cache, start)
+        hidden, cache = model.forward(tokens, cache, start, layers=layers)
         return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32), cache
 
     return lax.fori_loop(0, count, step, (tokens, cache))[0]
 
 
 class Pass:
-    """One forward pass with logits: `rows` positions of `batch` requests that have `context` tokens in the cache."""
+    """One forward pass with logits: `rows` positions of `batch` requests that have `context` tokens in the cache.
 
-    def __init__(self, model: jspec.Llama, rows: int, batch: int = 1, context: int = 64, slots: int | None = None):
+    Of `layers`, or of all; `bytes` are those of all.
+    """
+
+    def __init__(
+        self,
+        model: jspec.Llama,
+        rows: int,
+        batch: int = 1,
+        context: int = 64,
+        slots: int | None = None,
+        layers: Sequence[int] | None = None,
+    ):
+        self.layers = None if layers is None else tuple(layers)
         slots = slots or context + rows
         self.arguments = (
             model,
@@ -43,7 +64,7 @@ class Pass:
         self.count = max(3, int(LOOP_SECONDS / (seconds(lambda: self._run(3)) / 3)))
 
     def _run(self, count: int) -> jax.Array:
-        return _loop(*self.arguments, jnp.int32(count))
+        return _loop(*self.arguments, jnp.int32(count), self.layers)
 
     def __call__(self) -> jax.Array:
         """`count` passes."""

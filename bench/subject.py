@@ -1,7 +1,7 @@
 """What is measured: a pair that comes with jspec or checkpoints of your own, and the prompts that they continue."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,16 @@ import numpy as np
 
 import jspec
 from bench import pairs
+from bench.passes import Pass
 from bench.report import RESULTS
 from jspec import text
+from jspec.cli.shared import UsageError
+from jspec.cli.sources import LOOKUP, NONE, check_exit, is_model, sources, without_model
 from jspec.weights import PAIR
 from pair.corpus import is_held_out, read_documents
 
 WIDTH = 96
+RECYCLING = "recycling"  # beside what `jspec tune` takes for a draft
 # ``int32[B, P]`` padded on the right, ``int32[B]``, keys ``[B]``: as `jspec.generate` takes them.
 Request = tuple[np.ndarray, np.ndarray, jax.Array]
 
@@ -54,10 +58,15 @@ class Subject:
             return {"own prompts": self.request(batch, WIDTH)}
         return {kind: ragged(rows) for kind, rows in held_out(self.tokenizer, batch).items()}
 
-    @property
-    def drafts_by_model(self) -> bool:
-        """Whether a draft step is a pass of a model, which can be measured alone."""
-        return isinstance(self.draft, jspec.Llama)
+    def draft_passes(self, rows: Mapping[str, int], batch: int, context: int, slots: int) -> dict[str, Pass]:
+        """Name -> a pass over so many rows of what drafts, to be measured alone; none where it is no model."""
+        if isinstance(self.draft, jspec.EarlyExitDrafter):
+            model, layers = self.target, self.draft.layers
+        elif isinstance(self.draft, jspec.Llama):
+            model, layers = self.draft, None
+        else:
+            return {}
+        return {name: Pass(model, count, batch, context, slots, layers) for name, count in rows.items()}
 
 
 def ragged(rows: Any) -> Request:
@@ -91,8 +100,8 @@ def find(new_tokens: int, pair: str, target: str | None, draft: str | None, prom
     Args:
         new_tokens: how many each prompt must leave room for.
         pair: what is measured unless `target` or `draft` is given; see `bench.pairs.pair`.
-        target: directory or hub id; the bundled one, if only `draft` is given.
-        draft: the same, or "lookup".
+        target: directory, name or hub id; that of `pair`, if only `draft` is given.
+        draft: the same; or without a model "recycling", "lookup", "exit:N" or a datastore.
         prompts: a file of prompts, see `read_prompts`.
         folder: where the results go, made if it is missing; None is bench/results.
 
@@ -102,11 +111,11 @@ def find(new_tokens: int, pair: str, target: str | None, draft: str | None, prom
     """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    found = _own(target, draft) if target or draft else _known(pair, prompts)
+    found = _own(pair, target, draft, prompts) if target or draft else _known(pair, prompts)
     found = dataclasses.replace(found, folder=folder or RESULTS)
     if prompts is None:
         return found
-    models = (found.target, found.draft) if found.drafts_by_model else (found.target,)
+    models = [model for model in (found.target, found.draft) if isinstance(model, jspec.Llama)]
     room = min(model.config.max_position_embeddings for model in models) - new_tokens
     rows = read_prompts(prompts, found.tokenizer, room)
     return dataclasses.replace(found, name=f"{found.name}, {prompts.stem}", prompts=rows)
@@ -122,18 +131,31 @@ def _known(pair: str, prompts: Path | None) -> Subject:
     return Subject(pair, *pairs.pair(pair))
 
 
-def _own(target: str | None, draft: str | None) -> Subject:
-    """Checkpoints of your own; "lookup" drafts for the bundled target too."""
-    if draft is None or (target is None and draft != "lookup"):
-        raise ValueError("--target and --draft go together: two models with one tokenizer, or --draft lookup, which "
-                         "needs no model.")  # fmt: skip
-    source = target or str(PAIR / "target")
-    name = f"{Path(source).resolve().name if target else 'bundled'}+{Path(draft).resolve().name}"
-    tokenizer = text.load_tokenizer(source)
-    if draft == "lookup":
-        return Subject(name, jspec.load(source), jspec.NGramDrafter(), tokenizer)
-    text.check_same_tokenizer(tokenizer, text.load_tokenizer(draft))
-    return Subject(name, jspec.load(source), jspec.load(draft), tokenizer)
+def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None) -> Subject:
+    """Checkpoints of your own; what drafts without a model does so for the target of `pair`, too."""
+    if draft in (None, NONE) or (target is None and drafts_by_model(draft)):
+        raise ValueError("--target and --draft go together: two models with one tokenizer, or --draft lookup, "
+                         "recycling or exit:N, which need no model.")  # fmt: skip
+    try:
+        where = sources(target, LOOKUP if draft == RECYCLING else draft)
+        if target is None:
+            found = _known(pair, prompts)
+            drafter = without_model(where.draft)
+            if isinstance(drafter, jspec.EarlyExitDrafter):
+                check_exit(where.draft, len(found.target.layers))
+            found = dataclasses.replace(found, draft=drafter)
+        else:
+            tokenizer = where.tokenizer()
+            found = Subject(Path(target).resolve().name, *where.load(), tokenizer)
+    except UsageError as error:
+        raise ValueError(error) from error
+    found = dataclasses.replace(found, name=f"{found.name}+{Path(draft).resolve().name}")
+    return dataclasses.replace(found, draft=jspec.TokenRecyclingDrafter()) if draft == RECYCLING else found
+
+
+def drafts_by_model(draft: str | None) -> bool:
+    """Whether a draft of that name, if it has one, is a model."""
+    return draft is None or (draft != RECYCLING and is_model(draft))
 
 
 def read_prompts(file: Path, tokenizer: Any, room: int) -> list[list[int]]:

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Folders of a tiny target and its draft."""
+    """Folders of a tiny target of two layers and its draft."""
     folder = tmp_path_factory.mktemp("pair")
-    return text_pair.write(folder / "mine"), text_pair.write(folder / "its-draft", distance=0.3)
+    return text_pair.write(folder / "mine", num_hidden_layers=2), text_pair.write(folder / "its-draft", distance=0.3)
 
 
 @pytest.fixture
@@ -66,10 +66,28 @@ def test_the_bundled_folders_are_checkpoints_like_any_other(tmp_path):
     assert found.draft.config.num_hidden_layers == 2 and found.target.config.num_hidden_layers == 6
 
 
-def test_lookup_drafts_for_the_bundled_target_too(pair):
-    bundled, own = (subject.find(8, "109m", target, "lookup", None, None) for target in (None, str(pair[0])))
-    assert (bundled.name, own.name) == ("bundled+lookup", "mine+lookup")
-    assert isinstance(own.draft, jspec.NGramDrafter) and not own.drafts_by_model
+DRAFTERS = {
+    "lookup": jspec.NGramDrafter(),
+    "recycling": jspec.TokenRecyclingDrafter(),
+    "exit:1": jspec.EarlyExitDrafter(1),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_what_drafts_without_a_model_does_so_for_the_target_of_a_pair_too(pair, draft):
+    bundled, own = (subject.find(8, "bundled", target, draft, None, None) for target in (None, str(pair[0])))
+    assert (bundled.name, own.name) == (f"bundled+{draft}", f"mine+{draft}")
+    assert bundled.target.config.num_hidden_layers == 6 and bundled.tokenizer is not None
+    assert bundled.draft == own.draft == DRAFTERS[draft]
+
+
+def test_a_step_is_a_pass_of_what_drafts(pair):
+    """Of an exit that of the target's layers which it runs; lookup has none."""
+    target, draft = (jspec.load(folder) for folder in pair)
+    found = [subject.Subject("x", target, one).draft_passes({"a": 1}, 1, 4, 8)
+             for one in (draft, jspec.EarlyExitDrafter(2, (0,)), jspec.NGramDrafter())]  # fmt: skip
+    assert [{name: one.layers for name, one in passes.items()} for passes in found] == [{"a": None}, {"a": (1,)}, {}]
+    assert found[0]["a"].arguments[0] is draft and found[1]["a"].arguments[0] is target
 
 
 @pytest.mark.parametrize(
@@ -96,7 +114,13 @@ def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, co
         ("gap", {"target": None}, "--target and --draft go together"),
         ("gap", {"target": "no-such-folder"}, "no-such-folder is neither a directory nor a file here"),
         ("gap", {"target": None, "draft": None}, "109m has random weights and no tokenizer"),
-        ("rules", {"draft": "lookup"}, "needs a draft model"),
+        ("rules", {"draft": "lookup"}, "needs a draft model, and lookup has none"),
+        ("acceptance", {"draft": "exit:1"}, "needs a draft model, and exit:1 has none"),
+        ("gap", {"draft": "recycling"}, "drafts chains, and recycling drafts a tree"),
+        ("gap", {"draft": "none"}, "--target and --draft go together"),
+        ("gap", {"draft": "exit:x"}, "exit:x is no exit"),
+        ("gap", {"draft": "exit:9"}, "leaves no layer out of the target's"),
+        ("gap", {"target": None, "draft": "exit:9"}, "109m has random weights and no tokenizer"),
     ],
 )
 def test_options_that_do_not_go_together_get_one_sentence(bench, command, own, sentence):

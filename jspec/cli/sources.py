@@ -46,25 +46,37 @@ class Sources:
 
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
         """The target and its drafter, None for none; `dtype` and `quantize` are for both."""
-        from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter, load
+        from jspec import load
 
         if is_model(self.draft):
             return load(self.target, dtype, quantize), load(self.draft, dtype, quantize)
-        # What can be wrong in a moment comes first.
-        drafter = NGramDrafter() if self.draft == LOOKUP else None
-        if self.draft.endswith(STORE):
-            drafter = RetrievalDrafter.load(self.draft)
-        elif _EXIT.fullmatch(self.draft):
-            drafter = EarlyExitDrafter(*_exit(self.draft))
-            self._check_layers(*_exit(self.draft))
+        drafter = without_model(self.draft)  # what can be wrong in a moment comes first
+        if _EXIT.fullmatch(self.draft):
+            self._check_layers()
         return load(self.target, dtype, quantize), drafter
 
-    def _check_layers(self, wanted: int, skipped: tuple[int, ...]) -> None:
+    def _check_layers(self) -> None:
         import convert
 
-        layers = convert.read_config(convert.resolve(self.target)).num_hidden_layers
-        if wanted > layers or (wanted == layers and not skipped):
-            raise UsageError(f"--draft {self.draft} leaves no layer out of the target's {layers}; leave it earlier.")
+        check_exit(self.draft, convert.read_config(convert.resolve(self.target)).num_hidden_layers)
+
+
+def without_model(draft: str) -> Any:
+    """The drafter of that name, which is no model's; None for "none" and for the "exit" that is to be found."""
+    from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter
+
+    if draft.endswith(STORE):
+        return RetrievalDrafter.load(draft)
+    if _EXIT.fullmatch(draft):
+        return EarlyExitDrafter(*_exit(draft))
+    return NGramDrafter() if draft == LOOKUP else None
+
+
+def check_exit(draft: str, layers: int) -> None:
+    """Raise UsageError where "exit:N" of a target with so many layers would be all of it, or more."""
+    wanted, skipped = _exit(draft)
+    if wanted > layers or (wanted == layers and not skipped):
+        raise UsageError(f"--draft {draft} leaves no layer out of the target's {layers}; leave it earlier.")
 
 
 def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
