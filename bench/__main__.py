@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from bench import guesses
 from bench.options import (
     Acceptance,
     Batch,
@@ -117,91 +118,11 @@ def trace(
 
 
 @app.command()
-def acceptance(
-    target: Target = None,
-    draft: Draft = None,
-    prompts: Prompts = None,
-    output: Output = None,
-    batch: Batch = 32,
-    k: Length = 8,
-    new_tokens: NewTokens = 256,
-    temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0, 0.5, 1],  # noqa: B006
-) -> None:
-    """Acceptance by position, kind of prompt and temperature, beside the theory."""
-    from bench import acceptance
-
-    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
-    acceptance.run(subject, batch, k, new_tokens, temperature)
-
-
-@app.command()
-def drafters(
-    target: Target = None,
-    draft: Draft = None,
-    prompts: Prompts = None,
-    output: Output = None,
-    k: Length = 4,
-    new_tokens: NewTokens = 128,
-    temperature: Temperature = 0.0,
-    requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
-    repeats: Repeats = 5,
-    idle: Annotated[
-        int, typer.Option("--idle-neurons", min=0, help="In each MLP of the target: its law at a larger one's cost.")
-    ] = 0,
-) -> None:
-    """Every drafter, rule and draft length, for new, repetitive and edited code."""
-    from bench import drafters
-
-    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
-    drafters.run(subject, k, new_tokens, temperature, requests, repeats, idle)
-
-
-@app.command()
-def rules(
-    target: Target = None,
-    draft: Draft = None,
-    prompts: Prompts = None,
-    output: Output = None,
-    batch: Batch = 64,
-    k: Lengths = [2, 4, 8],  # noqa: B006
-    new_tokens: NewTokens = 128,
-    temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0.7, 1],  # noqa: B006
-) -> None:
-    """Tokens a round under rejection, block and coupled, for several drafters."""
-    from bench import rules
-
-    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
-    rules.run(subject, batch, k, new_tokens, temperature)
-
-
-@app.command()
 def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
     """Cost of one pass against context, batch and rows."""
     from bench import scaling
 
     scaling.run(pair, repeats)
-
-
-@app.command()
-def trees(
-    pair: Pair = "bundled",
-    target: Target = None,
-    draft: Draft = None,
-    prompts: Prompts = None,
-    output: Output = None,
-    batch: Batch = 32,
-    children: Annotated[int, typer.Option("--children", min=1, help="Of the widest fan.")] = 8,
-    nodes: Annotated[list[int], typer.Option("--nodes", min=1, help="May be repeated.")] = [8, 16, 32],  # noqa: B006
-    depth: Annotated[int, typer.Option("--max-depth", min=1)] = 4,
-    new_tokens: NewTokens = 128,
-    temperature: Temperature = 1.0,
-    repeats: Repeats = 5,
-) -> None:
-    """Acceptance by the number of children, and the best trees against a chain, and against several as a batch."""
-    from bench import trees
-
-    subject = measured(new_tokens, pair, target, draft, prompts, output, may_branch=True)
-    trees.run(subject, batch, children, nodes, depth, new_tokens, temperature, repeats)
 
 
 @app.command()
@@ -316,24 +237,6 @@ def compiled(
 
 
 @app.command()
-def regret(
-    pair: Pair = "bundled",
-    target: Target = None,
-    draft: Draft = None,
-    prompts: Prompts = None,
-    output: Output = None,
-    batch: Batch = 1,
-    temperature: Temperature = 1.0,
-    repeats: Repeats = 20,
-    new_tokens: NewTokens = 128,
-) -> None:
-    """What the answer of `jspec tune` loses against the best of a dozen settings."""
-    from bench import regret
-
-    regret.run(measured(new_tokens, pair, target, draft, prompts, output), batch, new_tokens, temperature, repeats)
-
-
-@app.command()
 def interrupts(
     count: Annotated[int, typer.Option("--count", min=1, help="Signals; they take turns over the phases.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Of the moments.")] = 0,
@@ -343,6 +246,8 @@ def interrupts(
 
     interrupts.run(count, seed)
 
+
+app.add_typer(guesses.app)
 
 if __name__ == "__main__":
     app()

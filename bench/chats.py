@@ -1,5 +1,6 @@
 """Chats: questions of four kinds to a model that answers, and its greedy answers."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,18 @@ def requests(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[Re
     return [(one.tokens, one.lengths, jax.random.split(jax.random.key(0), one.lengths.size)) for one in found]
 
 
+def asked(subject: Subject, count: int) -> Subject:
+    """`subject` with `count` questions for prompts, the kinds in turns."""
+    kinds = [rows(subject.tokenizer, kind, -(-count // len(KINDS))) for kind in KINDS]
+    prompts = [row.tolist() for one_of_each in zip(*kinds, strict=True) for row in one_of_each]
+    return dataclasses.replace(subject, name=f"{subject.name}, chats", prompts=prompts)
+
+
+def ends(subject: Subject) -> tuple[int, ...]:
+    """Tokens that end an answer."""
+    return text.eos_ids(subject.target, subject.tokenizer)
+
+
 def decoder(
     subject: Subject, drafter: Any, k: int, asked: Sequence[Request], new_tokens: int
 ) -> Callable[[], list[jspec.Output]]:
@@ -45,7 +58,7 @@ def decoder(
     Of lookup and retrieval `k` is the most that they draft.
     """
     options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=0),
-               "eos_ids": text.eos_ids(subject.target, subject.tokenizer)}  # fmt: skip
+               "eos_ids": ends(subject)}  # fmt: skip
     if drafter is None:
         return lambda: [jax.device_get(jspec.generate(subject.target, *one, **options)) for one in asked]
     options["num_draft_tokens"] = how_far(drafter, k)

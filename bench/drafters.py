@@ -119,13 +119,13 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
         size = 1, int(lengths.mean()) + new_tokens // 2, tokens.shape[1] + new_tokens + k + 1
         alone = {f"{n} rows": Pass(target, n, *size) for n in (1, k + 1)}
         options = {"max_new_tokens": new_tokens, "temperature": temperature}
-        calls = {"plain": _call(jspec.generate, (target,), request, **options)}
+        calls = {"plain": in_batches(jspec.generate, (target,), request, **options)}
         for name, setting in tried.items():
             mine = options | setting
             models = target, mine.pop("drafter")
-            calls[name] = _call(jspec.speculative_generate, models, request, **mine)
+            calls[name] = in_batches(jspec.speculative_generate, models, request, **mine)
             # The prompt's share of a call, so that what is left is rounds.
-            calls[f"{name}, start"] = _call(jspec.speculative_generate, models, request, limit=1, **mine)
+            calls[f"{name}, start"] = in_batches(jspec.speculative_generate, models, request, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
         rows += [_row(kind, name, calls[name](), times, passes, setting.get("num_draft_tokens"), k)
@@ -145,34 +145,40 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
     )  # fmt: skip
 
 
-def _call(
+def in_batches(
     decode: Callable[..., Any],
     models: tuple,
     request: Request,
     temperature: float,
     limit: int = 0,
+    batch: int = 1,
     **options: Any,
-) -> Callable:
-    """All rows of `request`, one after another; `limit` new tokens each, if it is not 0."""
+) -> Callable[[], list[jspec.Output]]:
+    """A call for `batch` rows of `request` at a time, one after another; `limit` new tokens each, if it is not 0."""
     sampling = jspec.SamplingParams(temperature=temperature, max_tokens=limit)
 
-    def call() -> list[Any]:
-        rows = [[part[i : i + 1] for part in request] for i in range(len(request[0]))]
-        return [decode(*models, *row, sampling=sampling, **options) for row in rows]
+    def call() -> list[jspec.Output]:
+        parts = [[part[i : i + batch] for part in request] for i in range(0, len(request[0]), batch)]
+        return [decode(*models, *part, sampling=sampling, **options) for part in parts]
 
     return call
+
+
+def joined(outs: list[jspec.Output]) -> jspec.Output:
+    """The rows of all as one output."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *jax.device_get(outs))
 
 
 def _row(
     kind: str, name: str, outs: list[jspec.Output], times: dict[str, Any], passes: dict[str, float], length: Any, k: int
 ) -> dict[str, Any]:
     """What the table says of one setting; where the length varies, theory has no number for it."""
-    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *jax.device_get(outs))
-    tokens, rounds = int(joined.lengths.sum()), int(joined.stats.rounds.sum())
+    out = joined(outs)
+    tokens, rounds = int(out.lengths.sum()), int(out.stats.rounds.sum())
     gain = ratio(times["plain"], times[name])
     alpha, cost, predicted = "", "", ""
     if length == k:
-        alpha = acceptance_rate(joined)
+        alpha = acceptance_rate(out)
         # The start has one round of each request.
         in_rounds = spread(times[name] - times[f"{name}, start"]).median / (rounds - len(outs))
         cost = (in_rounds - passes[f"{k + 1} rows"]) / k / passes["1 rows"]

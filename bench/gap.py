@@ -51,7 +51,7 @@ def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, 
     target, draft = subject.target, subject.draft
     request = tokens, lengths, _ = subject.request(batch, 32)
     limits = (max(1, new_tokens // 8), new_tokens)
-    accept = "rejection" if acceptance is None else Synthetic(acceptance)
+    accept = "rejection" if acceptance is None else Synthetic((acceptance,))
     plain = Calls(lambda **options: jspec.generate(target, *request, **options), limits, temperature)
     speculative = Calls(
         lambda **options: jspec.speculative_generate(

@@ -40,7 +40,7 @@ def run(subject: Subject, batches: list[int], ks: list[int], new_tokens: int, wi
     models = subject.target, subject.draft
     with_rivals = with_rivals and importlib.util.find_spec("torch") is not None and all(map(rivals.has_twin, models))
     others = [rivals.twin(model) for model in models] if with_rivals else None
-    accept = "rejection" if acceptance is None else Synthetic(acceptance)
+    accept = "rejection" if acceptance is None else Synthetic((acceptance,))
     kind = "" if acceptance is None else f", {accept}"
     rows = []
     for batch in batches:

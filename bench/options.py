@@ -79,8 +79,12 @@ def measured(
 
 def answering(new_tokens: int, target: str, output: Path | None) -> "Subject":
     """A target that answers chats, and lookup; a mistake ends the command with one sentence."""
-    subject = measured(new_tokens, "bundled", target, "lookup", None, output)
-    if subject.tokenizer.chat_template is None:
-        typer.echo(f"{target} has no chat template; give --target a model that was made for chats.", err=True)
+    return need_template(measured(new_tokens, "bundled", target, "lookup", None, output))
+
+
+def need_template(subject: "Subject") -> "Subject":
+    """`subject`; one without a chat template ends the command with one sentence."""
+    if getattr(subject.tokenizer, "chat_template", None) is None:
+        typer.echo(f"{subject.name} has no chat template; give --target a model that was made for chats.", err=True)
         raise typer.Exit(1)
     return subject

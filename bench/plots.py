@@ -119,17 +119,23 @@ def trees(figure: Figure, rows: Rows) -> None:
     for rule, mine in _groups(rows, "rule").items():
         fans = [row["first token"] for row in mine if row["nodes"] == ""]
         left.plot(range(1, len(fans) + 1), fans, "o-", label=rule)
-        static = [row for row in mine if row["predicted"] != ""]
+        shapes = _groups([row | {"shape": _shape(row["tree"])} for row in mine if row["nodes"] != ""], "shape")
+        static = shapes.get("", [])
         line = right.plot([row["nodes"] for row in static], [row["tokens a round"] for row in static], "o-", label=rule)
         right.plot(
             [row["nodes"] for row in static], [row["predicted"] for row in static], ":", color=line[0].get_color()
         )
-        others = [row for row in mine if row["nodes"] != "" and row["predicted"] == ""]
-        if others:
-            right.plot([row["nodes"] for row in others], [row["tokens a round"] for row in others], "s-",
-                       label=f"{rule}, {'dynamic' if 'dynamic' in others[0]['tree'] else 'k chains'}")  # fmt: skip
+        for kind, others in shapes.items():
+            if kind:
+                right.plot([row["nodes"] for row in others], [row["tokens a round"] for row in others], "s-",
+                           label=f"{rule}, {kind}")  # fmt: skip
     _finish(left, "children", "first token accepted")
     _finish(right, "nodes", "tokens a round", "dots: predicted")
+
+
+def _shape(tree: str) -> str:
+    """What a tree's name says of its shape; nothing of chains and the best trees."""
+    return next((shape for shape in ("dynamic", "up to", "chains") if shape in tree), "")
 
 
 def shares(figure: Figure, rows: Rows) -> None:

@@ -35,7 +35,10 @@ def run(subject: Subject, batch: int, ks: list[int], new_tokens: int, temperatur
         f" {target.dtype}",
         rows,
         plots.rules,
-        notes=["Tokens a round. block - rejection: mean over prompts of the difference, and its standard error."],
+        notes=[
+            "Tokens a round. block - rejection: mean over prompts of the difference, and its standard error. k-seq"
+            " is rejection for chains, as these are; `python -m bench trees` has it."
+        ],
         folder=subject.folder,
     )
 

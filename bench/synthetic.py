@@ -4,28 +4,53 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from jspec.keys import Purpose, stream, uniform
-from jspec.probs import sample
-from jspec.rules import length_of_prefix, next_probs
-from jspec.types import Draft, Verdict
+from jspec.rules import (
+    Draft,
+    Purpose,
+    Rule,
+    Verdict,
+    end_of,
+    follow,
+    length_of_prefix,
+    next_probs,
+    positions_from,
+    sample,
+    stream,
+    uniform,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Synthetic:
-    """Accepts each draft with probability `acceptance`, whatever it is."""
+class Synthetic(Rule):
+    """Accepts drafts at given rates, whatever they are.
 
-    acceptance: float
+    Attributes:
+        by_rank: how often the child of each rank is accepted where its parent is, the eldest first; of further ones
+            none is.
+    """
+
+    by_rank: tuple[float, ...]
     exact: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
+    branches: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return f"synthetic {self.acceptance:g}"
+        return " ".join(["synthetic", *(f"{rate:g}" for rate in self.by_rank)])
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        num_draft_tokens = draft.tokens.shape[1]
-        uniforms = uniform(stream(keys, start[:, None] + jnp.arange(num_draft_tokens), Purpose.ACCEPT))
-        accepted = length_of_prefix(uniforms < self.acceptance)
-        next_keys = stream(keys, start + accepted, Purpose.TARGET)
-        return Verdict(accepted, sample(next_keys, next_probs(accepted, draft, target_probs)))
+        tree = draft.static_tree
+        uniforms = uniform(stream(keys, positions_from(start, tree.max_depth), Purpose.ACCEPT))
+        rates = np.array([*self.by_rank, *[0.0] * tree.max_children])
+        ends, ranks = np.cumsum(rates), tree.sibling_ranks[1:]
+        of_node = uniforms[:, tree.offsets[1:] - 1]  # siblings share it, so that at most one is accepted
+        kept = (of_node >= (ends - rates)[ranks]) & (of_node < ends[ranks])
+        if tree.is_chain:
+            accepted, path = length_of_prefix(kept), None
+            law = next_probs(accepted, draft, target_probs)
+        else:
+            accepted, path = follow(kept, tree)
+            law = jnp.take_along_axis(target_probs, end_of(accepted, path)[:, None, None], axis=1)[:, 0]
+        return Verdict(accepted, sample(stream(keys, start + accepted, Purpose.TARGET), law), path=path)

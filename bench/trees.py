@@ -6,7 +6,7 @@ batch, the best of which is kept: the tree of k chains that part at the root.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,104 +14,166 @@ import numpy as np
 
 import jspec
 from bench import plots
+from bench.drafters import joined
+from bench.play import Play, branching, chain, costs, fans, rounds_alone, with_starts
 from bench.report import publish
-from bench.subject import WIDTH, Subject, span
-from bench.timing import in_turns, ratio
+from bench.subject import span
+from bench.synthetic import Synthetic
+from bench.timing import in_turns, ratio, spread
+from jspec.draft_length import doubling
+from jspec.tuning import acceptance_rates
 
 # Rule -> that whose acceptance of several guesses for one token it shares.
-RULES = {"rejection": "rejection", "traversal": "rejection", "coupled": "coupled"}
+RULES = {"rejection": "rejection", "traversal": "rejection", "k-seq": "k-seq", "coupled": "coupled"}
+INDEPENDENT = "k-seq"  # needs children that were drawn independently
+UNKNOWN = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A drafter of `nodes` guesses under a rule; `predicted` tokens a round."""
+    """A drafter of `nodes` guesses under a rule.
+
+    Attributes:
+        options: of `bench.play.Play.drafted`.
+        tree: for which the rates of `rule` predict what it brings; None where they do not.
+    """
 
     rule: str
     name: str
     nodes: int
-    drafter: Any
-    predicted: float | str
+    options: dict[str, Any]
+    tree: jspec.Tree | None
 
 
-def run(
-    subject: Subject, batch: int, children: int, nodes: list[int], depth: int, new_tokens: int, temperature: float,
-    repeats: int,
-) -> None:  # fmt: skip
+def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, acceptance: Sequence[float]) -> None:
     """Publish one row a rule and number of children, then one a rule and tree: chains, and the best of `nodes` nodes.
 
     The best are those of `jspec.theory.best_tree`, from the acceptance of children; dynamic trees are searched for.
+
+    Args:
+        acceptance: of the child of each rank, whatever the models say; none for what they say.
     """
-    request = subject.request(batch, WIDTH)
-    options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=temperature)}
-
-    def call(drafter: Any, rule: str) -> Callable[[], jspec.Output]:
-        return functools.partial(jspec.speculative_generate, subject.target, drafter, *request, accept=rule, **options)
-
-    accepted = {
-        rule: fans(subject.draft, functools.partial(call, rule=rule), children)
-        for rule in dict.fromkeys(RULES.values())
-    }
-    rows = [_row(rule, f"{count} children", rate) for rule, rates in accepted.items()
-            for count, rate in enumerate(rates, 1)]  # fmt: skip
-    rates = {rule: np.diff(np.maximum.accumulate([0, *accepted[rule]])) for rule in accepted}
-    settings = [
-        one for rule, like in RULES.items() for one in _settings(subject.draft, rule, rates[like], nodes, depth)
-    ]
-    calls: dict[str, Callable[[], jspec.Output]] = {one.name: call(one.drafter, one.rule) for one in settings}
-    outs = {name: jax.device_get(call()) for name, call in calls.items()}
-    plain = functools.partial(jspec.generate, subject.target, *request, **options)
-    times = in_turns({"plain": plain} | calls, repeats, warmup=1)
-    rows += [_measured(one, outs[one.name], ratio(times["plain"], times[one.name]).median) for one in settings]
-    lengths = request[1]
+    subject, rules = play.subject, judges(play, acceptance)
+    accepted = {like: fans(play, rules[like], children, like == INDEPENDENT)
+                for like in dict.fromkeys(RULES.get(rule, rule) for rule in rules)}  # fmt: skip
+    rows = [_row(rule, f"{count} children", float(rate)) for rule, found in accepted.items()
+            for count, rate in enumerate(found, 1)]  # fmt: skip
+    rates = {rule: np.diff(np.maximum.accumulate([0, *accepted[RULES.get(rule, rule)]])) for rule in rules}
+    found = [one for rule in rules for one in settings(play, rule, rates[rule], nodes, depth)]
+    calls = {one.name: functools.partial(play.drafted, accept=rules[one.rule], **one.options) for one in found}
+    outs = {name: joined(call()()) for name, call in calls.items()}
+    plain, cost = costs(play, next(iter(rules.values())), depth, children)
+    times = in_turns(with_starts({"plain": play.plain} | calls), repeats, warmup=1)
+    rows += [_measured(one, outs[one.name], times, rates[one.rule], plain, cost) for one in found]
+    kind, lengths = "".join(f", {rule}" for rule in rules if acceptance), play.request[1]
     publish(
-        f"trees-{subject.name}-b{batch}-t{temperature:g}-{jax.default_backend()}",
-        f"{subject.name}: {len(lengths)} prompts of {span(lengths)} tokens, {new_tokens} new tokens each, temperature"
-        f" {temperature:g}, {subject.target.dtype}",
+        f"trees-{subject.name}{kind}-b{play.batch}-t{play.temperature:g}-{jax.default_backend()}",
+        f"{subject.name}{kind}: {len(lengths)} prompts of {span(lengths)} tokens, {play.batch} at a time,"
+        f" {play.new_tokens} new tokens each, temperature {play.temperature:g}, {subject.target.dtype}",
         rows,
         plots.trees,
-        notes=["first token: how often a guess for it is accepted. predicted: tokens a round, if at every depth a child"
-               " of a rank is accepted as often as where all guesses are for one token. x plain: medians of"
-               f" {repeats} calls in turns, prompts included."],
+        notes=["first token: how often a guess for it is accepted, of all rounds. predicted: tokens a round, if at"
+               " every depth a child of a rank is accepted as often as where all guesses are for one token. x plain:"
+               f" medians of {repeats} calls in turns, prompts included; rounds alone: without them. predicted x: as"
+               " rounds alone, from the predicted tokens and a straight line through what chains and fans take"
+               " (jspec.tree_tuning).",
+               *fastest(rows)],
         folder=subject.folder,
         rates={rule: rate.tolist() for rule, rate in rates.items()},
-        trees={one.name: one.drafter.tree.parents for one in settings if one.predicted != ""},
+        trees={one.name: one.tree.parents for one in found if one.tree},
+        seconds={"plain": plain} | dataclasses.asdict(cost),
     )  # fmt: skip
 
 
-def fans(draft: Any, call: Callable[[Any], Callable[[], jspec.Output]], children: int) -> list[float]:
-    """How often one of 1, 2, ... `children` guesses for one token is accepted."""
-    outs = [call(jspec.TreeDrafter(draft, jspec.Tree.branching((count,))))() for count in range(1, children + 1)]
-    return [float(out.stats.accepted.sum() / out.stats.judged.sum()) for out in outs]
+def judges(play: Play, acceptance: Sequence[float]) -> dict[str, Any]:
+    """Name -> rule: all that can judge what drafts; one where they do the same."""
+    if acceptance:
+        rule = Synthetic(tuple(acceptance))
+        return {str(rule): rule}
+    if not play.temperature:
+        return {"rejection": "rejection"}
+    return {rule: rule for rule in RULES if rule != INDEPENDENT or _draws(play)}
 
 
-def _settings(draft: Any, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
-    trees = {f"chain of {depth}": jspec.Tree.chain(depth)}
-    trees |= {f"best of {count}": jspec.theory.best_tree(rates, count, depth) for count in nodes}
-    found = [Setting(rule, f"{rule}, {name}", tree.size, jspec.TreeDrafter(draft, tree),
-                     jspec.theory.tree_yield(tree, rates)) for name, tree in trees.items()]  # fmt: skip
-    if rule == "rejection":
-        found += [Setting(rule, f"{rule}, {count // depth} chains of {depth}", count // depth * depth,
-                          jspec.TreeDrafter(draft, _chains(count // depth, depth), replacement=True), "")
-                  for count in nodes if count >= 2 * depth]  # fmt: skip
-    if rule == "coupled":  # no other may judge them
-        found += [Setting(rule, f"{rule}, dynamic of {count}", count, jspec.DynamicTreeDrafter(draft, count, depth), "")
-                  for count in nodes]  # fmt: skip
+def settings(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
+    """What is compared under one rule, of whose fans `rates` are those of each rank."""
+    draft, found, independent = play.subject.draft, [], rule == INDEPENDENT
+    if isinstance(draft, jspec.TokenRecyclingDrafter):  # its trees are its own
+        return [Setting(rule, f"{rule}, tree of {one.num_nodes}", one.tree.size, {"drafter": one}, one.tree)
+                for one in map(jspec.TokenRecyclingDrafter, nodes)]  # fmt: skip
+    if not independent:  # of a chain it is rejection
+        found += [Setting(rule, f"{rule}, chain of {k}", k, chain(draft, k), jspec.Tree.chain(k))
+                  for k in doubling(depth)]  # fmt: skip
+    if isinstance(draft, jspec.NGramDrafter) and rule in RULES:  # synthetic acceptance asks for no guess
+        options = chain(draft, depth) | {"num_draft_tokens": jspec.UpTo(depth)}
+        found.append(Setting(rule, f"{rule}, chain of up to {depth}", depth, options, None))
+    for count in nodes:
+        tree = jspec.theory.best_tree(rates, count, depth)
+        if tree.is_chain:
+            continue  # as above
+        drafter = branching(draft, tree, independent)
+        found.append(Setting(rule, f"{rule}, best of {count}", tree.size, {"drafter": drafter}, tree))
+    return found + _chains(play, rule, rates, nodes, depth) + _dynamic(play, rule, nodes, depth)
+
+
+def _chains(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
+    """k chains that part at the root: drawn independently, or of lookup what followed k matches."""
+    looked_up = isinstance(play.subject.draft, jspec.NGramDrafter)
+    if not looked_up and (rule not in ("rejection", INDEPENDENT) or not _draws(play)):
+        return []
+    found = []
+    for k in (count // depth for count in nodes if 2 * depth <= count <= len(rates) * depth):
+        tree = jspec.Tree.branching((k, *[1] * (depth - 1)))
+        drafter = branching(play.subject.draft, tree, replacement=True)
+        known = tree if looked_up or rule == INDEPENDENT else None  # the fans of rejection have no such children
+        found.append(Setting(rule, f"{rule}, {k} chains of {depth}", tree.size, {"drafter": drafter}, known))
     return found
 
 
-def _chains(count: int, depth: int) -> jspec.Tree:
-    """`count` chains of `depth` nodes each, from the last token on."""
-    return jspec.Tree.branching((count, *[1] * (depth - 1)))
+def _dynamic(play: Play, rule: str, nodes: list[int], depth: int) -> list[Setting]:
+    if rule != "coupled" or not _draws(play):  # no other may judge them
+        return []
+    return [Setting(rule, f"{rule}, dynamic of {count}", count,
+                    {"drafter": jspec.DynamicTreeDrafter(play.subject.draft, count, depth)}, None)
+            for count in nodes]  # fmt: skip
 
 
-def _measured(setting: Setting, out: jspec.Output, gain: float) -> dict[str, Any]:
-    first = out.stats.accepted_at[:, 0].sum() / out.stats.judged_at[:, 0].sum()
-    tokens = float(out.lengths.sum() / out.stats.rounds.sum())
-    return _row(setting.rule, setting.name, float(first), setting.nodes, tokens, setting.predicted, gain)
+def _draws(play: Play) -> bool:
+    """Whether children are drawn, and not looked up or the likeliest."""
+    return play.temperature > 0 and not isinstance(play.subject.draft, jspec.NGramDrafter | jspec.TokenRecyclingDrafter)
+
+
+def _measured(
+    setting: Setting, out: jspec.Output, times: dict[str, np.ndarray], rates: np.ndarray, plain: float, cost: Any
+) -> dict[str, Any]:
+    tokens, predicted, gain = float(np.sum(out.lengths) / np.sum(out.stats.rounds)), UNKNOWN, UNKNOWN
+    if setting.tree:
+        predicted = jspec.theory.tree_yield(setting.tree, rates)
+        gain = predicted * plain / cost.of_round(setting.tree)
+    whole, alone = ratio(times["plain"], times[setting.name]), spread(rounds_alone(times, setting.name))
+    first = float(acceptance_rates([out])[0])
+    return _row(setting.rule, setting.name, first, setting.nodes, tokens, predicted, whole.median, alone.median, gain)
 
 
 def _row(
-    rule: str, name: str, first: float, nodes: Any = "", tokens: Any = "", predicted: Any = "", gain: Any = ""
-) -> dict[str, Any]:
+    rule: str, name: str, first: float, nodes: Any = "", tokens: Any = "", predicted: Any = "", gain: Any = "",
+    alone: Any = "", expected: Any = "",
+) -> dict[str, Any]:  # fmt: skip
     return {"rule": rule, "tree": name, "first token": first, "nodes": nodes, "tokens a round": tokens,
-            "predicted": predicted, "x plain": gain}  # fmt: skip
+            "predicted": predicted, "x plain": gain, "rounds alone": alone, "predicted x": expected}  # fmt: skip
+
+
+def fastest(rows: plots.Rows) -> list[str]:
+    """A sentence about the fastest chain and the fastest tree, and one about what was predicted to be."""
+    played = [row for row in rows if row["nodes"] != ""]
+    kinds = {"chain": [row for row in played if ", chain of" in row["tree"]],
+             "tree": [row for row in played if ", chain of" not in row["tree"]]}  # fmt: skip
+    best = [f"{kind} {_said(max(mine, key=lambda row: row['rounds alone']))}" for kind, mine in kinds.items() if mine]
+    known = [row for row in played if row["predicted x"] != ""]
+    said = [f"Fastest of all rounds: {'; '.join(best)}."]
+    return said + ([f"Predicted to be: {_said(max(known, key=lambda row: row['predicted x']))}."] if known else [])
+
+
+def _said(row: dict[str, Any]) -> str:
+    expected = "" if row["predicted x"] == "" else f", predicted {row['predicted x']:.2f}"
+    return f"{row['tree']}, {row['tokens a round']:.2f} tokens a round, {row['rounds alone']:.2f} x plain{expected}"

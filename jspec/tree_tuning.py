@@ -24,7 +24,7 @@ _TRUST = 0.03  # by which part of it what a tree brings is foreseen wrongly: on 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Costs:
+class Costs:
     """Seconds, as a straight line through what was measured.
 
     Attributes:
@@ -48,12 +48,7 @@ class _Costs:
 
 def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vocab_size: int) -> Tuning:
     """`chains`, and the tree of at most `max_nodes` guesses that is faster than all of them, if there is one."""
-    children = [count for count in _FANS if count <= min(max_nodes, vocab_size)]
-    fans: list[Setting] = [1, *(Tree.branching((count,)) for count in children[1:])]
-    seconds, outs = in_turns(run, fans, max_new_tokens)
-    accepted = np.maximum.accumulate([float(acceptance_rates(outs[fan])[0]) for fan in fans])
-    costs = _fit(chains, children, list(seconds.values()))
-    rates = _by_rank(children, accepted)
+    rates, costs = fans(run, chains, max_new_tokens, min(max_nodes, vocab_size))
     trees = _candidates(rates, costs, max_nodes, len(chains.round_seconds))
     if not trees:
         return chains
@@ -68,22 +63,31 @@ def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vo
     return dataclasses.replace(chains, tree=tree, tree_speedup=chains.speedup * speeds[tree] / speeds[best])
 
 
+def fans(run: Run, chains: Tuning, max_new_tokens: int, most: int) -> tuple[np.ndarray, Costs]:
+    """How often the child of each rank is accepted, and what rounds cost, from fans of at most `most` guesses."""
+    children = [count for count in _FANS if count <= most]
+    played: list[Setting] = [1, *(Tree.branching((count,)) for count in children[1:])]
+    seconds, outs = in_turns(run, played, max_new_tokens)
+    accepted = np.maximum.accumulate([float(acceptance_rates(outs[fan])[0]) for fan in played])
+    return _by_rank(children, accepted), _fit(chains, children, list(seconds.values()))
+
+
 def _by_rank(children: list[int], accepted: np.ndarray) -> np.ndarray:
     """How often the child of each rank is accepted: what a fan has beyond the one before is shared by those it adds."""
     added = np.diff(children, prepend=0)
     return np.repeat(np.diff(accepted, prepend=0.0) / added, added)
 
 
-def _fit(chains: Tuning, children: list[int], seconds: list[float]) -> _Costs:
+def _fit(chains: Tuning, children: list[int], seconds: list[float]) -> Costs:
     """From fans, which differ by rows, and the longest chain, which has those and passes of the draft besides."""
     row = max(0.0, (seconds[-1] - seconds[0]) / (children[-1] - children[0])) if len(children) > 1 else 0.0
     longest = len(chains.round_seconds)
     verified = seconds[0] + row * (longest - 1)
     step = max(0.0, chains.round_seconds[-1] - verified) / max(1, longest - 1)
-    return _Costs(seconds[0], row, step, row * min(1.0, step / chains.plain_seconds))
+    return Costs(seconds[0], row, step, row * min(1.0, step / chains.plain_seconds))
 
 
-def _candidates(rates: np.ndarray, costs: _Costs, max_nodes: int, max_depth: int) -> list[Tree]:
+def _candidates(rates: np.ndarray, costs: Costs, max_nodes: int, max_depth: int) -> list[Tree]:
     """Those that should be fastest, without chains."""
     found = {
         tree: theory.tree_yield(tree, rates) / costs.of_round(tree) for tree in _trees(rates, max_nodes, max_depth)

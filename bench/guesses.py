@@ -1,0 +1,132 @@
+"""The commands about guesses: how many are accepted, of which drafter, rule and tree, and how far to go."""
+
+from typing import Annotated
+
+import typer
+
+from bench.options import (
+    Batch,
+    Draft,
+    Length,
+    Lengths,
+    NewTokens,
+    Output,
+    Pair,
+    Prompts,
+    Repeats,
+    Target,
+    Temperature,
+    measured,
+    need_template,
+)
+
+app = typer.Typer()
+
+
+@app.command()
+def acceptance(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    batch: Batch = 32,
+    k: Length = 8,
+    new_tokens: NewTokens = 256,
+    temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0, 0.5, 1],  # noqa: B006
+) -> None:
+    """Acceptance by position, kind of prompt and temperature, beside the theory."""
+    from bench import acceptance
+
+    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
+    acceptance.run(subject, batch, k, new_tokens, temperature)
+
+
+@app.command()
+def drafters(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    k: Length = 4,
+    new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
+    repeats: Repeats = 5,
+    idle: Annotated[
+        int, typer.Option("--idle-neurons", min=0, help="In each MLP of the target: its law at a larger one's cost.")
+    ] = 0,
+) -> None:
+    """Every drafter, rule and draft length, for new, repetitive and edited code."""
+    from bench import drafters
+
+    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
+    drafters.run(subject, k, new_tokens, temperature, requests, repeats, idle)
+
+
+@app.command()
+def rules(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    batch: Batch = 64,
+    k: Lengths = [2, 4, 8],  # noqa: B006
+    new_tokens: NewTokens = 128,
+    temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0.7, 1],  # noqa: B006
+) -> None:
+    """Tokens a round under rejection, block and coupled, for several drafters."""
+    from bench import rules
+
+    subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
+    rules.run(subject, batch, k, new_tokens, temperature)
+
+
+@app.command()
+def trees(
+    pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    batch: Batch = 32,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Batches, one after another.")] = 1,
+    asked: Annotated[bool, typer.Option("--chats", help="Questions of all kinds for prompts, and answers.")] = False,
+    children: Annotated[int, typer.Option("--children", min=1, help="Of the widest fan.")] = 8,
+    nodes: Annotated[list[int], typer.Option("--nodes", min=1, help="May be repeated.")] = [8, 16, 32],  # noqa: B006
+    depth: Annotated[int, typer.Option("--max-depth", min=1)] = 4,
+    new_tokens: NewTokens = 128,
+    temperature: Temperature = 1.0,
+    repeats: Repeats = 5,
+    acceptance: Annotated[
+        list[float],
+        typer.Option("--acceptance", min=0, max=1, help="Of the child of each rank, the eldest first; synthetic."),
+    ] = [],  # noqa: B006
+) -> None:
+    """Acceptance by the number of children, and the best trees against a chain, and against several as a batch."""
+    from bench import chats, trees
+    from bench.play import Play
+    from bench.subject import WIDTH
+
+    subject, ends = measured(new_tokens, pair, target, draft, prompts, output, may_branch=True), ()
+    if asked:
+        subject, ends = chats.asked(need_template(subject), batch * requests), chats.ends(subject)
+    play = Play(subject, subject.request(batch * requests, WIDTH), batch, new_tokens, temperature, ends)
+    trees.run(play, children, nodes, depth, repeats, acceptance)
+
+
+@app.command()
+def regret(
+    pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    batch: Batch = 1,
+    temperature: Temperature = 1.0,
+    repeats: Repeats = 20,
+    new_tokens: NewTokens = 128,
+) -> None:
+    """What the answer of `jspec tune` loses against the best of a dozen settings."""
+    from bench import regret
+
+    regret.run(measured(new_tokens, pair, target, draft, prompts, output), batch, new_tokens, temperature, repeats)

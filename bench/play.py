@@ -1,0 +1,107 @@
+"""Drafts of any shape, played over the same prompts: calls to be timed, acceptance by rank, what rounds cost."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import jspec
+from bench.drafters import in_batches, joined
+from bench.subject import Request, Subject
+from jspec import tree_tuning, tuning
+from jspec.keys import trial_keys
+from jspec.origins import KEPT
+from jspec.tuning import acceptance_rates
+
+
+@dataclasses.dataclass(frozen=True)
+class Play:
+    """What every setting continues.
+
+    Attributes:
+        request: all prompts, `batch` of which are played at a time.
+        ends: tokens that end a text.
+    """
+
+    subject: Subject
+    request: Request
+    batch: int
+    new_tokens: int
+    temperature: float
+    ends: tuple[int, ...] = ()
+
+    def plain(self, limit: int = 0) -> Callable[[], list[jspec.Output]]:
+        """A call of plain decoding; `limit` new tokens, if it is not 0."""
+        return self._call(jspec.generate, (self.subject.target,), limit)
+
+    def drafted(self, drafter: Any, limit: int = 0, **options: Any) -> Callable[[], list[jspec.Output]]:
+        """A call that drafts with `drafter`."""
+        return self._call(jspec.speculative_generate, (self.subject.target, drafter), limit, **options)
+
+    def _call(self, decode: Any, models: tuple, limit: int, **options: Any) -> Callable[[], list[jspec.Output]]:
+        options |= {"max_new_tokens": self.new_tokens, "eos_ids": self.ends, "batch": self.batch}
+        return in_batches(decode, models, self.request, self.temperature, limit, **options)
+
+    def run(self, setting: tuning.Setting, limit: int, trial: int, accept: Any) -> jspec.Output:
+        """The first batch, as `jspec.tuning` asks for it."""
+        tokens, lengths, keys = (part[: self.batch] for part in self.request)
+        one = dataclasses.replace(self, request=(tokens, lengths, trial_keys(keys, trial)), ends=())
+        if setting == 0:
+            return one.plain(limit)()[0]
+        options = {"drafter": branching(self.subject.draft, setting)} if isinstance(setting, jspec.Tree) else (
+            chain(self.subject.draft, setting))  # fmt: skip
+        return one.drafted(limit=limit, accept=accept, **options)()[0]
+
+
+def branching(draft: Any, tree: jspec.Tree, replacement: bool = False) -> Any:
+    """`draft` as a drafter of `tree`; token recycling, whose shape is its own, as one of as many nodes."""
+    if isinstance(draft, jspec.NGramDrafter):
+        return dataclasses.replace(draft, tree=tree)
+    if isinstance(draft, jspec.TokenRecyclingDrafter):
+        return jspec.TokenRecyclingDrafter(tree.size)
+    return jspec.TreeDrafter(draft, tree, replacement)
+
+
+def chain(draft: Any, length: int) -> dict[str, Any]:
+    """What of `Play.drafted` makes `draft` guess so many tokens in a row."""
+    if isinstance(draft, jspec.NGramDrafter):
+        return {"drafter": draft, "num_draft_tokens": length}
+    return {"drafter": branching(draft, jspec.Tree.chain(length))}
+
+
+def fans(play: Play, accept: Any, children: int, replacement: bool) -> np.ndarray:
+    """How often one of 1, 2, ... `children` guesses for one token is accepted; a missing one is refused."""
+    draft = play.subject.draft
+    if isinstance(draft, jspec.TokenRecyclingDrafter):
+        out = joined(play.drafted(draft, accept=accept, record=True)())
+        return np.cumsum(by_rank(out, draft.tree))[:children]
+    trees = [jspec.Tree.branching((count,)) for count in range(1, children + 1)]
+    outs = [joined(play.drafted(branching(draft, tree, replacement), accept=accept)()) for tree in trees]
+    return np.array([float(acceptance_rates([out])[0]) for out in outs])
+
+
+def by_rank(out: jspec.Output, tree: jspec.Tree) -> np.ndarray:
+    """In which share of the rounds each child of node 0 was kept, the eldest first, of a record of drafts of `tree`."""
+    first = tree.children[0]
+    kept = np.asarray(out.record.fates)[:, :, first[first > 0] - 1] == KEPT
+    return kept.sum((0, 1)) / int(np.sum(out.stats.rounds))
+
+
+def costs(play: Play, accept: Any, depth: int, children: int) -> tuple[float, tree_tuning.Costs]:
+    """Seconds of a token of plain decoding, and of rounds: as `jspec tune` measures them, from chains and fans."""
+    run = functools.partial(play.run, accept=accept)
+    chains = tuning.measure(run, play.new_tokens, depth)
+    return chains.plain_seconds, tree_tuning.fans(run, chains, play.new_tokens, children)[1]
+
+
+def rounds_alone(times: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Speed over that of plain decoding, turn by turn, without the prompts: from readings of it and of its start."""
+    return (times["plain"] - times["plain, start"]) / (times[name] - times[f"{name}, start"])
+
+
+def with_starts(calls: dict[str, Callable[..., Any]]) -> dict[str, Callable[[], Any]]:
+    """Each call that takes a limit, and the same for one new token, which reads the prompts and plays a round."""
+    made: dict[str, Callable[[], Any]] = {name: call() for name, call in calls.items()}
+    return made | {f"{name}, start": call(limit=1) for name, call in calls.items()}

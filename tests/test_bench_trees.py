@@ -1,0 +1,133 @@
+"""What the benchmark of trees computes, and the command on a tiny model."""
+
+import json
+
+import numpy as np
+import pytest
+import text_pair
+from test_prompts import TEMPLATE
+from typer.testing import CliRunner
+
+import jspec
+from bench import chats, play, trees
+from bench.__main__ import app
+from bench.drafters import joined
+from bench.subject import Subject, ragged
+from bench.synthetic import Synthetic
+from jspec import theory
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+TREE = jspec.Tree((0, 0, 1, 1, 3))
+RATES = 0.5, 0.3
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A tiny target of two layers, with a chat template."""
+    folder = text_pair.write(tmp_path_factory.mktemp("two") / "two", num_hidden_layers=2)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def played(target, draft, temperature=0.0, rows=2, new_tokens=24):
+    request = ragged(np.random.default_rng(0).integers(1, target.config.vocab_size, (rows, 6)))
+    return play.Play(Subject("x", target, draft), request, 1, new_tokens, temperature)
+
+
+def test_synthetic_trees_bring_what_was_predicted(two):
+    """Whatever they guess, and where lookup has no guess."""
+    game = played(jspec.load(two), jspec.NGramDrafter(), rows=4, new_tokens=100)
+    outs = game.drafted(play.branching(jspec.NGramDrafter(), TREE), accept=Synthetic(RATES))()
+    tokens = np.concatenate([out.lengths for out in outs]).sum() / sum(int(out.stats.rounds.sum()) for out in outs)
+    deviation = TREE.max_depth / 2 / (400 / theory.tree_yield(TREE, RATES)) ** 0.5  # at most, of 400 tokens
+    assert abs(tokens - theory.tree_yield(TREE, RATES)) < 4 * deviation
+    assert str(Synthetic(RATES)) == "synthetic 0.5 0.3"
+
+
+def test_rows_are_played_one_after_another_and_ranks_read_from_a_record(two):
+    """All greedy: texts are alike whatever the keys and the tree; each rank counts as often as a fan accepts it."""
+    game, tree = played(jspec.load(two), jspec.NGramDrafter()), jspec.Tree.branching((3,))
+    plain = game.plain()()
+    assert [out.tokens.shape for out in plain] == [(1, 24)] * 2
+    assert [int(out.lengths.sum()) for out in game.plain(limit=1)()] == [1, 1]
+    np.testing.assert_array_equal(game.run(0, 24, 1, "rejection").tokens, plain[0].tokens)
+    out = joined(game.drafted(play.branching(jspec.NGramDrafter(), tree), accept="rejection", record=True)())
+    np.testing.assert_array_equal(out.tokens, joined(plain).tokens)
+    rates = play.by_rank(out, tree)
+    assert rates.shape == (3,) and rates.sum() == pytest.approx(out.stats.accepted.sum() / out.stats.rounds.sum())
+
+
+def test_a_tree_of_each_drafter():
+    made = {type(draft): play.branching(draft, TREE) for draft in
+            (jspec.NGramDrafter(2), jspec.TokenRecyclingDrafter(), jspec.EarlyExitDrafter(1))}  # fmt: skip
+    assert made[jspec.NGramDrafter] == jspec.NGramDrafter(2, tree=TREE)
+    assert made[jspec.TokenRecyclingDrafter] == jspec.TokenRecyclingDrafter(5)
+    assert made[jspec.EarlyExitDrafter].tree.size == 5 and not made[jspec.EarlyExitDrafter].replacement
+    assert play.chain(jspec.NGramDrafter(), 3)["num_draft_tokens"] == 3
+    assert play.chain(jspec.EarlyExitDrafter(1), 3)["drafter"].tree.is_chain
+
+
+def test_rounds_are_what_the_start_leaves():
+    times = {name: np.array([value]) for name, value in
+             {"plain": 5.0, "plain, start": 1.0, "a": 3.0, "a, start": 1.0}.items()}  # fmt: skip
+    assert play.rounds_alone(times, "a") == [2.0]
+
+
+RATES_OF = np.array([0.6, 0.2, 0.1, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("rule", "draft", "temperature", "names"),
+    [
+        ("rejection", jspec.NGramDrafter(), 0.0,
+         ["chain of 1", "chain of 2", "chain of up to 2", "best of 8", "2 chains of 2", "4 chains of 2"]),
+        ("rejection", jspec.TokenRecyclingDrafter(), 0.0, ["tree of 4", "tree of 8"]),
+        ("rejection", jspec.EarlyExitDrafter(1), 0.0, ["chain of 1", "chain of 2", "best of 8"]),
+        ("k-seq", jspec.EarlyExitDrafter(1), 1.0, ["best of 8", "2 chains of 2", "4 chains of 2"]),
+        ("coupled", jspec.EarlyExitDrafter(1), 1.0,
+         ["chain of 1", "chain of 2", "best of 8", "dynamic of 4", "dynamic of 8"]),
+    ],
+)  # fmt: skip
+def test_what_is_compared(rule, draft, temperature, names):
+    """Each once: the best of four nodes are left out where they are a chain, and what no rule may judge."""
+    game = play.Play(Subject("x", None, draft), (), 1, 8, temperature)
+    found = trees.settings(game, rule, RATES_OF, [4, 8], 2)
+    found = [one for one in found if one.name != f"{rule}, best of 4"]
+    assert [one.name for one in found] == [f"{rule}, {name}" for name in names]
+    independent = [getattr(one.options["drafter"], "replacement", False) for one in found]
+    assert independent == [rule == "k-seq"] * len(found)
+
+
+def test_rules_are_those_that_can_tell_drafts_apart():
+    def rules(draft, temperature, acceptance=()):
+        return list(trees.judges(play.Play(Subject("x", None, draft), (), 1, 8, temperature), acceptance))
+
+    assert rules(jspec.EarlyExitDrafter(1), 1.0) == ["rejection", "traversal", "k-seq", "coupled"]
+    assert rules(jspec.NGramDrafter(), 1.0) == ["rejection", "traversal", "coupled"]
+    assert rules(jspec.EarlyExitDrafter(1), 0.0) == ["rejection"]
+    assert rules(jspec.NGramDrafter(), 1.0, [0.5]) == ["synthetic 0.5"]
+
+
+def test_the_fastest_are_named():
+    rows = [trees._row("r", f"r, {name}", 0.5, 4, 2.0, 2.0, 1.0, alone, expected) for name, alone, expected in
+            (("chain of 4", 1.25, 1.5), ("best of 8", 1.1, 1.3), ("dynamic of 8", 1.2, ""))]  # fmt: skip
+    first, second = trees.fastest([trees._row("r", "2 children", 0.5), *rows])
+    assert "chain r, chain of 4, 2.00 tokens a round, 1.25 x plain, predicted 1.50" in first
+    assert first.endswith("tree r, dynamic of 8, 2.00 tokens a round, 1.20 x plain.") and "chain of 4" in second
+
+
+@pytest.mark.slow
+def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
+    """A whole command."""
+    monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
+    words = "trees --draft recycling --chats --batch 1 --requests 4 --nodes 2 --nodes 4 --children 2 --max-depth 1"
+    done = CliRunner().invoke(app, [*words.split(), "--target", str(two), "--output", str(tmp_path), "--repeats", "1",
+                                    "--max-new-tokens", "8", "--temperature", "0"])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (file,) = tmp_path.glob("*.json")
+    report = json.loads(file.read_text())
+    assert file.name.startswith("trees-two-recycling-chats-b1-t0") and "4 prompts" in report["title"]
+    assert [row["tree"] for row in report["rows"]] == [
+        "1 children", "2 children", "rejection, tree of 2", "rejection, tree of 4"]  # fmt: skip
+    for row in report["rows"][2:]:
+        assert 1 <= row["tokens a round"] <= 5 and row["predicted x"] > 0 and row["rounds alone"] != 0
