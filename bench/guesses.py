@@ -115,6 +115,25 @@ def trees(
 
 
 @app.command()
+def noise(
+    target: Annotated[
+        str, typer.Option("--target", metavar="SRC", help="Of the second pair: a name of jspec models, or your own.")
+    ] = "smollm2",
+    draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="Its draft: exit:N, or a model.")] = "exit:25",
+    output: Output = None,
+    laws: Annotated[int, typer.Option("--laws", min=2, help="Of each pair, each behind another text.")] = 256,
+    noises: Annotated[int, typer.Option("--noises", min=1, help="For each law.")] = 64,
+    repeats: Repeats = 10,
+) -> None:
+    """What one Gumbel a token would gain and cost, against drawing in two steps; bundled pair and another."""
+    from bench import noise
+
+    bundled = measured(1, "bundled", None, None, None, output)
+    own = noise.with_questions(measured(1, "bundled", target, draft, None, output), laws)
+    noise.run([bundled, own], laws, noises, repeats)
+
+
+@app.command()
 def regret(
     pair: Pair = "bundled",
     target: Target = None,

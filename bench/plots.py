@@ -138,6 +138,23 @@ def _shape(tree: str) -> str:
     return next((shape for shape in ("dynamic", "up to", "chains") if shape in tree), "")
 
 
+def noise(figure: Figure, rows: Rows) -> None:
+    """Of `bench.noise`: acceptance by the number of children, and microseconds a law, one colour a vocabulary."""
+    left, right = figure.subplots(1, 2)
+    for number, (size, mine) in enumerate(_groups(rows, "V").items()):
+        fans = {int(row["what"].split()[-1]): row for row in mine if row["what"].startswith("accepted")}
+        costs = {row["what"].removeprefix("us a law, "): row for row in mine if row["what"].startswith("us")}
+        for way, line in (("two steps", "o-"), ("full noise", "s--")):
+            left.plot(list(fans), [row[way] for row in fans.values()], line, color=f"C{number}",
+                      label=f"V = {size:,}, {way}")  # fmt: skip
+        for way, line in (("two steps", "o-"), ("full noise", "s--"), ("of 32 bits", "^:"), ("pass", "x")):
+            right.plot(list(costs), [row[way] for row in costs.values()], line, color=f"C{number}",
+                       label=f"V = {size:,}, {way}")  # fmt: skip
+    right.set_yscale("log")
+    _finish(left, "children", "target's token among them")
+    _finish(right, "requests x laws of each", "us a law")
+
+
 def shares(figure: Figure, rows: Rows) -> None:
     """Of `bench.trace`: the phases of a round, side by side in one bar."""
     _stack(figure, [""], {f"{row['phase']}, {row['share, %']:.1f} %": [row["share, %"]] for row in rows},

@@ -1,15 +1,17 @@
-"""What the benchmark of trees computes, and the command on a tiny model."""
+"""What the benchmarks of trees and of noise compute, in closed form, and both commands on tiny models."""
 
 import json
 
+import jax
 import numpy as np
 import pytest
 import text_pair
+from matplotlib.figure import Figure
 from test_prompts import TEMPLATE
 from typer.testing import CliRunner
 
 import jspec
-from bench import chats, play, trees
+from bench import chats, noise, passes, play, plots, trees
 from bench.__main__ import app
 from bench.drafters import joined
 from bench.subject import Subject, ragged
@@ -131,3 +133,80 @@ def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
         "1 children", "2 children", "rejection, tree of 2", "rejection, tree of 4"]  # fmt: skip
     for row in report["rows"][2:]:
         assert 1 <= row["tokens a round"] <= 5 and row["predicted x"] > 0 and row["rounds alone"] != 0
+
+
+def laws(count, size, seed=0):
+    rng = np.random.default_rng(seed)
+    logits = 2 * rng.normal(size=(2, count, size)) + rng.normal(size=(count, size))
+    return tuple(np.asarray(jax.nn.softmax(part.astype(np.float32))) for part in logits)
+
+
+def test_full_noise_accepts_as_often_as_the_closed_form(report):
+    """Of one guess: ``sum_x 1 / sum_y max(p_y / p_x, q_y / q_x)``, of 40,000 noises within four standard errors."""
+    (p,), (q,) = laws(1, 12)
+    chance = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(12))
+    ranks = np.asarray(noise.ranks_at_once(jax.random.split(jax.random.key(0), 40_000), p, q, 3))
+    report(chance=f"{chance:.4f}", found=f"{(ranks == 0).mean():.4f}")
+    assert abs((ranks == 0).mean() - chance) < 4 * (chance * (1 - chance) / 40_000) ** 0.5
+
+
+@pytest.mark.parametrize("ranks", [noise.ranks_in_two_steps, noise.ranks_at_once])
+def test_children_are_different_tokens(ranks):
+    """As many as the vocabulary has contain the target's; of a draft like the target it is the eldest."""
+    (p,), (q,) = laws(1, 5)
+    keys = jax.random.split(jax.random.key(0), 64)
+    assert set(np.asarray(ranks(keys, p, q, 5))) <= set(range(5)) and not ranks(keys, p, p, 5).any()
+
+
+@pytest.mark.parametrize("name", noise.WAYS)
+def test_every_way_draws_from_the_law(name):
+    """Of 20,000 draws each token as often as it should, within four standard errors."""
+    p = laws(1, 8)[0][0]
+    keys, positions = jax.random.split(jax.random.key(1), 20_000), np.zeros((20_000, 1), np.int32)
+    tokens = noise.WAYS[name](keys, positions, np.broadcast_to(p, (20_000, 1, 8)))
+    shares = np.bincount(np.asarray(tokens)[:, 0], minlength=8) / 20_000
+    assert (abs(shares - p) < 4 * np.sqrt(p * (1 - p) / 20_000)).all()
+
+
+def test_coarse_noise_draws_rare_tokens_too_seldom():
+    """As the sum over all that 10 bits can say."""
+    p = np.array([1e-1, 1e-2, 1e-3, 2e-4])
+    v = (np.arange(1024) + 0.5) / 1024
+    exact = ((1 - v) ** ((1 - p) / p)[:, None]).mean(1) / p
+    np.testing.assert_allclose(noise.share(p, 10), exact, rtol=3e-3)
+    assert noise.share(1.0, 16) == pytest.approx(1) and noise.share(1e-12, 16) < 1e-100
+    assert noise.lost(np.array([[1 - 1e-7, 1e-7]]), 16) == pytest.approx(1e-7, rel=1e-3)
+
+
+def test_what_noise_costs_and_gains(tmp_path, two, monkeypatch):
+    """The whole command but for its models; and its picture."""
+    for module in (noise, passes):
+        monkeypatch.setattr(module, "LOOP_SECONDS", 0.001)
+    monkeypatch.setattr(noise, "SIZES", ((2, 5),))
+    monkeypatch.setattr(noise, "CHILDREN", (1, 4))
+    target = jspec.load(two)
+    pair = Subject("x", target, jspec.EarlyExitDrafter(1), text_pair.tokenizer(), folder=tmp_path)
+    pair = noise.with_questions(pair, 2)
+    assert len(pair.prompts) >= 2 and all(len(row) == noise.WIDTH for row in pair.prompts)
+    noise.run([pair], 9, 4, 1)
+    report = json.loads((tmp_path / "noise-cpu.json").read_text())
+    rows = {row["what"]: row for row in report["rows"]}
+    assert list(rows) == ["accepted, of 1", "accepted, of 4", "us a law, 2 x 5", "tokens/s, 1 a level",
+                          "tokens/s, 4 a level"]  # fmt: skip
+    assert 0 <= rows["accepted, of 1"]["two steps"] <= rows["accepted, of 4"]["two steps"] <= 1
+    assert rows["us a law, 2 x 5"]["pass"] > 0
+    assert report["notes"][-1].endswith("jspec draws in two steps.")
+    figure = Figure()
+    plots.noise(figure, report["rows"])
+    assert [line.get_xdata().tolist() for line in figure.axes[0].lines] == [[1, 4]] * 2
+
+
+def test_speeds_count_acceptance_noise_and_the_pass():
+    rates = {"two steps": np.full((2, 4), 0.5), "full noise": np.array([[0.5] * 4, [1.0] * 4])}
+    taken = {size: {"two steps": 1.0, "full noise": 3.0, "of 32 bits": 2.0, "pass": 1.0} for size in noise.SIZES}
+    rows = {row["what"]: row for row in noise.table(7, rates, taken)}
+    assert rows["accepted, of 2"]["full - two steps"] == 0.25
+    assert rows["accepted, of 2"]["standard error"] == pytest.approx(0.25)
+    one = rows["tokens/s, 1 a level"]
+    assert one["two steps"] == pytest.approx(theory.expected_tokens(0.5, 4) / 5 / 2 * 1e6)
+    assert one["of 32 bits"] == pytest.approx(theory.expected_tokens(0.75, 4) / 5 / 3 * 1e6)
