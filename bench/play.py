@@ -72,21 +72,28 @@ def chain(draft: Any, length: int) -> dict[str, Any]:
 
 
 def fans(play: Play, accept: Any, children: int, replacement: bool) -> np.ndarray:
-    """How often one of 1, 2, ... `children` guesses for one token is accepted; a missing one is refused."""
+    """How often one of 1, 2, ... `children` guesses for one token is accepted; a missing one is refused.
+
+    Of token recycling of as many as any of its trees may have.
+    """
     draft = play.subject.draft
     if isinstance(draft, jspec.TokenRecyclingDrafter):
         out = joined(play.drafted(draft, accept=accept, record=True)())
-        return np.cumsum(by_rank(out, draft.tree))[:children]
+        return np.cumsum(by_rank(out, draft.tree, draft.num_likeliest))
     trees = [jspec.Tree.branching((count,)) for count in range(1, children + 1)]
     outs = [joined(play.drafted(branching(draft, tree, replacement), accept=accept)()) for tree in trees]
     return np.array([float(acceptance_rates([out])[0]) for out in outs])
 
 
-def by_rank(out: jspec.Output, tree: jspec.Tree) -> np.ndarray:
-    """In which share of the rounds each child of node 0 was kept, the eldest first, of a record of drafts of `tree`."""
-    first = tree.children[0]
-    kept = np.asarray(out.record.fates)[:, :, first[first > 0] - 1] == KEPT
-    return kept.sum((0, 1)) / int(np.sum(out.stats.rounds))
+def by_rank(out: Any, tree: jspec.Tree, ranks: int) -> np.ndarray:
+    """In which share of the rounds each child of node 0 was kept, the eldest first, of a record of drafts of `tree`.
+
+    Returns:
+        ``float64[ranks]``, 0 for those that `tree` does not have.
+    """
+    first = tree.children[0][tree.children[0] > 0]
+    kept = (np.asarray(out.record.fates)[:, :, first - 1] == KEPT).sum((0, 1))
+    return np.pad(kept / int(np.sum(out.stats.rounds)), (0, ranks - first.size))
 
 
 def costs(play: Play, accept: Any, depth: int, children: int) -> tuple[float, tree_tuning.Costs]:

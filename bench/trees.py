@@ -57,7 +57,7 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
     accepted = {like: fans(play, rules[like], children, like == INDEPENDENT)
                 for like in dict.fromkeys(RULES.get(rule, rule) for rule in rules)}  # fmt: skip
     rows = [_row(rule, f"{count} children", float(rate)) for rule, found in accepted.items()
-            for count, rate in enumerate(found, 1)]  # fmt: skip
+            for count, rate in enumerate(found[:children], 1)]  # fmt: skip
     rates = {rule: np.diff(np.maximum.accumulate([0, *accepted[RULES.get(rule, rule)]])) for rule in rules}
     found = [one for rule in rules for one in settings(play, rule, rates[rule], nodes, depth)]
     calls = {one.name: functools.partial(play.drafted, accept=rules[one.rule], **one.options) for one in found}

@@ -55,8 +55,9 @@ def test_rows_are_played_one_after_another_and_ranks_read_from_a_record(two):
     np.testing.assert_array_equal(game.run(0, 24, 1, "rejection").tokens, plain[0].tokens)
     out = joined(game.drafted(play.branching(jspec.NGramDrafter(), tree), accept="rejection", record=True)())
     np.testing.assert_array_equal(out.tokens, joined(plain).tokens)
-    rates = play.by_rank(out, tree)
-    assert rates.shape == (3,) and rates.sum() == pytest.approx(out.stats.accepted.sum() / out.stats.rounds.sum())
+    rates = play.by_rank(out, tree, 5)
+    assert rates.shape == (5,) and not rates[3:].any()
+    assert rates.sum() == pytest.approx(out.stats.accepted.sum() / out.stats.rounds.sum())
 
 
 def test_a_tree_of_each_drafter():
@@ -122,7 +123,7 @@ def test_the_fastest_are_named():
 def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
     """A whole command."""
     monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
-    words = "trees --draft recycling --chats --batch 1 --requests 4 --nodes 2 --nodes 4 --children 2 --max-depth 1"
+    words = "trees --draft recycling --chats --batch 1 --requests 4 --nodes 2 --nodes 8 --children 1 --max-depth 1"
     done = CliRunner().invoke(app, [*words.split(), "--target", str(two), "--output", str(tmp_path), "--repeats", "1",
                                     "--max-new-tokens", "8", "--temperature", "0"])  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -130,9 +131,9 @@ def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
     report = json.loads(file.read_text())
     assert file.name.startswith("trees-two-recycling-chats-b1-t0") and "4 prompts" in report["title"]
     assert [row["tree"] for row in report["rows"]] == [
-        "1 children", "2 children", "rejection, tree of 2", "rejection, tree of 4"]  # fmt: skip
-    for row in report["rows"][2:]:
-        assert 1 <= row["tokens a round"] <= 5 and row["predicted x"] > 0 and row["rounds alone"] != 0
+        "1 children", "rejection, tree of 2", "rejection, tree of 8"]  # fmt: skip
+    for row in report["rows"][1:]:
+        assert 1 <= row["tokens a round"] <= 9 and row["predicted x"] > 0 and row["rounds alone"] != 0
 
 
 def laws(count, size, seed=0):
