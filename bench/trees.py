@@ -62,7 +62,7 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
     found = [one for rule in rules for one in settings(play, rule, rates[rule], nodes, depth)]
     calls = {one.name: functools.partial(play.drafted, accept=rules[one.rule], **one.options) for one in found}
     outs = {name: joined(call()()) for name, call in calls.items()}
-    plain, cost = costs(play, next(iter(rules.values())), depth, children)
+    plain, cost = costs(play, next(iter(rules.values())), depth, max(children, *nodes))
     times = in_turns(with_starts({"plain": play.plain} | calls), repeats, warmup=1)
     rows += [_measured(one, outs[one.name], times, rates[one.rule], plain, cost) for one in found]
     kind, lengths = "".join(f", {rule}" for rule in rules if acceptance), play.request[1]

@@ -1,9 +1,9 @@
 """Which tree to draft, if any beats the best chain: proposed by what rounds should cost and bring, chosen by measuring.
 
-Two fans, of two and of four guesses for one token, tell how often a child of each rank is accepted and what one more
-row costs. The trees that should then be fastest (`jspec.theory.best_tree`) are played in turns with the best chain.
-Some hundred rounds measure well what a round costs, and badly what it brings: the luckiest of several trees would win.
-So what a tree brings is weighed between what was counted and what was foreseen, from all that was played.
+Fans of two, four and as many guesses for one token as a tree may have tell how often a child of each rank is accepted
+and what so many rows cost. The trees that should then be fastest (`jspec.theory.best_tree`) are played in turns with
+the best chain. Some hundred rounds measure well what a round costs, and badly what it brings: the luckiest of several
+trees would win. So what a tree brings is weighed between what was counted and what was foreseen.
 """
 
 import dataclasses
@@ -18,32 +18,38 @@ from jspec.tree import Tree
 from jspec.tuning import Run, Setting, Tuning, acceptance_rates, in_turns
 from jspec.types import Output
 
-_FANS = 1, 2, 4  # children
+_FANS = 1, 2, 4  # children, and the most
 _CANDIDATES = 3
 _TRUST = 0.03  # by which part of it what a tree brings is foreseen wrongly: on the bundled pair, of `bench trees`
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds, as a straight line through what was measured.
+    """Seconds, by straight lines through what was measured.
 
     Attributes:
-        fan: of a round that drafts one token and verifies it.
-        row: of one more row to verify.
+        children: of every fan.
+        fans: of a round that drafts so many guesses for one token and verifies them.
         step: of one more pass of the draft.
-        draft_row: of one more row in such a pass.
+        share: of what one more row costs, that in such a pass.
     """
 
-    fan: float
-    row: float
+    children: tuple[int, ...]
+    fans: tuple[float, ...]
     step: float
-    draft_row: float
+    share: float
 
     def of_round(self, tree: Tree) -> float:
         """Of a round that drafts `tree`."""
         widths = np.bincount(tree.offsets)[1:-1]  # the last level is not read
-        return (self.fan + self.row * (tree.size - 1) + self.step * len(widths)
-                + self.draft_row * float((widths - 1).sum()))  # fmt: skip
+        passes = len(widths) * self.step + self.share * float((self.of_rows(widths) - self.fans[0]).sum())
+        return passes + float(self.of_rows(tree.size))
+
+    def of_rows(self, rows: int | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of a round with one pass of the draft, and so many guesses."""
+        slope = (self.fans[-1] - self.fans[-2]) / (self.children[-1] - self.children[-2]) if len(self.fans) > 1 else 0.0
+        beyond = np.maximum(np.asarray(rows) - self.children[-1], 0)
+        return np.interp(rows, self.children, self.fans) + slope * beyond
 
 
 def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vocab_size: int) -> Tuning:
@@ -65,7 +71,7 @@ def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vo
 
 def fans(run: Run, chains: Tuning, max_new_tokens: int, most: int) -> tuple[np.ndarray, Costs]:
     """How often the child of each rank is accepted, and what rounds cost, from fans of at most `most` guesses."""
-    children = [count for count in _FANS if count <= most]
+    children = sorted({count for count in (*_FANS, most) if count <= most})
     played: list[Setting] = [1, *(Tree.branching((count,)) for count in children[1:])]
     seconds, outs = in_turns(run, played, max_new_tokens)
     accepted = np.maximum.accumulate([float(acceptance_rates(outs[fan])[0]) for fan in played])
@@ -80,11 +86,10 @@ def _by_rank(children: list[int], accepted: np.ndarray) -> np.ndarray:
 
 def _fit(chains: Tuning, children: list[int], seconds: list[float]) -> Costs:
     """From fans, which differ by rows, and the longest chain, which has those and passes of the draft besides."""
-    row = max(0.0, (seconds[-1] - seconds[0]) / (children[-1] - children[0])) if len(children) > 1 else 0.0
-    longest = len(chains.round_seconds)
-    verified = seconds[0] + row * (longest - 1)
-    step = max(0.0, chains.round_seconds[-1] - verified) / max(1, longest - 1)
-    return Costs(seconds[0], row, step, row * min(1.0, step / chains.plain_seconds))
+    fans = tuple(np.maximum.accumulate(seconds).tolist())  # more rows never cost less
+    longest, costs = len(chains.round_seconds), Costs(tuple(children), fans, 0.0, 0.0)
+    step = max(0.0, chains.round_seconds[-1] - float(costs.of_rows(longest))) / max(1, longest - 1)
+    return dataclasses.replace(costs, step=step, share=min(1.0, step / chains.plain_seconds))
 
 
 def _candidates(rates: np.ndarray, costs: Costs, max_nodes: int, max_depth: int) -> list[Tree]:

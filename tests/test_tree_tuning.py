@@ -13,7 +13,7 @@ from jspec import auto, theory, tree_tuning, tuning
 from jspec.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-RATES = np.array([0.5, 0.25, 0.0625, 0.0625])  # of children by rank
+RATES = np.array([0.5, 0.25, 0.0625, 0.0625, 0, 0, 0, 0])  # of children by rank
 FAN, ROW, STEP = 1.0, 1 / 64, 1 / 8
 
 
@@ -83,8 +83,8 @@ def test_the_fastest_tree_is_found(machine):
 def test_what_is_played(machine):
     one = machine()
     tree_tuning.with_trees(one.run, chains(), 128, 16, 8)
-    fans, proposed = [1, Tree.branching((2,)), Tree.branching((4,))], list(dict.fromkeys(one.played))[3:]
-    assert list(dict.fromkeys(one.played))[:3] == fans and proposed[0] == chains().num_draft_tokens
+    fans, proposed = [1, *(Tree.branching((n,)) for n in (2, 4, 8))], list(dict.fromkeys(one.played))[4:]
+    assert list(dict.fromkeys(one.played))[:4] == fans and proposed[0] == chains().num_draft_tokens
     assert len(proposed) == 4 and all(tree.size <= 16 and tree.max_depth <= 4 for tree in proposed[1:])
 
 
@@ -116,7 +116,7 @@ def test_trees_are_decoded(rule, monkeypatch):
     found = jspec.tune(target, jspec.ModelDrafter(target), *batch, max_new_tokens=24, max_draft_tokens=2, accept=rule)
     assert found.expected_tokens == (2, 3)
     trees = {drafter.tree for drafter, used in played if isinstance(drafter, jspec.TreeDrafter)}
-    assert {Tree.branching((2,)), Tree.branching((4,))} <= trees and len(trees) <= 5
+    assert {Tree.branching((n,)) for n in (2, 4, 8)} <= trees and len(trees) <= 6
 
 
 def test_what_is_foreseen_is_the_theory_where_depths_are_alike():
