@@ -75,7 +75,7 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
         notes=["first token: how often a guess for it is accepted, of all rounds. predicted: tokens a round, if at"
                " every depth a child of a rank is accepted as often as where all guesses are for one token. x plain:"
                f" medians of {repeats} calls in turns, prompts included; rounds alone: without them. predicted x: as"
-               " rounds alone, from the predicted tokens and a straight line through what chains and fans take"
+               " rounds alone, from the predicted tokens and straight lines through what chains and fans take"
                " (jspec.tree_tuning).",
                *fastest(rows)],
         folder=subject.folder,

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from jspec import theory
 from jspec.draft_length import doubling
 from jspec.tree import Tree
-from jspec.tuning import Run, Setting, Tuning, acceptance_rates, in_turns
-from jspec.types import Output
+from jspec.tuning import Run, Setting, Tuning, acceptance_rates, in_turns, weighed
 
 _FANS = 1, 2, 4  # children, and the most
 _CANDIDATES = 3
-_TRUST = 0.03  # by which part of it what a tree brings is foreseen wrongly: on the bundled pair, of `bench trees`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,7 @@ def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vo
     seconds, outs = in_turns(run, (best, *trees), max_new_tokens)
     foreseen: dict[Setting, float] = {tree: _foreseen(tree, chains.expected_tokens, rates) for tree in trees}
     foreseen[best] = (1.0, *chains.expected_tokens)[chains.num_draft_tokens]
-    speeds = {one: _weighed(foreseen[one], outs[one]) / seconds[one] for one in seconds}
+    speeds = {one: weighed(foreseen[one], outs[one]) / seconds[one] for one in seconds}
     tree = max(trees, key=speeds.__getitem__)
     if speeds[tree] <= speeds[best]:
         return chains
@@ -120,16 +118,3 @@ def _foreseen(tree: Tree, chain_tokens: Sequence[float], rates: NDArray[np.float
         first, rank = eldest[tree.offsets[node] - 1], tree.sibling_ranks[node]
         worth[node] = worth[parent] * (first if rank == 0 else (1.0 - first) * younger[rank])
     return float(worth.sum())
-
-
-def _weighed(foreseen: float, outs: list[Output]) -> float:
-    """A row's tokens in one round, of what was foreseen and what was counted, each by how far it may be trusted."""
-    rates = acceptance_rates(outs)
-    if not rates.size:
-        return 1.0
-    reached, depths = np.cumprod(rates), np.arange(1, rates.size + 1)
-    counted = 1.0 + reached.sum()
-    rounds = max(1, sum(int(out.stats.rounds.sum()) for out in outs))
-    noise = max(float(((2 * depths - 1) * reached).sum() - reached.sum() ** 2), 0.0) / rounds
-    doubt = (_TRUST * foreseen) ** 2
-    return float((foreseen * noise + counted * doubt) / (noise + doubt))

@@ -22,6 +22,7 @@ from jspec.types import ACCEPTED, PADDING, Output
 log = logging.getLogger(__name__)  # says how far it is; the command shows that
 TRIALS = 5
 _LONG = 128  # new tokens in the longer of two runs
+_TRUST = 0.03  # by which part of it what a round brings is foreseen wrongly: on the bundled pair, of `bench trees`
 _PATIENCE = 20.0  # seconds after which no further trial begins
 
 Setting = int | Tree  # number of draft tokens, 0 for plain decoding; or what is drafted in place of a chain
@@ -37,9 +38,10 @@ class Tuning:
         num_draft_tokens: the fastest K; 0 means that drafting does not pay, so use `jspec.generate`.
         speedup: predicted speed with it over that of plain decoding; 1 for K = 0.
         plain_seconds: of one step of plain decoding, which is one token a row.
-        round_seconds: of one round, for K = 1, 2, ...; measured for powers of two and the largest, interpolated
-            between them.
-        expected_tokens: a row's tokens in one round, for K = 1, 2, ...
+        round_seconds: of one round, for K = 1, 2, ...; measured for powers of two, the largest and the fastest,
+            interpolated between them.
+        expected_tokens: a row's tokens in one round, for K = 1, 2, ...; of those that were measured, what was foreseen
+            from the largest and what was counted, weighed.
         tree: what a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), faster than any chain; None
             where no tree is, or none was tried.
         tree_speedup: measured speed with it over that of plain decoding; 0 for None.
@@ -77,14 +79,38 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
-    """Time `run` for plain decoding and for chains, of powers of two and the longest."""
-    lengths = doubling(max_draft_tokens)
-    costs, outs = in_turns(run, (0, *lengths), max_new_tokens)
-    plain, *timed = costs.values()
-    rounds = tuple(np.interp(range(1, max_draft_tokens + 1), lengths, timed).tolist())
+    """Time `run` for plain decoding and for chains: of powers of two, the longest, and whichever then seems best."""
+    costs, outs = in_turns(run, (0, *doubling(max_draft_tokens)), max_new_tokens)
+    found = _between(costs, outs, max_draft_tokens)
+    while (best := found.num_draft_tokens) not in costs:  # between two that were played: it is to prove itself
+        again, texts = in_turns(run, (0, best), max_new_tokens)
+        costs[best], outs[best] = again[best] * costs[0] / again[0], texts[best]
+        found = _between(costs, outs, max_draft_tokens)
+    return found
+
+
+def _between(costs: dict[Setting, float], outs: dict[Setting, list[Output]], max_draft_tokens: int) -> Tuning:
+    """What the chains that were played say of all lengths."""
+    every, played = range(1, max_draft_tokens + 1), sorted(k for k in costs if isinstance(k, int) and k)
     rates = acceptance_rates(outs[max_draft_tokens])  # the longest tells the acceptance at every depth
-    tokens = tuple(float(theory.expected_tokens_from_rates(rates[:k])) for k in range(1, max_draft_tokens + 1))
-    return Tuning(*best_length(plain, rounds, tokens), plain, rounds, tokens)
+    foreseen = np.array([theory.expected_tokens_from_rates(rates[:k]) for k in every])
+    off = [weighed(float(foreseen[k - 1]), outs[k]) / foreseen[k - 1] for k in played]
+    tokens = tuple((foreseen * np.interp(every, played, off)).tolist())
+    rounds = tuple(np.interp(every, played, [costs[k] for k in played]).tolist())
+    return Tuning(*best_length(costs[0], rounds, tokens), costs[0], rounds, tokens)
+
+
+def weighed(foreseen: float, outs: list[Output]) -> float:
+    """A row's tokens in one round, of what was foreseen and what was counted, each by how far it may be trusted."""
+    rates = acceptance_rates(outs)
+    if not rates.size:
+        return 1.0
+    reached, depths = np.cumprod(rates), np.arange(1, rates.size + 1)
+    counted = 1.0 + reached.sum()
+    rounds = max(1, sum(int(out.stats.rounds.sum()) for out in outs))
+    noise = max(float(((2 * depths - 1) * reached).sum() - reached.sum() ** 2), 0.0) / rounds
+    doubt = (_TRUST * foreseen) ** 2
+    return float(foreseen + (counted - foreseen) * doubt / (noise + doubt))
 
 
 def in_turns(

@@ -88,6 +88,18 @@ def test_what_is_played(machine):
     assert len(proposed) == 4 and all(tree.size <= 16 and tree.max_depth <= 4 for tree in proposed[1:])
 
 
+@pytest.mark.parametrize(("third", "best"), [(1.1, 3), (1.5, 4), (1.5, 0)])
+def test_a_length_between_two_that_were_played_must_prove_itself(machine, monkeypatch, third, best):
+    """Three drafts seem to be the best, and are or are not when they are played; nor must drafting pay at all."""
+    costs = {0: 1.8 if best else 0.5, 1: 1.0, 2: 1.05, 3: third, 4: 1.15}
+    monkeypatch.setitem(globals(), "cost", costs.__getitem__)
+    one = machine()
+    found = tuning.measure(one.run, 128, 4)
+    assert found.num_draft_tokens == best and (3 in one.played) == (best > 0)
+    assert found.round_seconds == pytest.approx([1.0, 1.05, third if best else 1.1, 1.15])
+    assert found.speedup == pytest.approx(theory.expected_tokens(0.5, best) * costs[0] / costs[best], rel=0.01)
+
+
 def test_where_trees_are_slower_the_chain_stays(machine):
     """Rounds of trees take three times as long as the model of costs can know."""
     assert tree_tuning.with_trees(machine(dear=3.0).run, chains(), 128, 16, 8) == chains()
@@ -127,8 +139,8 @@ def test_what_is_foreseen_is_the_theory_where_depths_are_alike():
 
 def test_what_was_counted_counts_as_much_as_there_is_of_it():
     some = [made([[(1, "b"), (0, "c"), (1, "b")]], 1)]
-    assert 1.5 < tree_tuning._weighed(1.5, some) < 1.51 < 1.66 < tree_tuning._weighed(1.5, some * 1000) < 5 / 3
-    assert tree_tuning._weighed(1.5, [made([[(1, "b")] * 9], 1)]) == 2.0  # without scatter there is no doubt
+    assert 1.5 < tuning.weighed(1.5, some) < 1.51 < 1.66 < tuning.weighed(1.5, some * 1000) < 5 / 3
+    assert tuning.weighed(1.5, [made([[(1, "b")] * 9], 1)]) == 2.0  # without scatter there is no doubt
 
 
 @pytest.mark.parametrize(("rule", "replacement"), [("k-seq", True), ("rejection", False)])
