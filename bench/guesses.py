@@ -121,7 +121,7 @@ def noise(
     ] = "smollm2",
     draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="Its draft: exit:N, or a model.")] = "exit:25",
     output: Output = None,
-    laws: Annotated[int, typer.Option("--laws", min=2, help="Of each pair, each behind another text.")] = 256,
+    laws: Annotated[int, typer.Option("--laws", min=2, help="Of each pair, eight behind each text.")] = 256,
     noises: Annotated[int, typer.Option("--noises", min=1, help="For each law.")] = 64,
     repeats: Repeats = 10,
 ) -> None:

@@ -123,7 +123,7 @@ def with_questions(subject: Subject, count: int) -> Subject:
     texts = "\n\n".join(question for kind in chats.KINDS for question in chats.questions(kind))
     ids = subject.tokenizer(texts, verbose=False)["input_ids"]
     pieces = [ids[i : i + WIDTH] for i in range(0, len(ids) - WIDTH + 1, WIDTH)]
-    return dataclasses.replace(subject, prompts=pieces[:: max(1, len(pieces) // count)])
+    return dataclasses.replace(subject, prompts=pieces[:: max(1, len(pieces) // -(-count // EACH))])
 
 
 def accepted(p: np.ndarray, q: np.ndarray, noises: int) -> dict[str, np.ndarray]:

@@ -103,9 +103,22 @@ def costs(play: Play, accept: Any, depth: int, children: int) -> tuple[float, tr
     return chains.plain_seconds, tree_tuning.fans(run, chains, play.new_tokens, children)[1]
 
 
-def rounds_alone(times: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Speed over that of plain decoding, turn by turn, without the prompts: from readings of it and of its start."""
-    return (times["plain"] - times["plain, start"]) / (times[name] - times[f"{name}, start"])
+def whole_over_rest(out: Any, batch: int) -> float:
+    """All rounds of a text, over those behind the first of every batch."""
+    rounds = np.asarray(out.stats.rounds)
+    played = [int(rounds[i : i + batch].max()) for i in range(0, rounds.size, batch)]
+    return sum(played) / max(1, sum(played) - len(played))
+
+
+def rounds_alone(times: dict[str, np.ndarray], name: str, shares: dict[str, float]) -> np.ndarray:
+    """Speed over that of plain decoding, turn by turn, without the prompts.
+
+    Args:
+        times: of calls, and of their starts, which read the prompts and play one round.
+        shares: of every call `whole_over_rest`.
+    """
+    plain, drafted = ((times[one] - times[f"{one}, start"]) * shares[one] for one in ("plain", name))
+    return plain / drafted
 
 
 def with_starts(calls: dict[str, Callable[..., Any]]) -> dict[str, Callable[[], Any]]:

@@ -15,7 +15,7 @@ import numpy as np
 import jspec
 from bench import plots
 from bench.drafters import joined
-from bench.play import Play, branching, chain, costs, fans, rounds_alone, with_starts
+from bench.play import Play, branching, chain, costs, fans, rounds_alone, whole_over_rest, with_starts
 from bench.report import publish
 from bench.subject import span
 from bench.synthetic import Synthetic
@@ -64,7 +64,11 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
     outs = {name: joined(call()()) for name, call in calls.items()}
     plain, cost = costs(play, next(iter(rules.values())), depth, max(children, *nodes))
     times = in_turns(with_starts({"plain": play.plain} | calls), repeats, warmup=1)
-    rows += [_measured(one, outs[one.name], times, rates[one.rule], plain, cost) for one in found]
+    texts = outs | {"plain": joined(play.plain()())}
+    shares = {name: whole_over_rest(out, play.batch) for name, out in texts.items()}
+    for one in found:
+        speeds = ratio(times["plain"], times[one.name]), spread(rounds_alone(times, one.name, shares))
+        rows.append(_measured(one, outs[one.name], rates[one.rule], plain, cost, *(speed.median for speed in speeds)))
     kind, lengths = "".join(f", {rule}" for rule in rules if acceptance), play.request[1]
     publish(
         f"trees-{subject.name}{kind}-b{play.batch}-t{play.temperature:g}-{jax.default_backend()}",
@@ -144,15 +148,14 @@ def _draws(play: Play) -> bool:
 
 
 def _measured(
-    setting: Setting, out: jspec.Output, times: dict[str, np.ndarray], rates: np.ndarray, plain: float, cost: Any
+    setting: Setting, out: jspec.Output, rates: np.ndarray, plain: float, cost: Any, whole: float, alone: float
 ) -> dict[str, Any]:
     tokens, predicted, gain = float(np.sum(out.lengths) / np.sum(out.stats.rounds)), UNKNOWN, UNKNOWN
     if setting.tree:
         predicted = jspec.theory.tree_yield(setting.tree, rates)
         gain = predicted * plain / cost.of_round(setting.tree)
-    whole, alone = ratio(times["plain"], times[setting.name]), spread(rounds_alone(times, setting.name))
     first = float(acceptance_rates([out])[0])
-    return _row(setting.rule, setting.name, first, setting.nodes, tokens, predicted, whole.median, alone.median, gain)
+    return _row(setting.rule, setting.name, first, setting.nodes, tokens, predicted, whole, alone, gain)
 
 
 def _row(

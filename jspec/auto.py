@@ -47,8 +47,8 @@ def tune(
 
     Compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`, then lets each of them decode up to 128 tokens, in
     turns, five times or until 20 seconds have passed. Rows do not end at an end of text. Where `draft` can branch and
-    the rule judges trees, the same is done with 1, 2 and 4 guesses for one token, which say how often a child of each
-    rank is accepted, and with the best chain and the three trees that should then be fastest.
+    the rule judges trees, the same is done with 1, 2, 4 and up to 16 guesses for one token, which say how often a child
+    of each rank is accepted and what rows cost, and with the best chain and the three trees that should be fastest.
 
     Args:
         target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, like what is to be decoded;

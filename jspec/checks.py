@@ -76,9 +76,11 @@ def _check_asked(target: Any, drafter: Any) -> None:
         if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i <= len(target.layers):
             raise ValueError(f"features of {kind} holds {i!r}; expected whole numbers from 0 to "
                              f"{len(target.layers)}, which is how many layers the target has.")  # fmt: skip
-    if embeddings is not None and (len(embeddings.shape) != 2 or embeddings.shape[1] != target.config.hidden_size):
-        raise ValueError(f"embeddings of {kind} have shape {list(embeddings.shape)}; expected [M, "
-                         f"{target.config.hidden_size}], the target's hidden size.")  # fmt: skip
+    if embeddings is not None:
+        shape, size = list(getattr(embeddings, "shape", [])), target.config.hidden_size
+        if shape[1:] != [size] or not shape[0]:
+            raise ValueError(f"embeddings of {kind} are a {type(embeddings).__name__} of shape {shape}; expected an "
+                             f"array [M, {size}], the target's hidden size.")  # fmt: skip
 
 
 def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
@@ -196,6 +198,9 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
         raise TypeError(f"num_draft_tokens is of type {kind}, without {', '.join(missing)}; see jspec.draft_length.")
     _check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
+    if embeddings_of(drafter) is not None:  # what stands behind the guesses of the longest row is not read
+        raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
+                         f"number in place of {kind}, or a tree.")  # fmt: skip
     if num_draft_tokens.needs_confidence and not hasattr(drafter, "extend"):
         raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
                          "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "

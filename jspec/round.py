@@ -22,6 +22,7 @@ from jspec.drafters.base import (
     features_of,
     is_foreign,
     num_likeliest_of,
+    only,
     outside,
     tree_of,
 )
@@ -49,8 +50,7 @@ def play_round(
         embeddings = embeddings_of(drafter)
         read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings)
         if embeddings is not None:  # those are read; what follows knows tokens only
-            tokens = jnp.where(outside(draft.tokens, target.config.vocab_size), 0, draft.tokens)
-            draft = dataclasses.replace(draft, tokens=tokens)
+            draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
     with jax.named_scope("accept"):
         verdict = rule.accept(params.keys, state.lengths, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:

@@ -40,8 +40,8 @@ def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rul
                          "with one noise, so that they would be the same; use replacement=False.")  # fmt: skip
     vocab_size, positions = target.config.vocab_size, target.config.max_position_embeddings
     if tree.max_children > vocab_size and not independent:
-        raise ValueError(f"A node of the tree has {tree.max_children} children, which are different tokens, and the "
-                         f"vocabulary has {vocab_size}; use fewer.")  # fmt: skip
+        raise ValueError(f"A node of the tree has {tree.max_children} children, and the vocabulary only {vocab_size} "
+                         "different tokens; use fewer.")  # fmt: skip
     if tree.max_depth >= positions:
         raise ValueError(f"The tree is {tree.max_depth} tokens deep, and the target model has {positions} positions; "
                          "use a smaller tree.")  # fmt: skip

@@ -18,6 +18,7 @@ from jspec.tree import Tree
 from jspec.tuning import Run, Setting, Tuning, acceptance_rates, in_turns, weighed
 
 _FANS = 1, 2, 4  # children, and the most
+_WIDEST = 16  # each child of a fan is some code of its own
 _CANDIDATES = 3
 
 
@@ -69,11 +70,14 @@ def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vo
 
 def fans(run: Run, chains: Tuning, max_new_tokens: int, most: int) -> tuple[np.ndarray, Costs]:
     """How often the child of each rank is accepted, and what rounds cost, from fans of at most `most` guesses."""
-    children = sorted({count for count in (*_FANS, most) if count <= most})
+    from scipy.optimize import isotonic_regression  # whoever decodes only need not wait for it
+
+    children = sorted({count for count in (*_FANS, min(most, _WIDEST)) if count <= most})
     played: list[Setting] = [1, *(Tree.branching((count,)) for count in children[1:])]
     seconds, outs = in_turns(run, played, max_new_tokens)
-    accepted = np.maximum.accumulate([float(acceptance_rates(outs[fan])[0]) for fan in played])
-    return _by_rank(children, accepted), _fit(chains, children, list(seconds.values()))
+    accepted = isotonic_regression([float(acceptance_rates(outs[fan])[0]) for fan in played]).x
+    rising = isotonic_regression(list(seconds.values())).x  # more rows never cost less
+    return _by_rank(children, accepted), _fit(chains, children, rising.tolist())
 
 
 def _by_rank(children: list[int], accepted: np.ndarray) -> np.ndarray:
@@ -84,8 +88,7 @@ def _by_rank(children: list[int], accepted: np.ndarray) -> np.ndarray:
 
 def _fit(chains: Tuning, children: list[int], seconds: list[float]) -> Costs:
     """From fans, which differ by rows, and the longest chain, which has those and passes of the draft besides."""
-    fans = tuple(np.maximum.accumulate(seconds).tolist())  # more rows never cost less
-    longest, costs = len(chains.round_seconds), Costs(tuple(children), fans, 0.0, 0.0)
+    longest, costs = len(chains.round_seconds), Costs(tuple(children), tuple(seconds), 0.0, 0.0)
     step = max(0.0, chains.round_seconds[-1] - float(costs.of_rows(longest))) / max(1, longest - 1)
     return dataclasses.replace(costs, step=step, share=min(1.0, step / chains.plain_seconds))
 

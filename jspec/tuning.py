@@ -44,7 +44,8 @@ class Tuning:
             from the largest and what was counted, weighed.
         tree: what a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), faster than any chain; None
             where no tree is, or none was tried.
-        tree_speedup: measured speed with it over that of plain decoding; 0 for None.
+        tree_speedup: speed with it over that of plain decoding, from measured seconds, and tokens that were foreseen
+            and counted, weighed; 0 for None.
     """
 
     num_draft_tokens: int
@@ -107,9 +108,10 @@ def weighed(foreseen: float, outs: list[Output]) -> float:
         return 1.0
     reached, depths = np.cumprod(rates), np.arange(1, rates.size + 1)
     counted = 1.0 + reached.sum()
-    rounds = max(1, sum(int(out.stats.rounds.sum()) for out in outs))
+    texts = {np.asarray(out.tokens).tobytes(): out for out in outs}  # greedy trials are all the same
+    rounds = max(1, sum(int(out.stats.rounds.sum()) for out in texts.values()))
     noise = max(float(((2 * depths - 1) * reached).sum() - reached.sum() ** 2), 0.0) / rounds
-    doubt = (_TRUST * foreseen) ** 2
+    doubt = (_TRUST * foreseen) ** 2 + noise  # for what is foreseen was once counted, on about as many rounds
     return float(foreseen + (counted - foreseen) * doubt / (noise + doubt))
 
 

@@ -1,6 +1,7 @@
 """What the benchmarks of trees and of noise compute, in closed form, and both commands on tiny models."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -73,7 +74,14 @@ def test_a_tree_of_each_drafter():
 def test_rounds_are_what_the_start_leaves():
     times = {name: np.array([value]) for name, value in
              {"plain": 5.0, "plain, start": 1.0, "a": 3.0, "a, start": 1.0}.items()}  # fmt: skip
-    assert play.rounds_alone(times, "a") == [2.0]
+    assert play.rounds_alone(times, "a", {"plain": 1.0, "a": 1.0}) == [2.0]
+    assert play.rounds_alone(times, "a", {"plain": 1.25, "a": 2.0}) == [1.25]
+
+
+def test_of_the_rounds_of_every_batch_one_is_its_start():
+    """Two batches of two rows and one row: 4, 3 and 2 rounds are played, 6 of them behind the first."""
+    out = SimpleNamespace(stats=SimpleNamespace(rounds=np.array([4, 1, 3, 3, 2])))
+    assert play.whole_over_rest(out, 2) == 9 / 6
 
 
 RATES_OF = np.array([0.6, 0.2, 0.1, 0.05])
@@ -187,7 +195,7 @@ def test_what_noise_costs_and_gains(tmp_path, two, monkeypatch):
     monkeypatch.setattr(noise, "CHILDREN", (1, 4))
     target = jspec.load(two)
     pair = Subject("x", target, jspec.EarlyExitDrafter(1), text_pair.tokenizer(), folder=tmp_path)
-    pair = noise.with_questions(pair, 2)
+    pair = noise.with_questions(pair, 2 * noise.EACH)
     assert len(pair.prompts) >= 2 and all(len(row) == noise.WIDTH for row in pair.prompts)
     noise.run([pair], 9, 4, 1)
     report = json.loads((tmp_path / "noise-cpu.json").read_text())

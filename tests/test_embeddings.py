@@ -54,6 +54,21 @@ class LookAhead:
         return TARGET.logits(ahead).argmax(-1).astype(jnp.int32), ahead
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["embeddings"], meta_fields=["foreign"])
+@dataclasses.dataclass(frozen=True)
+class Chain(LookAhead):
+    """One that claims its vectors to be guesses."""
+
+    tree = None
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.tile(self.foreign + jnp.arange(AHEAD), (len(context.lengths), 1))
+        return Draft(tokens, None, None, jnp.ones(tokens.shape, bool)), state
+
+    def commit(self, state, draft, verdict, hidden):
+        return state
+
+
 def drafter(seed=0, **options):
     return LookAhead(jax.random.normal(jax.random.key(seed), (AHEAD, TARGET.config.hidden_size)), **options)
 
@@ -103,13 +118,31 @@ def test_texts_are_those_without(prompts, how):
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: LookAhead(jnp.zeros((2, 5))), ValueError, r"embeddings of LookAhead have shape \[2, 5\]; expected \[M"),
-    (lambda: LookAhead(jnp.zeros(8)), ValueError, r"have shape \[8\]; expected \[M, 16\], the target's hidden size"),
+    (lambda: LookAhead(jnp.zeros((2, 5))), ValueError, r"of LookAhead are a \w+ of shape \[2, 5\]; expected an"),
+    (lambda: LookAhead(jnp.zeros(8)), ValueError, r"of shape \[8\]; expected an array \[M, 16\], the target's hidden"),
+    (lambda: LookAhead([[0.0] * 16]), ValueError, r"are a list of shape \[\]; expected an array"),
+
     (lambda: FallbackDrafter(NGramDrafter(), drafter()), TypeError, "which drafts a tree"),
 ])  # fmt: skip
 def test_refusals(prompts, make, error, message):
     with pytest.raises(error, match=message):
         jspec.speculative_generate(TARGET, make(), *prompts([3], vocab_size=V), max_new_tokens=8)
+
+
+def test_what_stands_behind_the_guesses_must_be_read(prompts):
+    chain = Chain(drafter().embeddings)
+    with pytest.raises(ValueError, match="Chain has embeddings, which are read in drafts of one length only; use a"):
+        jspec.speculative_generate(TARGET, chain, *prompts([3], vocab_size=V), max_new_tokens=8,
+                                   num_draft_tokens=jspec.UpTo(3))  # fmt: skip
+
+
+@pytest.mark.parametrize(("checks", "error"), [(False, ValueError), (True, jax.errors.JaxRuntimeError)])
+def test_vectors_are_no_guesses(prompts, checks, error):
+    """Whoever says that they are hears of it, in debug mode as well."""
+    with jax.enable_checks(checks), pytest.raises(error, match="outside the vocabulary of 8 tokens"):
+        out = jspec.speculative_generate(TARGET, Chain(drafter().embeddings), *prompts([3], vocab_size=V),
+                                         max_new_tokens=8, num_draft_tokens=2, accept="coupled")  # fmt: skip
+        jax.block_until_ready(out)
 
 
 def test_a_target_that_cannot_read_them(prompts):

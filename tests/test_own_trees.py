@@ -198,7 +198,7 @@ def test_coupled_goes_on_with_whichever_of_the_same_tokens_goes_on():
 @pytest.mark.parametrize(("error", "message", "make"), [
     (TypeError, r"tree is of type tuple; pass a jspec\.Tree", lambda: NGramDrafter(tree=(0, 0))),
     (ValueError, "tree has no guesses", lambda: NGramDrafter(tree=Tree(()))),
-    (ValueError, "has 9 children, which are different tokens, and the vocabulary has 8",
+    (ValueError, "has 9 children, and the vocabulary only 8 different tokens",
      lambda: NGramDrafter(tree=Tree.branching((9,)))),
     (ValueError, "num_nodes must be an int of at least 1; got 0", lambda: TokenRecyclingDrafter(0)),
     (ValueError, "num_nodes must be an int of at least 1; got 2.5", lambda: TokenRecyclingDrafter(2.5)),

@@ -27,7 +27,7 @@ MODEL = toys.tiny_llama(0)
     (ValueError, "accept=KSeq needs children that were drawn independently of each other, and this TreeDrafter draws "
                  "them without replacement; use replacement=True", {"accept": "k-seq"}),
     (ValueError, "replacement=True draws children independently", {"accept": "coupled", "replacement": True}),
-    (ValueError, "A node of the tree has 9 children, which are different tokens, and the vocabulary has 8",
+    (ValueError, "A node of the tree has 9 children, and the vocabulary only 8 different tokens",
      {"tree": Tree.branching((9,))}),
     (ValueError, "The tree is 5000 tokens deep, and the target model has 4096 positions", {"tree": Tree.chain(5000)}),
     (ValueError, "tree has no guesses", {"tree": Tree(())}),

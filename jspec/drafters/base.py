@@ -180,14 +180,14 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
     probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
     draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
     if draft.valid is not None:
-        draft = _kept(draft, draft.valid, draft.tokens)
+        draft = only(draft, draft.valid, draft.tokens)
     if context.budget is not None:
-        draft = _kept(draft, jnp.arange(num_draft_tokens) < context.budget[:, None])
+        draft = only(draft, jnp.arange(num_draft_tokens) < context.budget[:, None])
     if is_foreign(drafter):
         embeddings = embeddings_of(drafter)
         readable = context.vocab_size + (0 if embeddings is None else len(embeddings))
         read = jnp.where(outside(draft.tokens, readable), 0, draft.tokens)
-        draft = _kept(draft, ~outside(draft.tokens, context.vocab_size), read)
+        draft = only(draft, ~outside(draft.tokens, context.vocab_size), read)
     return draft
 
 
@@ -250,8 +250,8 @@ def outside(tokens: Array, vocab_size: int) -> Array:
     return (tokens < 0) | (tokens >= vocab_size)
 
 
-def _kept(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
-    """`draft` without a law where not ``kept[B, K]``, and with other tokens there."""
+def only(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
+    """`draft` with guesses only where ``kept[B, K]``, and other tokens elsewhere."""
     probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
     valid = None if draft.valid is None else draft.valid & kept
     return Draft(jnp.where(kept, draft.tokens, otherwise), probs, draft.tree, valid)

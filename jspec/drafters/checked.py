@@ -67,6 +67,9 @@ class CheckedDrafter:
         draft, state = self.inner.propose(state, context, num_draft_tokens)
         held = as_draft(self, draft, context, num_draft_tokens)
         if held.probs is None:  # there is no law to look at
+            assert held.valid is not None, "as_draft refuses a draft without both"
+            check = functools.partial(_check_ids, type(self.inner).__name__, context.vocab_size)
+            jax.debug.callback(check, held.tokens, held.valid)
             return draft, state
         drawn = jnp.where(outside(held.tokens, context.vocab_size), 0, at_tokens(held.probs, held.tokens))
         sums, least = held.probs.sum(-1), held.probs.min(-1)
@@ -78,12 +81,18 @@ class CheckedDrafter:
         return self.inner.commit(state, draft, verdict, hidden, **told)
 
 
+def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
+    """On the host: ``[B, K]`` tokens, and which of them are guesses."""
+    tokens, guessed = np.asarray(tokens), np.asarray(guessed)
+    for row, k in np.argwhere(guessed & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
+        raise ValueError(f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
+                         f"{vocab_size} tokens; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
+
+
 def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:
     """On the host: ``[B, K]`` tokens, sums and smallest entries of their laws, and what those give them."""
     tokens, sums, least, drawn = map(np.asarray, (tokens, sums, least, drawn))
-    for row, k in np.argwhere((sums != 0) & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
-        raise ValueError(f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
-                         f"{vocab_size} tokens; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
+    _check_ids(name, vocab_size, tokens, sums != 0)
     lawful = (np.abs(sums - 1) < _TOLERANCE) & (least >= 0) & (drawn > 0)
     for row, k in np.argwhere(~(lawful | ((sums == 0) & (least == 0))))[:1]:
         raise ValueError(f"{name} drafted token {k} of row {row} with a law that sums to {sums[row, k]:.6g}, has "

@@ -16,7 +16,6 @@ from jspec.types import Draft, Verdict, check_count, pytree
 
 # N-grams that a row remembers: of a window of 5 those of some 800 rounds.
 _POOL = 4096
-_STEP = 7  # between the tokens of the text that the first window is filled with
 
 
 @pytree
@@ -80,7 +79,8 @@ class LookaheadDrafter:
         tree, nodes = _layout(self)
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         tokens, found = self._guesses(state.pool, last, context)
-        places = _STEP * jnp.arange(1, (self.ngram - 1) * self.window + 1) % context.lengths[:, None]
+        count = (self.ngram - 1) * self.window
+        places = jnp.arange(count) * context.lengths[:, None] // count  # of the text, evenly: any tokens will do
         some = jnp.take_along_axis(context.tokens, places, axis=1).reshape(state.window.shape)
         window = jnp.where(state.window < 0, some, state.window)
         window = jnp.where(nodes == 0, last[..., None], window)
@@ -98,7 +98,8 @@ class LookaheadDrafter:
         copied, there = NGramDrafter().matches(context, count, self.ngram - 1)
         followed = jnp.concatenate([pooled, copied], axis=1)
         found = jnp.concatenate([jnp.take_along_axis(same, order, axis=1), there], axis=1)
-        return trie(_branches(self), followed, found)
+        tokens, guessed = trie(_branches(self), followed, found)
+        return jnp.where(guessed, tokens, 0), guessed
 
     def commit(self, state: _State, draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array) -> _State:
         """The window's columns go to the pool, with what came behind them; it moves on as far as the text has."""
