@@ -217,7 +217,7 @@ def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
 
 
 def test_tune_says_what_to_do(run, sources):
-    command = "tune", *sources, "--prompt", "in a", "-n", 24, "--max-draft-tokens", 1
+    command = "tune", *sources, "--prompt", "in a", "-n", 24, "--max-draft-tokens", 1, "--max-nodes", 2
     code, out, error = run(*command, "--batch", 2, "--temperature", 0, "--json")
     assert (code, error) == (0, "")
     found = json.loads(out)

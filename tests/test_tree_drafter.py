@@ -230,18 +230,19 @@ def test_it_decodes_with_64_bit_types_enabled(toy, prompts):
         np.testing.assert_array_equal(out.lengths, 4)
 
 
-def test_a_context_without_a_law_ends_the_text_in_a_tree_too(prompts):
+@pytest.mark.parametrize("accept", ["coupled", *(pytest.param(name, marks=pytest.mark.slow)
+                                                 for name in ("rejection", "traversal", "k-seq"))])  # fmt: skip
+def test_a_context_without_a_law_ends_the_text_in_a_tree_too(prompts, accept):
     """Whoever reads token 7 gets no law: such a row stops there and says so."""
     model = jax.tree.map(lambda leaf: leaf, MODEL)
     model.embed_tokens.weight.set_value(model.embed_tokens.weight[...].at[:, 7].set(jnp.nan))
     batch = prompts([3] * 16, vocab_size=7)
-    for accept in ("rejection", "coupled", "traversal", "k-seq"):
-        drafter = TreeDrafter(MODEL, TREES["2-2-1"], replacement=accept == "k-seq")
-        out = drafters.generate(model, drafter, batch, max_new_tokens=16, accept=accept)
-        ended = (out.tokens == 7).any(1)
-        assert ended.any()
-        np.testing.assert_array_equal(out.stats.invalid, ended & (out.lengths < 16))
-        np.testing.assert_array_equal(out.raw_logprobs < 0, np.arange(16) < out.lengths[:, None])
-        plain = jspec.generate(model, *batch, max_new_tokens=16)
-        if accept == "coupled":
-            np.testing.assert_array_equal(out.tokens, plain.tokens)
+    drafter = TreeDrafter(MODEL, TREES["2-2-1"], replacement=accept == "k-seq")
+    out = drafters.generate(model, drafter, batch, max_new_tokens=16, accept=accept)
+    ended = (out.tokens == 7).any(1)
+    assert ended.any()
+    np.testing.assert_array_equal(out.stats.invalid, ended & (out.lengths < 16))
+    np.testing.assert_array_equal(out.raw_logprobs < 0, np.arange(16) < out.lengths[:, None])
+    plain = jspec.generate(model, *batch, max_new_tokens=16)
+    if accept == "coupled":
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
