@@ -62,7 +62,8 @@ def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, 
     )
     size = batch, int(lengths.mean()) + new_tokens // 2, tokens.shape[1] + new_tokens + k + 1
     passes = {"target": Pass(target, 1, *size), "verify": Pass(target, k + 1, *size)}
-    passes |= subject.draft_passes({"draft": 1, "draft 2 rows": 2}, *size)
+    first = 1 if isinstance(draft, jspec.EarlyExitDrafter) else 2  # an exit has the target's cache of all but one
+    passes |= subject.draft_passes({"draft": 1, "draft 2 rows": first}, *size)
     calls = {f"{name} {length}": call for name, both in (("plain", plain), ("speculative", speculative))
              for length, call in both.both.items()}  # fmt: skip
     times = in_turns(calls | passes, repeats)

@@ -47,7 +47,7 @@ class LookaheadDrafter:
     Attributes:
         window: W, positions that are thought ahead.
         ngram: N, tokens of an n-gram: N - 1 are guessed at once.
-        guesses: G, n-grams that are verified in one pass. It has ``1 + W (N - 1) - 1 + G (N - 1)`` tokens.
+        guesses: G, n-grams that are verified in one pass. It has ``(W + G) (N - 1)`` tokens.
     """
 
     window: int = 5
