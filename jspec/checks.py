@@ -73,9 +73,9 @@ def _check_asked(target: Any, drafter: Any) -> None:
         raise TypeError(f"{kind} {wants} the target, and {type(target).__name__} has no forward_with_features; "
                         "use a jspec.Llama.")  # fmt: skip
     for i in features:
-        if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i <= len(target.layers):
-            raise ValueError(f"features of {kind} holds {i!r}; expected whole numbers from 0 to "
-                             f"{len(target.layers)}, which is how many layers the target has.")  # fmt: skip
+        if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not -1 <= i <= len(target.layers):
+            raise ValueError(f"features of {kind} holds {i!r}; expected whole numbers from 0 to {len(target.layers)}, "
+                             "which is how many layers the target has, or -1 for that.")  # fmt: skip
     if embeddings is not None:
         shape, size = list(getattr(embeddings, "shape", [])), target.config.hidden_size
         if shape[1:] != [size] or not shape[0]:

@@ -142,7 +142,7 @@ class Llama(nnx.Module):
         """`forward` that also tells what is between its layers.
 
         Args:
-            features: which states; i is what enters layer i, and the number of layers what leaves the last.
+            features: which states; i is what enters layer i; the number of layers, or -1, what leaves the last.
 
         Returns:
             Hidden states ``[B, S, E]``; those that `features` names, ``[B, S, F, E]``; and the cache.
@@ -167,7 +167,7 @@ class Llama(nnx.Module):
                 states[i] = x
                 x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], slots, tables,
                                                      before, branches, norm)  # fmt: skip
-            told = [({len(self.layers): x} | states)[i] for i in features]
+            told = [({len(self.layers): x, -1: x} | states)[i] for i in features]
             parts = jnp.stack(told, axis=2) if told else jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
             count = tokens.shape[1]
             return x[:, :count], parts[:, :count], KVCache(tuple(keys), tuple(values))

@@ -139,7 +139,7 @@ def start(
     with jax.named_scope("prefill"):
         if features := features_of(drafter):
             cache, told = prefill_with_features(target, tokens, slots, features)
-            drafter_state = drafter.init(tokens, slots, features=told)
+            drafter_state = drafter.init(tokens, slots, features=told, lengths=params.prompt_lengths, target=target)
         else:
             cache = prefill(target, tokens, slots)
             drafter_state = () if drafter is None else drafter.init(tokens, slots)

@@ -60,7 +60,7 @@ def play_round(
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None:
-            drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(drafter, read))
+            drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(target, drafter, read))
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
         path = along_path(draft, verdict, read.probs)
@@ -105,9 +105,9 @@ def _propose(
         return mended, strange, drafter_state
 
 
-def _told(drafter: Any, read: Reading) -> dict[str, Array]:
+def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
     """What `commit` is told of a drafter that asks for more than `hidden`."""
-    told = {"features": read.features} if features_of(drafter) else {}
+    told: dict[str, Any] = {"features": read.features, "target": target} if features_of(drafter) else {}
     if count := num_likeliest_of(drafter):
         told["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
     return told

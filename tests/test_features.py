@@ -34,7 +34,7 @@ class Reader(AutoregressiveDrafter):
     vocab_size = property(lambda self: self.draft.vocab_size)
     max_positions = property(lambda self: self.draft.max_positions)
 
-    def init(self, tokens, num_slots, features):
+    def init(self, tokens, num_slots, features, lengths, target):
         store = jnp.pad(features, ((0, 0), (0, num_slots - features.shape[1]), (0, 0), (0, 0)))
         return self.draft.init(tokens, num_slots), store, jnp.zeros(len(tokens), jnp.int32)
 
@@ -52,7 +52,7 @@ class Reader(AutoregressiveDrafter):
     def keep(self, state, start, path):
         return self.draft.keep(state[0], start, path), *state[1:]
 
-    def commit(self, state, draft, verdict, hidden, features):
+    def commit(self, state, draft, verdict, hidden, features, target):
         return state[0], write_rows(state[1], at_path(features, verdict), state[2]), state[2]
 
 
@@ -117,7 +117,7 @@ def test_the_text_is_that_without(prompts, name):
 
 @pytest.mark.parametrize(
     ("features", "message"),
-    [((3,), "features of Reader holds 3; expected whole numbers from 0 to 2"), ((0.5,), "holds 0.5; expected whole")],
+    [((3,), "features of Reader holds 3; expected whole numbers from 0 to 2,"), ((0.5,), "holds 0.5; expected whole")],
 )
 def test_states_that_are_not_there(prompts, features, message):
     drafter = Reader(jspec.ModelDrafter(DRAFT), features)

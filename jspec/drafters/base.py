@@ -90,9 +90,10 @@ class Drafter(Protocol[State]):
     before it on its branch, and on its elder siblings, alone. If it does not depend on these, siblings being drawn
     independently from one law, an attribute `replacement` that is True says so, for rules which need that.
 
-    One that has `features`, a tuple of F ints, reads states of the target: i names what enters its layer i, and the
-    number of its layers what leaves the last. Its `init` is told ``features [B, P, F, E]`` of the prompts, and its
-    `commit` ``features [B, K + 1, F, E]`` where ``hidden`` is.
+    One that has `features`, a tuple of F ints, reads states of the target: i names what enters its layer i; the number
+    of its layers, or -1, what leaves the last. Its `init` is told ``features [B, P, F, E]`` of the prompts, their
+    ``lengths int32[B]`` and the ``target``, the model; its `commit` ``features [B, K + 1, F, E]`` where ``hidden`` is,
+    and the ``target``.
 
     One that has `num_likeliest`, an int n, is told more in `commit`: ``likeliest int32[B, K + 1, n]``, the judging
     model's likeliest tokens where ``hidden`` is, by its own logits, the likeliest first (of a vocabulary of V < n

@@ -60,7 +60,7 @@ class CheckedDrafter:
     def embeddings(self) -> Array | None:
         return embeddings_of(self.inner)
 
-    def init(self, tokens: Array, num_slots: int, **told: Array) -> Any:
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> Any:
         return self.inner.init(tokens, num_slots, **told)
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
@@ -77,7 +77,7 @@ class CheckedDrafter:
         jax.debug.callback(check, held.tokens, sums, least, drawn)
         return draft, state
 
-    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **told: Array) -> Any:
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **told: Any) -> Any:
         return self.inner.commit(state, draft, verdict, hidden, **told)
 
 

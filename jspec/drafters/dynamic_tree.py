@@ -80,7 +80,7 @@ class DynamicTreeDrafter(Around):
         """The size of every tree."""
         return DynamicTree(None, int(self.num_nodes), int(self.max_depth))
 
-    def init(self, tokens: Array, num_slots: int, **told: Array) -> tuple[Any, Array, Array]:
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array, Array]:
         """The state of `draft`; ``int32[B]``, where the last tree began; and in which slot each of its nodes is."""
         batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
@@ -119,7 +119,7 @@ class DynamicTreeDrafter(Around):
         return draft, (self.draft.end(carry), context.lengths - 1, slots)
 
     def commit(
-        self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Array
+        self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, Array, Array]:
         """Of what `draft` remembers of its search only the accepted path is kept."""
         inner, start, slots = state

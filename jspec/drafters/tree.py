@@ -45,7 +45,7 @@ class TreeDrafter(Around):
         if not isinstance(self.replacement, bool):
             raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
 
-    def init(self, tokens: Array, num_slots: int, **told: Array) -> tuple[Any, Array]:
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array]:
         """The state of `draft`, and ``int32[B]``, where the last tree began."""
         return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
 
@@ -64,7 +64,7 @@ class TreeDrafter(Around):
         return Draft(tokens, probs, tree), (self.draft.end(carry), context.lengths - 1)
 
     def commit(
-        self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Array
+        self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, Array]:
         """Of what `draft` remembers of the tree only the accepted path is kept."""
         inner, start = state
