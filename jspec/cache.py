@@ -52,7 +52,7 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
     """
     batch, width = tokens.shape
     _, read = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
-    return _enlarged(model.new_cache(batch, num_slots), read)
+    return enlarged(model.new_cache(batch, num_slots), read)
 
 
 def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: Sequence[int]) -> tuple[Any, Array]:
@@ -60,10 +60,10 @@ def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: S
     batch, width = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
     _, told, read = model.forward_with_features(tokens, model.new_cache(batch, width), start, features)
-    return _enlarged(model.new_cache(batch, num_slots), read), told
+    return enlarged(model.new_cache(batch, num_slots), read), told
 
 
-def _enlarged(rooms: Any, read: Any) -> Any:
+def enlarged(rooms: Any, read: Any) -> Any:
     """`rooms`, a larger cache, with what has been read at its beginning."""
     return jax.tree.map(lambda room, part: lax.dynamic_update_slice(room, part, (0,) * room.ndim), rooms, read)
 

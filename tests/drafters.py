@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import heads
 import jax
 import numpy as np
 
@@ -9,6 +10,7 @@ import jspec
 from jspec.drafters import (
     BigramDrafter,
     CascadeDrafter,
+    EagleDrafter,
     EarlyExitDrafter,
     FallbackDrafter,
     HorizontalDrafter,
@@ -31,6 +33,10 @@ _MAKERS = {
     "bigram": lambda target, draft, corpus, v: BigramDrafter.from_tokens(corpus, v, smoothing=0.5),
     "retrieval": lambda target, draft, corpus, v: RetrievalDrafter.from_tokens(corpus, v, max_ngram=3, min_ngram=1),
     "early exit": lambda target, draft, corpus, v: EarlyExitDrafter(1),
+    "eagle": lambda target, draft, corpus, v: EagleDrafter(heads.eagle(target, 1)),
+    "eagle 3": lambda target, draft, corpus, v: EagleDrafter(
+        heads.eagle(target, 3, fc_norm=True, norm_output=True, draft_vocab_size=v // 2, own_head=True)
+    ),
     # Of so short a corpus the end is near: now and then a guess for one token, and none for the next.
     "fallback": lambda target, draft, corpus, v: FallbackDrafter(
         RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), draft

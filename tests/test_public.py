@@ -13,7 +13,7 @@ ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devices", "sharding", "keys", "probs",
          "rows", "tree_yield", "theory", "sampling", "cache", "rope", "kernels", "layers", "llama",
-         "layout", "quantizer", "half", "weights", "acceptance", "rules", "draft_length", "lengths",
+         "eagle",          "layout", "quantizer", "half", "weights", "acceptance", "rules", "draft_length", "lengths",
          "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
          "tree_tuning", "exit_tuning", "auto", "decode", "footprint", "roofline", "planning", "prompts", "names",
          "completion", "report", "cli"]  # fmt: skip
@@ -49,6 +49,7 @@ def test_the_public_names():
         "CascadeDrafter",
         "Completion",
         "DynamicTreeDrafter",
+        "EagleDrafter",
         "EarlyExitDrafter",
         "FallbackDrafter",
         "Heuristic",

@@ -31,23 +31,30 @@ def at_path(values: Array, verdict: Verdict) -> Array:
     return values if verdict.path is None else along(values, verdict.path)
 
 
+def tokens_along(draft: Draft, verdict: Verdict) -> Array:
+    """``int32[B, K + 1]``: the accepted tokens, that behind them, then anything."""
+    tokens = draft.tokens
+    if verdict.path is not None:
+        tokens = jnp.take_along_axis(tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
+    follows = jnp.arange(tokens.shape[1]) == verdict.num_accepted[:, None]
+    return jnp.where(follows, verdict.next_token[:, None], tokens)
+
+
 def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
     """The path that a verdict has found."""
     tree = draft.topology
     if verdict.path is None:
-        guessed, tokens = num_guessed(draft), draft.tokens
+        guessed = num_guessed(draft)
         guesses = jnp.minimum(guessed[:, None], jnp.arange(tree.size + 1, dtype=jnp.int32))
     else:
         path, guess = verdict.path, whole_branches(draft)
-        tokens = jnp.take_along_axis(draft.tokens, jnp.maximum(path - 1, 0), axis=1)
         target_probs = at_path(target_probs, verdict)
         end = end_of(verdict.num_accepted, path)
         guessed = verdict.num_accepted + (guess & (jnp.asarray(tree.parents) == end[:, None])).any(1)
         down_to = jnp.asarray(tree.offsets)[..., None, 1:] <= jnp.arange(tree.max_depth + 1)[:, None]
         guesses = (guess[:, None, :] & down_to).sum(-1, dtype=jnp.int32)
-    tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
-    follows = jnp.arange(tokens.shape[1]) == verdict.num_accepted[:, None]
-    return Path(jnp.where(follows, verdict.next_token[:, None], tokens), target_probs, guessed, guesses)
+    return Path(tokens_along(draft, verdict), target_probs, guessed, guesses)
 
 
 def num_guessed(draft: Draft) -> Array:

@@ -5,6 +5,7 @@ from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, Drafter, Stateless
 from jspec.drafters.cascade import CascadeDrafter
 from jspec.drafters.dynamic_tree import DynamicTreeDrafter
+from jspec.drafters.eagle import EagleDrafter
 from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.horizontal import HorizontalDrafter
@@ -28,6 +29,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "DynamicTreeDrafter",
+    "EagleDrafter",
     "EarlyExitDrafter",
     "FallbackDrafter",
     "HorizontalDrafter",

@@ -1,0 +1,176 @@
+"""EAGLE heads: a layer that guesses what the target will say next from what it makes of the text.
+
+Of every token it reads the embedding together with the target's states of the token before, so that what it computes
+there belongs to the token after. Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights EAGLE-2 uses too), and
+Li et al. 2025, "EAGLE-3", section 3 (generation 3); the flags of generation 3 are those of published checkpoints.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig
+from jspec.cache import KVCache, empty_cache
+from jspec.layers import MLP, Attention, Embed, Linear, RMSNorm
+from jspec.rope import rope_tables
+from jspec.tree import Branches
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """What the forward pass needs; hashable.
+
+    Attributes:
+        generation: 1 or 3.
+        layer: of its one layer; `hidden_size` E is the head's own, `vocab_size` V the target's.
+        target_hidden_size: of the states it is told; that of `layer` in generation 1.
+        features: which of the target's states: i is what enters its layer i, -1 what leaves the last.
+        draft_vocab_size: D, how many tokens it can guess; None for all of V.
+        own_embedding: it has an embedding of its own, and does not use the target's.
+        own_head: it has an output head of its own; always where `draft_vocab_size` is less than V.
+        fc_bias: of generation 1.
+        norm_before_residual: the residual stream of the layer starts with the normed state.
+        norm_before_fc: one norm over the target's states, side by side.
+        fc_norm: a norm over each of them (EAGLE-3.1).
+        norm_output: a state goes through the final norm before it is read again (EAGLE-3.1).
+    """
+
+    generation: int
+    layer: LlamaConfig
+    target_hidden_size: int
+    features: tuple[int, ...]
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = False
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class Eagle(nnx.Module):
+    """An EAGLE head. It is a pytree, like `jspec.Llama`.
+
+    Args:
+        config: sizes and flags.
+        dtype: of weights, activations and cache.
+        rngs: random initial weights.
+    """
+
+    def __init__(self, config: EagleConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
+        self.config, layer = config, config.layer
+        size, told = layer.hidden_size, config.target_hidden_size
+        first = config.generation == 1
+        read = 2 * size if first else len(config.features) * told
+
+        def norm(size: int, wanted: bool) -> RMSNorm | None:
+            return RMSNorm(size, layer.rms_norm_eps, dtype) if wanted else None
+
+        self.input_norm = norm(read, config.norm_before_fc)
+        several = len(config.features) if config.fc_norm else 0
+        self.fc_norm = nnx.List([RMSNorm(told, layer.rms_norm_eps, dtype) for _ in range(several)])
+        self.fc = Linear(read, size, config.fc_bias, dtype, rngs)
+        self.input_layernorm, self.hidden_norm = norm(size, not first), norm(size, not first)
+        self.self_attn = Attention(layer, dtype, rngs)
+        if not first:
+            bias = self.self_attn.qkv_proj.bias is not None
+            self.self_attn.qkv_proj = Linear(2 * size, sum(_widths(layer)), bias, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(size, layer.rms_norm_eps, dtype)
+        self.mlp = MLP(layer, dtype, rngs)
+        self.norm = norm(size, not first)
+        self.embed_tokens = Embed(layer.vocab_size, size, dtype, rngs) if config.own_embedding else None
+        vocab = config.draft_vocab_size or layer.vocab_size
+        self.lm_head = Embed(vocab, size, dtype, rngs) if config.own_head else None
+        # Of every token of the target its number among those it can guess, D of others.
+        known = None if config.draft_vocab_size is None else jnp.minimum(jnp.arange(layer.vocab_size), vocab)
+        self.draft_ids = None if known is None else nnx.Variable(known)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations and cache."""
+        return self.post_attention_layernorm.weight.dtype
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache of `slots` positions for `batch` rows."""
+        layer = self.config.layer
+        return empty_cache(1, (batch, layer.num_key_value_heads, slots, layer.head_dim), self.dtype)
+
+    def embed(self, tokens: Array, target: Any) -> Array:
+        """``[B, S, E]`` of ``int32[B, S]``, by the head's own embedding or the target's."""
+        return (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
+
+    def fuse(self, features: Array, target: Any) -> Array:
+        """One state ``[B, S, E]`` of those that the target tells, ``features[B, S, F, E']``.
+
+        Of generation 1 it is the state behind the target's final norm, which its own output then imitates.
+        """
+        if self.config.generation == 1:
+            return target.norm(features[:, :, 0]).astype(self.dtype)
+        features = features.astype(self.dtype)
+        if self.fc_norm:
+            features = jnp.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], axis=2)
+        flat = features.reshape(*features.shape[:2], -1)
+        return self.fc(flat if self.input_norm is None else self.input_norm(flat))
+
+    def forward(
+        self, embeddings: Array, states: Array, cache: KVCache, start: Array, *, branches: Branches | None = None
+    ) -> tuple[Array, KVCache]:
+        """Read tokens, each with the state of the token before it.
+
+        Args:
+            embeddings: ``[B, S, E]``.
+            states: ``[B, S, E]``, from `fuse` where the target has read the token before, else from here.
+            cache, start, branches: as for `jspec.Llama.forward`; the second token of a text stands in slot 0.
+
+        Returns:
+            States ``[B, S, E]`` for the tokens after, of which `logits` and the next `forward` are made; and the cache.
+        """
+        slots = start[:, None] + jnp.arange(embeddings.shape[1])
+        positions = slots
+        if branches is not None:
+            slots, positions = slots + branches.read, start[:, None] + branches.offsets
+        layer = self.config.layer
+        tables = rope_tables(positions, layer.rope, layer.head_dim)
+        x, read = self._into_layer(embeddings, states)
+        mixed, keys, values = self.self_attn(read, cache.keys[0], cache.values[0], slots, tables, None, branches)
+        x = x + self.self_attn.o_proj(mixed)
+        x = x + self.mlp.down_proj(self.mlp(self.post_attention_layernorm(x)))
+        x = self.norm(x) if self.norm is not None and self.config.norm_output else x
+        return x, KVCache((keys,), (values,))
+
+    def _into_layer(self, embeddings: Array, states: Array) -> tuple[Array, Array]:
+        """The residual stream, and what attention reads."""
+        if self.input_layernorm is None or self.hidden_norm is None:
+            x = self.fc(jnp.concatenate([embeddings, states], axis=-1))
+            return x, x
+        normed = self.hidden_norm(states)
+        read = jnp.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
+        return normed if self.config.norm_before_residual else states, read
+
+    def logits(self, states: Array, target: Any) -> Array:
+        """``float32[B, S, V]`` of what `forward` returns; -inf for tokens that it cannot guess."""
+        found = self.draft_logits(states, target)
+        if self.draft_ids is None:
+            return found
+        room = jnp.pad(found, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+        return jnp.take(room, self.draft_ids[...], axis=-1)
+
+    def draft_logits(self, states: Array, target: Any) -> Array:
+        """``float32[B, S, D]``: of the tokens that it can guess."""
+        if self.norm is not None and not self.config.norm_output:
+            states = self.norm(states)
+        return (self.lm_head or _head(target)).logits(states)
+
+
+def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
+    """Of queries, keys and values."""
+    size = layer.head_dim
+    return layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.num_key_value_heads * size
+
+
+def _head(model: Any) -> Embed:
+    return model.embed_tokens if model.lm_head is None else model.lm_head
