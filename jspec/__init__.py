@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
     from jspec.sharding import tensor_parallel
+    from jspec.training.train import train_drafter
     from jspec.tree import Tree
     from jspec.tuning import Tuning
     from jspec.types import Output, Stats
@@ -90,6 +91,7 @@ __all__ = [
     "speculative_generate",
     "tensor_parallel",
     "theory",
+    "train_drafter",
     "tune",
 ]
 
@@ -138,6 +140,7 @@ _HOMES = {
     "quantize": "jspec.quantizer",
     "generate": "jspec.decode",
     "speculative_generate": "jspec.decode",
+    "train_drafter": "jspec.training.train",
     "tune": "jspec.auto",
     "best_exit": "jspec.exit_tuning",
 }

@@ -1,0 +1,208 @@
+"""The loop: one jitted step, the state on disk every so often, and how well it goes on texts that are held out."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspec.training.batches import Batch, Plan
+from jspec.training.kinds import Trainee, Weights
+from jspec.training.objective import Score, judge, score, total
+from jspec.training.sight import Sight, StoredStates, look
+
+_WARMUP, _CLIP = 0.03, 1.0
+_STATE, _LOG = "state", "log.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How long and how fast to train.
+
+    Attributes:
+        steps: optimiser steps.
+        depth: how many tokens in a row a draft is unrolled to.
+        loss: a name of `jspec.training.losses.LOSSES`.
+        rate: peak learning rate of the matrices (Muon) and, a tenth of it, of the rest (AdamW).
+        save_every: steps between two states on disk, and between two looks at what is held out.
+    """
+
+    steps: int
+    depth: int = 4
+    loss: str = "lk"
+    rate: float = 2e-3
+    save_every: int = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Batches, and what the target makes of them: stored, or computed by the step."""
+
+    plan: Plan
+    stored: StoredStates | None = None
+
+    def sight(self, batch: Batch) -> Sight | None:
+        return None if self.stored is None else self.stored.read(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """One look at what is held out.
+
+    Attributes:
+        step: how many steps were made.
+        loss: mean of the training loss since the last look.
+        acceptance: of held-out texts, by depth: ``sum min(p, q)`` at temperature 1.
+        agreement: of held-out texts, by depth: how often draft and target find the same token likeliest.
+    """
+
+    step: int
+    loss: float
+    acceptance: list[float]
+    agreement: list[float]
+
+
+def fit(
+    trainee: Trainee,
+    target: Any,
+    source: Source,
+    held_out: Source,
+    schedule: Schedule,
+    folder: Path,
+    say: Callable[[Progress | int], None] = lambda _: None,
+) -> Weights:
+    """Train, going on from what `folder` holds; ``say`` is told every step, and every look.
+
+    A run that was stopped at any moment and is started again makes the same steps as one that was not.
+    """
+    optimiser = _optimiser(schedule)
+    state: dict[str, Any] = {"weights": trainee.weights, "moments": optimiser.init(trainee.weights)}
+    first, state = _restored(folder, state)
+    state, spread = _placed(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    _cut_log(folder / _LOG, first)
+    train, recent = _stepper(trainee, schedule, optimiser), list[float]()
+    for step in range(first, schedule.steps):
+        batch = source.plan.batch(step)
+        state, loss = train(state, target, spread(batch.tokens), spread(batch.learned), spread(source.sight(batch)))
+        recent.append(float(loss))
+        say(step + 1)
+        if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
+            found = measure(trainee, state["weights"], target, held_out, schedule)
+            progress = Progress(step + 1, float(np.mean(recent)), found.acceptance.tolist(), found.agreement.tolist())
+            recent.clear()
+            _save(folder, step + 1, state, progress)
+            say(progress)
+    return state["weights"]
+
+
+def measure(trainee: Trainee, weights: Weights, target: Any, held_out: Source, schedule: Schedule) -> Score:
+    """The score on all that is held out; means over tokens."""
+    look_at = _scorer(trainee, schedule)
+    parts: list[Score] = []
+    for batch in held_out.plan.in_order():
+        parts.append(look_at(weights, target, batch.tokens, batch.learned, held_out.sight(batch)))
+    counts = np.stack([part.tokens for part in parts])
+    share = counts / counts.sum(0)
+    means = [(np.stack([part[i] for part in parts]) * share).sum(0) for i in range(3)]
+    return Score(means[0], means[1], means[2], counts.sum(0))
+
+
+def predicted(acceptance: list[float]) -> float:
+    """Tokens a round of a chain as deep as `acceptance`: a draft is kept where all before it were."""
+    return 1 + float(np.cumprod(acceptance).sum())
+
+
+def _said(
+    trainee: Trainee, schedule: Schedule, weights: Weights, target: Any, tokens: Array, learned: Array,
+    sight: Sight | None,
+) -> Score:  # fmt: skip
+    known = look(target, tokens, trainee.features) if sight is None else sight
+    known = Sight(*(jax.lax.stop_gradient(states).astype(target.dtype) for states in known))
+    weights = jax.tree.map(lambda leaf: leaf.astype(target.dtype), weights)
+    judged = judge(target.logits(known.hidden), trainee.draft_ids, learned)
+    return score(trainee.unroll(weights, target, tokens, known, schedule.depth), trainee.offset, judged, schedule.loss)
+
+
+def _scorer(trainee: Trainee, schedule: Schedule) -> Callable[..., Score]:
+    return jax.jit(functools.partial(_said, trainee, schedule))
+
+
+def _stepper(trainee: Trainee, schedule: Schedule, optimiser: optax.GradientTransformation) -> Callable[..., Any]:
+    """``(state, loss)`` of the state before and a batch."""
+
+    def loss_of(weights: Weights, *batch: Any) -> Array:
+        return total(_said(trainee, schedule, weights, *batch))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
+        loss, gradient = jax.value_and_grad(loss_of)(state["weights"], *batch)
+        updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
+        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, loss
+
+    return step
+
+
+def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
+    """Muon for matrices, AdamW for the rest: warm-up, then linearly down to zero."""
+    warm = max(1, int(_WARMUP * schedule.steps))
+    rate = optax.join_schedules(
+        [optax.linear_schedule(0, schedule.rate, warm), optax.linear_schedule(schedule.rate, 0, schedule.steps - warm)],
+        [warm],
+    )
+    muon = optax.contrib.muon(rate, consistent_rms=0.2, adam_learning_rate=lambda step: rate(step) / 10)
+    return optax.chain(optax.clip_by_global_norm(_CLIP), muon)
+
+
+def _placed(state: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A copy of the state on every device, and what divides the rows of a batch among them."""
+    mesh = Mesh(np.array(jax.devices()), ("rows",))
+    by_row = NamedSharding(mesh, PartitionSpec("rows"))
+    own = jax.tree.map(jnp.copy, state)  # the step takes its buffers
+    return jax.device_put(own, NamedSharding(mesh, PartitionSpec())), functools.partial(jax.device_put, device=by_row)
+
+
+def _checkpointer(folder: Path) -> Any:
+    from orbax.checkpoint import v1 as ocp  # lazily: it takes over a second
+
+    kept: Any = ocp.training.preservation_policies.LatestN(2)
+    return ocp.training.Checkpointer(str((folder / _STATE).absolute()), preservation_policy=kept)
+
+
+def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """How many steps were made, and the state after them."""
+    if not (folder / _STATE).exists():
+        return 0, state
+    with _checkpointer(folder) as checkpoints:
+        if checkpoints.latest is None:
+            return 0, state
+        return checkpoints.latest.step, checkpoints.load(None, state)
+
+
+def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) -> None:
+    """The log first: of a step whose state is not there, its lines are cut off again."""
+    with (folder / _LOG).open("a", encoding="utf-8") as log:
+        log.write(json.dumps(dataclasses.asdict(progress)) + "\n")
+    with _checkpointer(folder) as checkpoints:
+        checkpoints.save(step, state, overwrite=True)
+
+
+def read_log(folder: Path) -> Iterator[Progress]:
+    """All looks so far."""
+    file = folder / _LOG
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        yield Progress(**json.loads(line))
+
+
+def _cut_log(file: Path, step: int) -> None:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    whole = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    file.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")

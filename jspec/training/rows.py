@@ -1,0 +1,140 @@
+"""What a drafter learns from: texts as token ids, and which of their tokens it is to guess."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from jspec.prompts import check_conversation
+
+_HELD_OUT = 20  # of so many texts one is held out
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A text.
+
+    Attributes:
+        tokens: ``int32[S]``.
+        learned: ``bool[S]``: the tokens to be guessed; of a chat, what the assistant says.
+    """
+
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+def of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Row:
+    """A text whose first tokens are given."""
+    learned = np.arange(len(prompt) + len(answer)) >= len(prompt)
+    return Row(np.array([*prompt, *answer], np.int32), learned)
+
+
+def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
+    """A file of chats (``.jsonl``, an object with "messages" on every line) or of plain text, in parts of `length`.
+
+    Raises:
+        ValueError: the file is empty or malformed (with the number of the line), or chats without a chat template.
+        OSError: it cannot be read.
+    """
+    file = Path(file)
+    try:
+        content = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
+    if file.suffix == ".jsonl":
+        found = [_chat(line, tokenizer, f"{file}, line {number}")
+                 for number, line in enumerate(content.splitlines(), 1) if line.strip()]  # fmt: skip
+    else:
+        ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+        found = [of_answer((), ids)] if ids else []
+    rows = [part for row in found for part in parts(row, length)]
+    if not rows:
+        raise ValueError(f"{file} has no text to learn from; give at least one that has more than a token.")
+    return rows
+
+
+def parts(row: Row, length: int) -> Iterator[Row]:
+    """A row in parts of at most `length` tokens, without those that teach nothing."""
+    for start in range(0, len(row.tokens), length):
+        part = slice(start, start + length)
+        if row.learned[part][2:].any():  # the first token that can be guessed is the third
+            yield Row(row.tokens[part], row.learned[part])
+
+
+def divide(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows: every twentieth, and at least one, is held out.
+
+    Raises:
+        ValueError: there are fewer than two.
+    """
+    if len(rows) < 2:
+        raise ValueError(f"There is {len(rows)} text to learn from, and one must be held out; give at least 2.")
+    step = min(_HELD_OUT, len(rows))
+    held_out = [row for i, row in enumerate(rows) if i % step == step - 1]
+    return [row for i, row in enumerate(rows) if i % step != step - 1], held_out
+
+
+def save(rows: Iterable[Row], file: Path) -> None:
+    """Write rows as they are, whole or not at all."""
+    rows = list(rows)
+    partial = file.with_suffix(".partial")
+    save_file({"tokens": np.concatenate([row.tokens for row in rows]),
+               "learned": np.concatenate([row.learned for row in rows]),
+               "lengths": np.array([len(row.tokens) for row in rows])}, partial)  # fmt: skip
+    partial.rename(file)
+
+
+def load(file: Path) -> list[Row]:
+    """What `save` wrote.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        arrays = load_file(file)
+        ends = np.cumsum(arrays["lengths"])[:-1]
+        parts = np.split(arrays["tokens"], ends), np.split(arrays["learned"], ends)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete it, and its texts are written anew.") from error
+    return [Row(*part) for part in zip(*parts, strict=True)]
+
+
+def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
+    """The `count` tokens that are to be guessed most often, ``int64[count]`` in ascending order."""
+    seen = np.zeros(vocab_size, np.int64)
+    for row in rows:
+        np.add.at(seen, row.tokens[row.learned], 1)
+    return np.sort(np.argsort(-seen, kind="stable")[:count])
+
+
+def _chat(line: str, tokenizer: Any, place: str) -> Row:
+    """A conversation, in which the assistant's turns are learned."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON ({error}); expected an object with a list of messages.") from error
+    messages = entry.get("messages") if isinstance(entry, dict) else None
+    if not isinstance(messages, list):
+        raise ValueError(f'{place} has no list "messages"; expected an object like {{"messages": [...]}}.')
+    turns = [i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "assistant"]
+    if not turns:
+        raise ValueError(f"{place} has no message of the assistant; there is nothing to learn from it.")
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{place} is a chat, and the target has no chat template; give plain text instead.")
+
+    def rendered(upto: int, asked: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=asked)
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    tokens = np.array(rendered(turns[-1] + 1, False), np.int32)
+    learned = np.zeros(len(tokens), bool)
+    for i in turns:
+        check_conversation(messages[:i], place)
+        start, end = len(rendered(i, True)), len(rendered(i + 1, False))
+        learned[start:end] = True
+    return Row(tokens, learned)

@@ -1,0 +1,126 @@
+"""What the target makes of a batch, computed when it is needed or read from disk."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import Array
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jspec.training.batches import Batch, Plan
+
+_SHARD_BYTES = 256 * 2**20
+_DESCRIPTION = "states.json"
+
+
+class Sight(NamedTuple):
+    """Of every token of a batch.
+
+    Attributes:
+        states: ``[B, S, F, E]``, those that the drafter reads.
+        hidden: ``[B, S, E]``, what leaves the last layer.
+    """
+
+    states: Array
+    hidden: Array
+
+
+@functools.partial(jax.jit, static_argnames="features")
+def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
+    """The target's reading of ``tokens[B, S]``."""
+    batch, size = tokens.shape
+    start = jnp.zeros(batch, jnp.int32)
+    hidden, states, _ = target.forward_with_features(tokens, target.new_cache(batch, size), start, features)
+    return Sight(states, hidden)
+
+
+class StoredStates:
+    """A folder of safetensors files: of every row of a plan what `look` said, in bfloat16.
+
+    Args:
+        folder: made if it is not there; what an earlier run has written is kept.
+        plan: whose rows.
+        about: what else the states depend on, such as the target's name.
+
+    Raises:
+        ValueError: the folder holds states of something else, or is damaged.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, features: tuple[int, ...], about: str):
+        self._folder, self._plan, self._features = folder, plan, features
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        for row in plan.rows:
+            digest.update(row.tokens.tobytes())
+        wanted = {"about": about, "features": list(features), "rows": digest.hexdigest()}
+        file = folder / _DESCRIPTION
+        if not file.exists():
+            file.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+        elif json.loads(file.read_text(encoding="utf-8")) != wanted:
+            raise ValueError(f"{folder} holds states of other texts or of another target; name another folder, or "
+                             "delete it.")  # fmt: skip
+        self._places = {int(name): shard for shard in sorted(folder.glob("*.safetensors")) for name in _names(shard)}
+
+    def write(self, target: Any, say: Callable[[int, int], None]) -> None:
+        """Compute what is missing; ``say(done, all)`` counts rows.
+
+        Raises:
+            OSError: the disk is full; what was written before stays.
+        """
+        pending: dict[str, np.ndarray] = {}
+        for batch in self._plan.in_order(self._places.keys()):
+            sight = jax.device_get(look(target, jnp.asarray(batch.tokens), self._features))
+            whole = np.concatenate([sight.states, sight.hidden[:, :, None]], axis=2).astype(ml_dtypes.bfloat16)
+            for number, states in zip(batch.numbers, whole, strict=True):
+                if number >= 0:
+                    pending[str(number)] = states[: len(self._plan.rows[number].tokens)].copy()
+            if sum(part.nbytes for part in pending.values()) > _SHARD_BYTES:
+                self._flush(pending)
+                say(len(self._places), len(self._plan.rows))
+        self._flush(pending)
+
+    def read(self, batch: Batch) -> Sight:
+        """What was written of the rows of a batch."""
+        whole: np.ndarray | None = None
+        for place, number in enumerate(batch.numbers):
+            if number < 0:
+                continue
+            with safe_open(self._places[int(number)], framework="numpy") as handle:
+                states = handle.get_tensor(str(number))
+            if whole is None:
+                whole = np.zeros((*batch.tokens.shape, *states.shape[1:]), states.dtype)
+            whole[place, : len(states)] = states
+        assert whole is not None, "a batch has at least one row"
+        return Sight(jnp.asarray(whole[:, :, :-1]), jnp.asarray(whole[:, :, -1]))
+
+    def _flush(self, pending: dict[str, np.ndarray]) -> None:
+        """Write a shard, whole or not at all."""
+        if not pending:
+            return
+        shard = self._folder / f"states-{len(list(self._folder.glob('*.safetensors'))):05}.safetensors"
+        partial = shard.with_suffix(".partial")
+        try:
+            save_file(pending, partial)
+        except (SafetensorError, OSError) as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(f"{partial} could not be written ({error}); make room, or train without stored states.") \
+                from error  # fmt: skip
+        partial.rename(shard)
+        self._places |= dict.fromkeys(map(int, pending), shard)
+        pending.clear()
+
+
+def _names(shard: Path) -> Sequence[str]:
+    try:
+        with safe_open(shard, framework="numpy") as handle:
+            return list(handle.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{shard} is damaged ({error}); delete it, and it is written anew.") from error

@@ -1,0 +1,159 @@
+"""`train_drafter`: from a target to a drafter for it, in a folder from which an interrupted run goes on."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.checks import check_target
+from jspec.training import rows as texts
+from jspec.training.batches import Plan
+from jspec.training.fit import Progress, Schedule, Source, fit
+from jspec.training.kinds import KINDS, Trainee
+from jspec.training.losses import LOSSES
+from jspec.training.rows import Row
+from jspec.training.sight import StoredStates
+from jspec.training.writing import frame_of, write_chats
+from jspec.types import check_count
+
+_log = logging.getLogger("jspec")
+_WRITERS, _ANSWER = 64, 256  # chats at once, and how long an answer may be
+_HEAT = (0.0, 1.0)  # temperatures of the answers, for both have to be guessed
+_DRAFT_VOCAB = 8192
+_HELD_OUT_ROWS = 64
+_ROUNDS = 1_000_000  # of writing, for one seed
+_RECIPE = "recipe.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """All that decides what comes out; a folder belongs to one.
+
+    Attributes:
+        kind: of drafter, a name of `KINDS`.
+        steps, depth, loss, rate: see `Schedule`.
+        step_tokens: tokens a step, padding included.
+        length: longest text, in tokens; longer ones are read in parts.
+        written_tokens: how many tokens of answers the target writes where there is no data.
+        draft_vocab: how many of the most frequent tokens can be guessed.
+        seed: of the weights, the order and what the target writes.
+    """
+
+    kind: str = "eagle"
+    steps: int = 1000
+    depth: int = 4
+    loss: str = "lk"
+    rate: float = 6e-3
+    step_tokens: int = 4096
+    length: int = 512
+    written_tokens: int = 500_000
+    draft_vocab: int = _DRAFT_VOCAB
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for what cannot be."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}.")
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}.")
+        for name in ("steps", "depth", "step_tokens", "length", "written_tokens", "draft_vocab"):
+            check_count(name, getattr(self, name))
+        if not 0 < self.rate < 1:
+            raise ValueError(f"rate is {self.rate!r}; expected a number above 0 and below 1.")
+
+
+def train_drafter(
+    target: Any,
+    tokenizer: Any,
+    kind: str = "eagle",
+    data: str | Path | None = None,
+    *,
+    folder: str | Path,
+    store_states: bool = True,
+    say: Callable[[Progress | int], None] = lambda _: None,
+    **recipe: Any,
+) -> Any:
+    """Train a drafter for `target`.
+
+    Args:
+        target: a `jspec.Llama`; it stays as it is.
+        tokenizer: its own.
+        kind: "eagle", a head of generation 3.
+        data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; None: the target writes
+            its own, answers to questions that it asks itself (it needs a chat template).
+        folder: of the state, the texts that were written and a log; a run that was stopped goes on from it.
+        store_states: compute what the target makes of the texts once, and keep it there: 2 bytes for each of F + 1
+            states of E numbers, of every token. Otherwise every step computes it anew.
+        say: is told the number of every step, and a `Progress` at every look at held-out texts.
+        recipe: fields of `jspec.training.train.Recipe`, such as ``steps=2000``.
+
+    Returns:
+        The drafter.
+
+    Raises:
+        ValueError: data that is empty or malformed, a target without a chat template where one is needed, an argument
+            out of range, or a folder of another recipe.
+        OSError: the disk is full; nothing is left half-written.
+    """
+    check_target(target)
+    chosen = Recipe(kind=kind, **recipe)
+    chosen.check()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_folder(folder, chosen)
+    rows = _written(target, tokenizer, chosen, folder) if data is None else texts.read(data, tokenizer, chosen.length)
+    train, held_out = texts.divide(rows)
+    _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
+    size = target.config.vocab_size
+    few = texts.frequent(train, chosen.draft_vocab, size) if chosen.draft_vocab < size else None
+    trainee = KINDS[kind](target, few, chosen.seed)
+    plans = [Plan(part, chosen.step_tokens, chosen.seed, jax.device_count())
+             for part in (train, held_out[:_HELD_OUT_ROWS])]  # fmt: skip
+    sources = [Source(plan, _stored(target, plan, trainee, folder / name) if store_states else None)
+               for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
+    schedule = Schedule(chosen.steps, chosen.depth, chosen.loss, chosen.rate)
+    return trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
+
+
+def _check_folder(folder: Path, recipe: Recipe) -> None:
+    """A folder goes on with the recipe that it was begun with."""
+    file, wanted = folder / _RECIPE, dataclasses.asdict(recipe)
+    if not file.exists():
+        file.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+    elif (known := json.loads(file.read_text(encoding="utf-8"))) != wanted:
+        name = next(name for name in wanted if known.get(name) != wanted[name])
+        raise ValueError(f"{folder} was begun with {name}={known.get(name)!r}, and now it is {wanted[name]!r}; name "
+                         "another folder, or delete it.")  # fmt: skip
+
+
+def _written(target: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> list[Row]:
+    """What the target writes, a file a round; rounds that are there are not written again."""
+    frame_of(tokenizer)  # so that what cannot be is said before anything is begun
+    (folder / "texts").mkdir(exist_ok=True)
+    found: list[Row] = []
+    number = 0
+    while (done := sum(int(row.learned.sum()) for row in found)) < recipe.written_tokens:
+        _log.info("Writing: %d of %d tokens", done, recipe.written_tokens)
+        file = folder / "texts" / f"{number:05}.safetensors"
+        if not file.exists():
+            chats = write_chats(target, tokenizer, recipe.seed * _ROUNDS + number, batch=_WRITERS,
+                                answer_tokens=_ANSWER, temperatures=_HEAT)  # fmt: skip
+            if not chats:
+                raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give "
+                                 "data, texts or chats to train on.")  # fmt: skip
+            texts.save([part for chat in chats for part in texts.parts(texts.of_answer(*chat), recipe.length)], file)
+        found += texts.load(file)
+        number += 1
+    return found
+
+
+def _stored(target: Any, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:
+    about = f"{target.config} {float(np.asarray(target.norm.weight[...], np.float64).sum())!r}"
+    stored = StoredStates(folder, plan, trainee.features, about)
+    stored.write(target, lambda done, all_: _log.info("Reading: %d of %d texts", done, all_))
+    return stored

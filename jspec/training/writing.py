@@ -1,0 +1,79 @@
+"""Chats that the target writes itself: what a drafter is trained on where there is no data.
+
+A drafter has to guess what this target writes, and nobody writes that better. The user's turns are sampled too, after
+what the chat template puts before them, as Xu et al. 2024, "Magpie", section 2.1, does it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.decode import generate
+from jspec.prompts import encode
+from jspec.sampling import SamplingParams
+from jspec.text import eos_ids, request_keys
+
+QUESTION_TOKENS = 96
+_MARK = "\ue000"  # a private character, which no template has
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """What a chat template puts around the user's turn."""
+
+    before: list[int]
+    after: list[int]
+
+
+def frame_of(tokenizer: Any) -> Frame:
+    """The frame of a conversation's first turn, up to where the answer starts.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that changes what the user says.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("The target has no chat template, and without one it cannot write chats by itself; give data, "
+                         "texts or chats to train on.")  # fmt: skip
+    turn = [{"role": "user", "content": _MARK}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    if text.count(_MARK) != 1:
+        raise ValueError("The target's chat template does not show the user's turn as it is; give data to train on.")
+    before, after = (
+        tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in text.split(_MARK)
+    )
+    return Frame(before, after)
+
+
+def write_chats(
+    target: Any, tokenizer: Any, seed: int, *, batch: int, answer_tokens: int, temperatures: tuple[float, ...]
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers as ids; an answer ends with the token that ended it, or at `answer_tokens`.
+
+    Args:
+        target: a `jspec.Llama` with its `tokenizer`.
+        seed: another one gives other chats.
+        batch: how many; none at all where no question came to an end.
+        temperatures: of the answers, by turns; questions are sampled at 1.
+    """
+    frame, ends = frame_of(tokenizer), eos_ids(target, tokenizer)
+    write = functools.partial(_continue, target, tokenizer, ends)
+    questions = write([frame.before] * batch, 2 * seed, QUESTION_TOKENS, np.ones(batch, np.float32))
+    whole = [frame.before + ids[:-1] + frame.after for ids in questions if len(ids) > 1 and ids[-1] in ends]
+    # As many rows as before, so that nothing compiles again: some questions are answered twice.
+    prompts = [whole[i % len(whole)] for i in range(batch)] if whole else []
+    heat = np.resize(np.asarray(temperatures, np.float32), batch)
+    answers = write(prompts, 2 * seed + 1, answer_tokens, heat) if whole else []
+    return list(zip(prompts, answers, strict=True))
+
+
+def _continue(
+    target: Any, tokenizer: Any, ends: tuple[int, ...], prompts: list[list[int]], seed: int, most: int, heat: np.ndarray
+) -> list[list[int]]:
+    rows = encode(tokenizer, prompts)
+    out = generate(target, rows.tokens, rows.lengths, request_keys(seed, len(prompts)), max_new_tokens=most,
+                   sampling=SamplingParams(temperature=heat), eos_ids=ends)  # fmt: skip
+    tokens, lengths = jax.device_get((out.tokens, out.lengths))
+    return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]

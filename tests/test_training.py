@@ -1,0 +1,195 @@
+"""Training: what is unrolled is what a draft does, a run that stopped goes on, and what comes out guesses better."""
+
+import json
+
+import heads
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import text_pair
+import toys
+
+import jspec
+from jspec.drafters import EagleDrafter
+from jspec.drafters.base import Context, TargetView
+from jspec.training import batches, eagle, fit, kinds, losses, objective, rows, sight
+from jspec.tree import Level, Tree
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+TARGET, V = toys.tiny_llama(0, 3), 8
+LONG = toys.tiny_llama(0, 3, vocab_size=261)  # of the tokenizer's vocabulary
+LONG.lm_head.weight.set_value(6 * LONG.lm_head.weight[...])  # and sure of what it says
+
+
+def some_rows(count, size=12, seed=0):
+    tokens = np.random.default_rng(seed).integers(V, size=(count, size))
+    return [rows.of_answer(row[:2].tolist(), row[2 : size - i % 3].tolist()) for i, row in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_losses_are_those_of_numpy(name):
+    rng = np.random.default_rng(0)
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in rng.normal(size=(2, 5, 7)) * 2)
+    m = (p + q) / 2
+
+    def kl(a, b):
+        return (a * np.log(a / b)).sum(-1)
+
+    tvd = np.abs(p - q).sum(-1) / 2
+    weight = np.exp(-3 * (1 - tvd))
+    expected = {"kl": kl(p, q), "reverse-kl": kl(q, p), "jsd": (kl(p, m) + kl(q, m)) / 2, "tvd": tvd,
+                "lk": weight * kl(p, q) + (1 - weight) * tvd}[name]  # fmt: skip
+    found = losses.LOSSES[name](jnp.log(jnp.asarray(p)), jnp.log(jnp.asarray(q)))
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_gradients_are_finite_where_a_law_has_no_mass(name):
+    p, q = jnp.array([0.0, -jnp.inf, -300.0, 2.0]), jnp.array([400.0, 0.0, -200.0, 0.0])
+    slope = jax.grad(lambda q: losses.LOSSES[name](losses.log_probs(p), losses.log_probs(q)))(q)
+    assert np.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("details", [{"generation": 1}, {"generation": 3, "norm_output": True, "fc_norm": True}])
+def test_what_is_unrolled_is_what_the_drafter_says(details):
+    """At every position and depth: a draft that begins there and happens to guess the text."""
+    head = heads.eagle(TARGET, **details)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(1, 9)))
+    seen = sight.look(TARGET, tokens, head.config.features)
+    said = list(eagle.unroll(head, TARGET, tokens, seen.states, 4))
+    drafter = EagleDrafter(head)
+    for length in (2, 3, 5):  # of the text behind which a draft begins
+        lengths = jnp.array([length])
+        context = Context(tokens, lengths, jnp.zeros((1, 4, 1, 2, 1)), None, None, TargetView(TARGET, None, 1), V)
+        prompt = jnp.where(jnp.arange(9) < length, tokens, 0)
+        state = drafter.init(prompt, 16, features=sight.look(TARGET, prompt, head.config.features).states,
+                             lengths=lengths, target=TARGET)  # fmt: skip
+        logits, carry = drafter.begin(state, context, Tree.chain(4))
+        np.testing.assert_allclose(said[0][0, length - 2], logits[0], atol=1e-5)
+        for depth in range(1, 4):
+            new = tokens[:, length + depth - 1][:, None]
+            found, carry = drafter.extend(carry, new, Level(depth), context)
+            np.testing.assert_allclose(said[depth][0, length - 2 + depth], found[0, 0], atol=1e-5)
+
+
+def test_only_what_is_learned_is_scored():
+    """Against a loop over positions: the law of the token t + 2, of those that can be guessed, where it is learned."""
+    rng, ids = np.random.default_rng(0), np.array([1, 2, 5, 7])
+    logits, said = rng.normal(size=(2, 6, V)), rng.normal(size=(2, 2, 5, 4))
+    learned = rng.random((2, 6)) < 0.6
+    judge = objective.judge(jnp.asarray(logits), jnp.asarray(ids), jnp.asarray(learned))
+    found = objective.score(list(map(jnp.asarray, said)), 1, judge, "tvd")
+    for depth in range(2):
+        kept, same = [], []
+        for b, t in np.ndindex(2, 4):
+            if learned[b, t + 2] and t >= depth:
+                p, q = (np.exp(x) / np.exp(x).sum() for x in (logits[b, t + 1], said[depth, b, t]))
+                kept.append(np.minimum(p[ids], q).sum())
+                same.append(p[ids].argmax() == q.argmax())
+        np.testing.assert_allclose(found.acceptance[depth], np.mean(kept), rtol=1e-5)
+        np.testing.assert_allclose(found.agreement[depth], np.mean(same), rtol=1e-5)
+        assert found.tokens[depth] == len(kept)
+
+
+def test_every_row_is_learned_from_once_an_epoch():
+    texts = [rows.of_answer([1], [2] * size) for size in (5, 70, 70, 100, 200, 9, 8, 64)]
+    plan = batches.Plan(texts, 256, seed=1)
+    seen = [plan.batch(step) for step in range(2 * plan.steps)]
+    numbers = [sorted(n for one in half for n in one.numbers if n >= 0) for half in (seen[: plan.steps],
+                                                                                    seen[plan.steps :])]  # fmt: skip
+    assert numbers == [list(range(8))] * 2
+    assert [one.numbers.tolist() for one in seen] == [plan.batch(s).numbers.tolist() for s in range(len(seen))]
+    for one in seen:
+        assert one.tokens.size <= 256 and one.learned[one.numbers < 0].sum() == 0
+        for number, row in zip(one.numbers, one.tokens, strict=True):
+            if number >= 0:
+                np.testing.assert_array_equal(row[: len(texts[number].tokens)], texts[number].tokens)
+
+
+def run(folder, steps, stop_at=None, stored=False):
+    """A short training; it may be stopped at a step."""
+    trainee = kinds.of_eagle(TARGET, None, 0)
+    train, held = batches.Plan(some_rows(24), 64, 0), batches.Plan(some_rows(6, seed=1), 64, 0)
+    source = fit.Source(train)
+    if stored:
+        store = sight.StoredStates(folder / "states", train, trainee.features, "toy")
+        store.write(TARGET, lambda *_: None)
+        source = fit.Source(train, store)
+
+    def say(progress):
+        if progress == stop_at:
+            raise KeyboardInterrupt
+
+    return fit.fit(trainee, TARGET, source, fit.Source(held), fit.Schedule(steps, 2, rate=0.02, save_every=3), folder,
+                   say)  # fmt: skip
+
+
+def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = run(whole, 9)
+    for stop in (2, 8):  # before the first state is on disk, and behind one
+        with pytest.raises(KeyboardInterrupt):
+            run(parts, 9, stop)
+    with (parts / "log.jsonl").open("a") as log:
+        log.write('{"step": 7, "loss"')  # a line that was being written
+    found = run(parts, 9)
+    assert (parts / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
+    assert [one.step for one in fit.read_log(parts)] == [3, 6, 9]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_stored_states_are_those_that_are_computed(tmp_path):
+    """But for bfloat16; and they are not computed twice."""
+    train = batches.Plan(some_rows(10), 64, 0)
+    store = sight.StoredStates(tmp_path, train, (0, 2), "toy")
+    store.write(TARGET, lambda *_: None)
+    again = sight.StoredStates(tmp_path, train, (0, 2), "toy")
+    again.write(None, lambda *_: None)
+    for batch in train.in_order():
+        found, expected = again.read(batch), sight.look(TARGET, batch.tokens, (0, 2))
+        for number, row in enumerate(batch.numbers):
+            size = len(train.rows[row].tokens) if row >= 0 else 0
+            for ours, theirs in zip(found, expected, strict=True):
+                np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=0.01)
+    run(tmp_path / "run", 3, stored=True)
+    with pytest.raises(ValueError, match="holds states of other texts or of another target; name another folder"):
+        sight.StoredStates(tmp_path, train, (0, 1), "toy")
+    shard = next(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"is damaged .*; delete it, and it is written anew"):
+        sight.StoredStates(tmp_path, train, (0, 2), "toy")
+
+
+def chats(file, count=24):
+    lines = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "the the " * 4}]}
+             for i in range(count)]  # fmt: skip
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def chatty():
+    tokenizer = text_pair.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return tokenizer
+
+
+def test_a_trained_drafter_guesses_better_and_leaves_the_text_alone(tmp_path, prompts):
+    looks, data = [], chats(tmp_path / "chats.jsonl")
+    options = {"depth": 3, "step_tokens": 512, "draft_vocab": 200, "rate": 0.02}
+    drafter = jspec.train_drafter(LONG, chatty(), data=data, folder=tmp_path / "run", steps=40, say=looks.append,
+                                  **options)  # fmt: skip
+    untrained = jspec.train_drafter(LONG, chatty(), data=data, folder=tmp_path / "none", steps=1, store_states=False,
+                                    **options)  # fmt: skip
+    first, last = next(fit.read_log(tmp_path / "none")), looks[-1]
+    assert [one for one in looks if isinstance(one, int)] == list(range(1, 41))
+    assert last.acceptance[0] > first.acceptance[0] + 0.2
+    assert fit.predicted([0.5, 0.5]) == 1.75
+    batch = prompts([4, 2], vocab_size=V)
+    plain = jspec.generate(LONG, *batch, max_new_tokens=24)
+    for one in (drafter, untrained):
+        out = jspec.speculative_generate(LONG, one, *batch, max_new_tokens=24, accept="coupled")
+        np.testing.assert_array_equal(out.tokens, plain.tokens)

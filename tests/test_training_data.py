@@ -1,0 +1,132 @@
+"""What a drafter is trained on: files, and chats that the target writes itself."""
+
+import json
+
+import numpy as np
+import pytest
+import toys
+from test_training import chats, chatty
+
+import jspec
+from jspec.training import rows, writing
+
+TARGET = toys.tiny_llama(0, 1, vocab_size=261)
+
+
+def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
+    tokenizer = chatty()
+    file = tmp_path / "two.jsonl"
+    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    (row,) = rows.read(file, tokenizer, 512)
+    text = "".join(tokenizer.decode([i]) if learned else "." for i, learned in
+                   zip(row.tokens, row.learned, strict=True))  # fmt: skip
+    assert text.strip(".").startswith("b<|end|>.") and text.endswith(".the end<|end|>")
+    assert tokenizer.decode(row.tokens) == "user:a?<|end|>assistant:b<|end|>user:c?<|end|>assistant:the end<|end|>"
+
+
+def test_a_text_is_read_in_parts(tmp_path):
+    file = tmp_path / "plain.txt"
+    file.write_text("the cat sat in a tree " * 20)
+    found = rows.read(file, text := chatty(), 50)
+    assert [len(row.tokens) for row in found[:-1]] == [50] * (len(found) - 1)
+    assert text.decode(np.concatenate([row.tokens for row in found])) == file.read_text()
+    train, held = rows.divide(found)
+    assert len(train) + len(held) == len(found) and held
+
+
+def test_rows_on_disk(tmp_path):
+    some = [rows.of_answer([1, 2], [3]), rows.of_answer([], [4, 5])]
+    rows.save(some, tmp_path / "rows.safetensors")
+    for found, expected in zip(rows.load(tmp_path / "rows.safetensors"), some, strict=True):
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.learned, expected.learned)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_most_frequent_tokens_of_answers():
+    some = [rows.of_answer([9, 9, 9], [3, 3, 5]), rows.of_answer([], [5, 5, 1])]
+    assert rows.frequent(some, 2, 10).tolist() == [3, 5]
+
+
+def test_the_target_writes_chats(tmp_path):
+    """Questions behind what the template puts before them, and answers behind what it puts after."""
+    tokenizer = chatty()
+    frame = writing.frame_of(tokenizer)
+    assert (tokenizer.decode(frame.before), tokenizer.decode(frame.after)) == ("user:", "<|end|>assistant:")
+    found = writing.write_chats(TARGET, tokenizer, 3, batch=6, answer_tokens=12, temperatures=(0.0, 1.0))
+    assert len(found) == 6
+    for prompt, answer in found:
+        text = tokenizer.decode(prompt)
+        assert text.startswith("user:") and text.endswith("<|end|>assistant:") and 0 < len(answer) <= 12
+        assert 0 not in answer[:-1]
+    again = writing.write_chats(TARGET, tokenizer, 3, batch=6, answer_tokens=12, temperatures=(0.0, 1.0))
+    assert found == again
+    tokens = np.array([found[0][0]])
+    greedy = jspec.generate(TARGET, tokens, [tokens.shape[1]], jspec.text.request_keys(0, 1), max_new_tokens=12,
+                            sampling=jspec.SamplingParams(temperature=0.0), eos_ids=0)  # fmt: skip
+    assert np.asarray(greedy.tokens)[0, : len(found[0][1])].tolist() == found[0][1]
+
+
+def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("jspec.training.train._WRITERS", 6)
+    monkeypatch.setattr("jspec.training.train._ANSWER", 12)
+    options = {"folder": tmp_path, "steps": 1, "depth": 1, "step_tokens": 4096, "written_tokens": 40, "length": 128}
+    jspec.train_drafter(TARGET, chatty(), **options)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "texts").iterdir()}
+    monkeypatch.setattr("jspec.training.train.write_chats", None)
+    jspec.train_drafter(TARGET, chatty(), **options)
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "texts").iterdir()}
+    with pytest.raises(ValueError, match="was begun with steps=1, and now it is 2; name another folder"):
+        jspec.train_drafter(TARGET, chatty(), **options | {"steps": 2})
+
+
+MALFORMED = {
+    "no JSON": ("{", "chats.jsonl, line 2 is no JSON"),
+    "no messages": ('{"text": "a"}', 'line 2 has no list "messages"; expected an object like'),
+    "nothing said": ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the assistant"),
+    "a role": (
+        '{"messages": [{"role": "cat", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        "line 2, message 0 has the role 'cat'",
+    ),
+    "no text": ('{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}', "line 2, message 0 is "),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_chats(tmp_path, name):
+    line, message = MALFORMED[name]
+    file = chats(tmp_path / "chats.jsonl", 1)
+    file.write_text(file.read_text() + "\n" + line)
+    with pytest.raises(ValueError, match=message):
+        rows.read(file, chatty(), 64)
+
+
+def test_data_that_is_none(tmp_path):
+    empty, strange = tmp_path / "empty.txt", tmp_path / "strange.txt"
+    empty.write_text("")
+    strange.write_bytes(b"abc\xff")
+    with pytest.raises(ValueError, match=r"empty\.txt has no text to learn from"):
+        rows.read(empty, chatty(), 64)
+    with pytest.raises(ValueError, match=r"is not UTF-8 text \(byte 3\)"):
+        rows.read(strange, chatty(), 64)
+    with pytest.raises(ValueError, match="There is 1 text to learn from, and one must be held out"):
+        rows.divide(some := [rows.of_answer([], [1, 2, 3])])
+    plain = chatty()
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="is a chat, and the target has no chat template"):
+        rows.read(chats(tmp_path / "chats.jsonl"), plain, 64)
+    with pytest.raises(ValueError, match="The target has no chat template, and without one it cannot write chats"):
+        jspec.train_drafter(TARGET, plain, folder=tmp_path / "run")
+    assert some
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"kind": "owl"}, "kind is 'owl'; expected one of eagle"), ({"loss": "l2"}, "loss is 'l2'; expected one of kl"),
+     ({"steps": 0}, "steps must be"), ({"rate": 2}, "rate is 2; expected a number above 0")],
+)  # fmt: skip
+def test_recipes_that_are_none(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        jspec.train_drafter(TARGET, chatty(), folder=tmp_path / "run", **change)
+    assert not (tmp_path / "run").exists()
