@@ -91,6 +91,11 @@ class Llama(nnx.Module):
         """Of activations and cache: that of the norms, which are never quantised."""
         return self.norm.weight.dtype
 
+    @property
+    def head(self) -> Embed:
+        """What makes logits of normed states: `lm_head`, or `embed_tokens` where the two are one."""
+        return self.embed_tokens if self.lm_head is None else self.lm_head
+
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache of `slots` positions for `batch` rows."""
         config = self.config
@@ -180,5 +185,4 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """``float32[B, S, V]`` from the hidden states of `forward`."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(self.norm(hidden))
+        return self.head.logits(self.norm(hidden))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import eagle_heads
 import heads
 import jax
 import numpy as np
@@ -33,9 +34,9 @@ _MAKERS = {
     "bigram": lambda target, draft, corpus, v: BigramDrafter.from_tokens(corpus, v, smoothing=0.5),
     "retrieval": lambda target, draft, corpus, v: RetrievalDrafter.from_tokens(corpus, v, max_ngram=3, min_ngram=1),
     "early exit": lambda target, draft, corpus, v: EarlyExitDrafter(1),
-    "eagle": lambda target, draft, corpus, v: EagleDrafter(heads.eagle(target, 1)),
+    "eagle": lambda target, draft, corpus, v: EagleDrafter(eagle_heads.eagle(target, 1)),
     "eagle 3": lambda target, draft, corpus, v: EagleDrafter(
-        heads.eagle(target, 3, fc_norm=True, norm_output=True, draft_vocab_size=v // 2, own_head=True)
+        eagle_heads.eagle(target, 3, fc_norm=True, norm_output=True, draft_vocab_size=v // 2, own_head=True)
     ),
     # Of so short a corpus the end is near: now and then a guess for one token, and none for the next.
     "fallback": lambda target, draft, corpus, v: FallbackDrafter(
@@ -50,8 +51,10 @@ _MAKERS = {
     "horizontal": lambda target, draft, corpus, v: HorizontalDrafter(
         draft, HorizontalDrafter(RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), EarlyExitDrafter(1), 1), 1
     ),
+    "medusa": lambda target, draft, corpus, v: heads.medusa(target),
 }
 NAMES = tuple(_MAKERS)
+HEADS = ("medusa",)  # those of trained weights, here random
 # Those that draft trees of their own; they are made alike.
 _TREES = {
     "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),

@@ -1,29 +1,54 @@
-"""Trained heads, of random weights, for the toys."""
+"""Trained-head drafters with random weights, and a target whose law they can know."""
 
-import dataclasses
-
+import jax
 import jax.numpy as jnp
 import numpy as np
+import toys
 from flax import nnx
 
-from jspec.eagle import Eagle, EagleConfig
+import jspec
+from jspec.drafters.medusa import MedusaDrafter
+
+# Logits of a text that goes round in a circle of 8 tokens.
+CIRCLE = 20 * np.roll(np.eye(8), 3, axis=1)
 
 
-def eagle(target, generation=3, seed=3, layer=None, **details):
-    """An EAGLE head for `target`, with weights far from 0 so that its guesses depend on what it reads."""
-    config = EagleConfig(
-        generation=generation,
-        layer=layer or dataclasses.replace(target.config, num_hidden_layers=1),
-        **{"target_hidden_size": target.config.hidden_size, "features": (-1,) if generation == 1 else (0, 1, 2)}
-        | details,
-    )
-    head = nnx.eval_shape(lambda: Eagle(config, target.dtype, rngs=nnx.Rngs(0)))
+def drawn(module, seed=0):
+    """`module` with random matrices and biases; what it computes is far from what it was given."""
     rng = np.random.default_rng(seed)
-    for path, leaf in nnx.to_flat_state(nnx.state(head)):
-        if path[-1] == "draft_ids":
-            leaf.set_value(jnp.minimum(jnp.arange(leaf.shape[0], dtype=jnp.int32), config.draft_vocab_size))
-        elif len(leaf.shape) == 2:
-            leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape) * leaf.shape[0] ** -0.5, leaf.dtype))
-        else:
-            leaf.set_value(jnp.asarray(1 + 0.1 * rng.normal(size=leaf.shape), leaf.dtype))
-    return head
+
+    def draw(leaf):
+        return jnp.asarray(rng.normal(size=leaf.shape) * leaf.shape[0] ** -0.5, leaf.dtype)
+
+    return jax.tree.map(draw, module)
+
+
+def medusa(target, count=3, blocks=1, seed=0):
+    return drawn(MedusaDrafter.untrained(target, count, blocks, rngs=nnx.Rngs(0)), seed)
+
+
+def markov_llama(table):
+    """A Llama whose logits behind a token are ``table[token]``, whatever came before: its layers add nothing."""
+    model = toys.tiny_llama(0, 2)
+    size = model.config.hidden_size
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight.set_value(jnp.zeros_like(layer.self_attn.o_proj.weight[...]))
+        layer.mlp.down_proj.weight.set_value(jnp.zeros_like(layer.mlp.down_proj.weight[...]))
+    model.embed_tokens.weight.set_value(jnp.eye(size, len(table)))
+    model.lm_head.weight.set_value(output_head(table, size))
+    return model
+
+
+def output_head(table, size):
+    """``[E, V]``, which makes ``table[token]`` of a token's one-hot vector behind a norm."""
+    return jnp.pad(jnp.asarray(table, jnp.float32), ((0, size - len(table)), (0, 0))) * size**-0.5
+
+
+def check_always_right(target, drafter, temperature, num_draft_tokens=3, rounds=6):
+    """Behind prompts that the target could have written, 24 tokens."""
+    tokens, keys = (3 * np.arange(4) + [[0], [5]]) % 8, jax.random.split(jax.random.key(0), 2)
+    sampling = jspec.SamplingParams(temperature=temperature)
+    out = jspec.speculative_generate(target, drafter, tokens, [4, 3], keys, max_new_tokens=24, sampling=sampling,
+                                     num_draft_tokens=num_draft_tokens)  # fmt: skip
+    assert out.stats.judged.sum() and (out.stats.acceptance_rate == 1).all()
+    assert out.stats.rounds.tolist() == [rounds, rounds]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-import heads
+import eagle_heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +51,7 @@ def read_whole(head, tokens):
 def test_it_has_read_the_text(prompts, kind, tree):
     """Beside refused guesses, ends and limits, and from a prompt of one token on."""
     wrap, length, rule = TREES[tree]
-    head = heads.eagle(TARGET, **KINDS[kind])
+    head = eagle_heads.eagle(TARGET, **KINDS[kind])
     drafter, length = wrap(EagleDrafter(head)), as_draft_length(length)
     tokens, lengths, keys = prompts([5, 1, 3, 9], vocab_size=V)
     tokens = np.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
@@ -80,7 +80,7 @@ def test_a_head_that_is_the_target_is_always_right(prompts):
     target = toys.tiny_llama(0, 1)
     columns = target.embed_tokens.weight[...]
     target.embed_tokens.weight.set_value(columns / jnp.sqrt(jnp.mean(columns**2, axis=0)))  # nothing left to norm
-    head = heads.eagle(target, generation=1)
+    head = eagle_heads.eagle(target, generation=1)
     head.fc.weight.set_value(jnp.eye(32, 16))
     for layer in (target.layers[0], head):
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -94,7 +94,7 @@ def test_a_head_that_is_the_target_is_always_right(prompts):
 
 def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
     """A head for tokens 2, 5 and 7 drafts these and no others, whatever rows it keeps them in."""
-    head = heads.eagle(TARGET, generation=3, draft_vocab_size=3, own_head=True)
+    head = eagle_heads.eagle(TARGET, generation=3, draft_vocab_size=3, own_head=True)
     head.draft_ids.set_value(jnp.array([3, 3, 1, 3, 3, 0, 3, 2], jnp.int32))
     states = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 16)), jnp.float32)
     found, few = head.logits(states, TARGET), head.draft_logits(states, TARGET)
@@ -113,7 +113,7 @@ def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
      ({"features": (0, 4)}, "features of EagleDrafter holds 4; expected whole numbers from 0 to 3,")],
 )  # fmt: skip
 def test_a_head_for_another_target(prompts, change, message):
-    head = heads.eagle(TARGET, **({"generation": 3} | change))
+    head = eagle_heads.eagle(TARGET, **({"generation": 3} | change))
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(TARGET, EagleDrafter(head), *prompts([3], vocab_size=V), max_new_tokens=8)
 

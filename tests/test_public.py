@@ -57,6 +57,7 @@ def test_the_public_names():
         "Lenient",
         "Llama",
         "LookaheadDrafter",
+        "MedusaDrafter",
         "MixtureDrafter",
         "ModelDrafter",
         "MultiDrafter",

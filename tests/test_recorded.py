@@ -53,8 +53,10 @@ OTHERS = {
     )
 } | {"plain": (None, "rejection", 0, {}), "plain, penalties": (None, "rejection", 0, PENALTIES)}
 PROGRAMS = MATRIX | OTHERS
-# Every drafter, every rule, and each length.
-FEW = {f"{name}, {list(RULES)[i % len(RULES)]}" for i, name in enumerate(drafters.NAMES)} | {
+# Every drafter but trained heads, every rule, and each length.
+FEW = {
+    f"{name}, {list(RULES)[i % len(RULES)]}" for i, name in enumerate(drafters.NAMES) if name not in drafters.HEADS
+} | {
     "ngram, rejection, UpTo",
     "cascade, coupled, UpTo, penalties",
     "model, rejection, WhileConfident",

@@ -2,7 +2,7 @@
 
 import json
 
-import heads
+import eagle_heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +54,7 @@ def test_gradients_are_finite_where_a_law_has_no_mass(name):
 @pytest.mark.parametrize("details", [{"generation": 1}, {"generation": 3, "norm_output": True, "fc_norm": True}])
 def test_what_is_unrolled_is_what_the_drafter_says(details):
     """At every position and depth: a draft that begins there and happens to guess the text."""
-    head = heads.eagle(TARGET, **details)
+    head = eagle_heads.eagle(TARGET, **details)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(1, 9)))
     seen = sight.look(TARGET, tokens, head.config.features)
     said = list(eagle.unroll(head, TARGET, tokens, seen.states, 4))

@@ -10,6 +10,7 @@ from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.horizontal import HorizontalDrafter
 from jspec.drafters.lookahead import LookaheadDrafter
+from jspec.drafters.medusa import MedusaDrafter
 from jspec.drafters.mixture import MixtureDrafter
 from jspec.drafters.model import ModelDrafter
 from jspec.drafters.multi import MultiDrafter
@@ -35,6 +36,7 @@ __all__ = [
     "HorizontalDrafter",
     "Level",
     "LookaheadDrafter",
+    "MedusaDrafter",
     "MixtureDrafter",
     "ModelDrafter",
     "MultiDrafter",

@@ -1,0 +1,76 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Medusa: heads beside the target's own guess the tokens behind the next one, all from one state of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig
+from jspec.drafters.heads import ParallelHeadsDrafter
+from jspec.layers import Embed, Linear
+from jspec.types import pytree
+
+
+class ResBlock(nnx.Module):
+    """``x + silu(W x + b)``, in the dtype of b."""
+
+    def __init__(self, size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.linear = Linear(size, size, True, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        assert self.linear.bias is not None
+        x = x.astype(self.linear.bias[...].dtype)
+        return x + jax.nn.silu(self.linear(x))
+
+
+class MedusaHead(nnx.Module):
+    """Residual blocks, then an output head of its own."""
+
+    def __init__(self, config: LlamaConfig, num_blocks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.blocks = nnx.List([ResBlock(config.hidden_size, dtype, rngs) for _ in range(num_blocks)])
+        self.lm_head = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """``float32[B, S, V]`` of the target's states behind its final norm, ``[B, S, E]``."""
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head.logits(x)
+
+
+@pytree
+class MedusaDrafter(ParallelHeadsDrafter):
+    """Drafts with H heads on the target's last state: head i guesses the token i + 1 behind the next one.
+
+    Cai et al. 2024, "Medusa", section 2.1.1: ``logits_i = U_i(x + silu(W_i x + b_i))``, x the state after the target's
+    final norm. A head does not see what the others have drawn. Heads that were trained together with their target
+    (Medusa-2) draft for that target, whose weights they have changed.
+
+    Attributes:
+        heads: `MedusaHead` of each depth.
+    """
+
+    heads: tuple[MedusaHead, ...]
+
+    @classmethod
+    def untrained(cls, target: Any, num_heads: int = 4, num_blocks: int = 1, *, rngs: nnx.Rngs) -> "MedusaDrafter":
+        """Random heads, to be trained for `target` or to be given weights."""
+        made = [MedusaHead(target.config, num_blocks, target.dtype, rngs) for _ in range(num_heads)]
+        return cls(tuple(made))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.heads[0].lm_head.weight[...].shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.heads[0].lm_head.weight[...].shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
+
+    def logits(self, x: Array, target: Any, depth: int) -> Array:
+        return jnp.stack([head(x) for head in self.heads[:depth]], axis=2)
