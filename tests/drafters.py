@@ -52,9 +52,10 @@ _MAKERS = {
         draft, HorizontalDrafter(RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), EarlyExitDrafter(1), 1), 1
     ),
     "medusa": lambda target, draft, corpus, v: heads.medusa(target),
+    "hydra": lambda target, draft, corpus, v: heads.hydra(target),
 }
 NAMES = tuple(_MAKERS)
-HEADS = ("medusa",)  # those of trained weights, here random
+HEADS = ("medusa", "hydra")  # those of trained weights, here random
 # Those that draft trees of their own; they are made alike.
 _TREES = {
     "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),

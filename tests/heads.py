@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 import toys
 from flax import nnx
 
 import jspec
+from jspec.drafters.hydra import HydraDrafter
 from jspec.drafters.medusa import MedusaDrafter
 
 # Logits of a text that goes round in a circle of 8 tokens.
@@ -23,8 +25,20 @@ def drawn(module, seed=0):
     return jax.tree.map(draw, module)
 
 
+def loaded(linear, ours):
+    """`linear` with the weights of a `jspec.layers.Linear` or of an output head."""
+    linear.weight.data = torch.tensor(np.array(ours.weight[...].T))
+    if linear.bias is not None:
+        linear.bias.data = torch.tensor(np.array(ours.bias[...]))
+    return linear
+
+
 def medusa(target, count=3, blocks=1, seed=0):
     return drawn(MedusaDrafter.untrained(target, count, blocks, rngs=nnx.Rngs(0)), seed)
+
+
+def hydra(target, count=3, blocks=2, own_head=True, seed=0):
+    return drawn(HydraDrafter.untrained(target, count, blocks, own_head, rngs=nnx.Rngs(0)), seed)
 
 
 def markov_llama(table):
@@ -44,11 +58,12 @@ def output_head(table, size):
     return jnp.pad(jnp.asarray(table, jnp.float32), ((0, size - len(table)), (0, 0))) * size**-0.5
 
 
-def check_always_right(target, drafter, temperature, num_draft_tokens=3, rounds=6):
-    """Behind prompts that the target could have written, 24 tokens."""
+def check_always_right(target, drafter, temperature, num_draft_tokens=3, accept="rejection"):
+    """Behind prompts that the target could have written, 24 tokens, 4 a round."""
     tokens, keys = (3 * np.arange(4) + [[0], [5]]) % 8, jax.random.split(jax.random.key(0), 2)
     sampling = jspec.SamplingParams(temperature=temperature)
+    length = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
     out = jspec.speculative_generate(target, drafter, tokens, [4, 3], keys, max_new_tokens=24, sampling=sampling,
-                                     num_draft_tokens=num_draft_tokens)  # fmt: skip
+                                     accept=accept, **length)  # fmt: skip
     assert out.stats.judged.sum() and (out.stats.acceptance_rate == 1).all()
-    assert out.stats.rounds.tolist() == [rounds, rounds]
+    assert out.stats.rounds.tolist() == [6, 6]

@@ -11,7 +11,7 @@ from bench import abstract
 FEW = [
     (name, cover.RULE_OBJECTS[i % 5], cover.LENGTHS[i // 2 % len(cover.LENGTHS)], i % 3 == 0, (1, 8)[i % 2])
     for i, name in enumerate(cover.CHOICES[0])
-    if name not in ("medusa", "blockwise")
+    if name not in ("medusa", "hydra", "blockwise")
 ]
 
 

@@ -19,7 +19,11 @@ from jspec.round import play_round
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 2)
 V, NEW = TARGET.config.vocab_size, 20
-HEADS = {"medusa": heads.medusa}
+HEADS = {
+    "medusa": heads.medusa,
+    "hydra": heads.hydra,
+    "hydra, shared": lambda target: heads.hydra(target, own_head=False),
+}
 
 
 def rounds(target, drafter, batch, length, rule, limits, eos_ids=(-1,)):
@@ -58,8 +62,13 @@ def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rul
     assert compared > 8
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("kind", ["tree", "search"])
+QUICK = ("medusa", "search"), ("hydra", "tree")
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    pytest.param(name, kind, marks=[] if (name, kind) in QUICK else pytest.mark.slow)
+    for name in HEADS for kind in ("tree", "search")
+])  # fmt: skip
 def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
     """Under "coupled", with penalties."""
     batch, drafter = prompts([4, 1, 6], vocab_size=V), HEADS[name](TARGET)
@@ -72,9 +81,8 @@ def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
     assert out.stats.accepted.sum()
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_prompt_of_one_token_has_no_guess_at_first(prompts, name):
-    out = jspec.speculative_generate(TARGET, HEADS[name](TARGET), *prompts([1, 2], vocab_size=V), max_new_tokens=1,
+def test_a_prompt_of_one_token_has_no_guess_at_first(prompts):
+    out = jspec.speculative_generate(TARGET, heads.medusa(TARGET), *prompts([1, 2], vocab_size=V), max_new_tokens=1,
                                      num_draft_tokens=jspec.UpTo(2))  # fmt: skip
     assert out.stats.drafted.tolist() == [0, 1]
 

@@ -25,14 +25,6 @@ class ResBlock(torch.nn.Module):
         return x + self.act(self.linear(x))
 
 
-def loaded(linear, ours):
-    """`linear` with the weights of a `jspec.layers.Linear` or of an output head."""
-    linear.weight.data = torch.tensor(np.array(ours.weight[...].T))
-    if linear.bias is not None:
-        linear.bias.data = torch.tensor(np.array(ours.bias[...]))
-    return linear
-
-
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_logits_are_those_of_pytorch(blocks):
     drafter, x = heads.medusa(TARGET, 3, blocks), np.random.default_rng(1).normal(size=(4, 5, E)).astype(np.float32)
@@ -40,8 +32,8 @@ def test_logits_are_those_of_pytorch(blocks):
     for i, ours in enumerate(drafter.heads):
         head = torch.nn.Sequential(*(ResBlock(E) for _ in range(blocks)), torch.nn.Linear(E, V, bias=False))
         for j in range(blocks):
-            loaded(head[j].linear, ours.blocks[j].linear)
-        loaded(head[-1], ours.lm_head)
+            heads.loaded(head[j].linear, ours.blocks[j].linear)
+        heads.loaded(head[-1], ours.lm_head)
         np.testing.assert_allclose(found[:, :, i], head(torch.tensor(x)).detach(), atol=1e-5)
 
 

@@ -54,6 +54,7 @@ def test_the_public_names():
         "FallbackDrafter",
         "Heuristic",
         "HorizontalDrafter",
+        "HydraDrafter",
         "Lenient",
         "Llama",
         "LookaheadDrafter",

@@ -9,6 +9,7 @@ from jspec.drafters.eagle import EagleDrafter
 from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.horizontal import HorizontalDrafter
+from jspec.drafters.hydra import HydraDrafter
 from jspec.drafters.lookahead import LookaheadDrafter
 from jspec.drafters.medusa import MedusaDrafter
 from jspec.drafters.mixture import MixtureDrafter
@@ -34,6 +35,7 @@ __all__ = [
     "EarlyExitDrafter",
     "FallbackDrafter",
     "HorizontalDrafter",
+    "HydraDrafter",
     "Level",
     "LookaheadDrafter",
     "MedusaDrafter",

@@ -38,7 +38,13 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
     `jspec.TreeDrafter` draws a tree from them. `carry`, a pytree, is what it remembers within a draft. One that
     remembers more, from round to round, has an `init`, an `end` and a `keep` of its own. For a type checker
     ``AutoregressiveDrafter[State, Carry]`` says of which types they are; a state of nothing is ``tuple[()]``.
+
+    Attributes:
+        unrolled: whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with
+            it; for few steps that differ. All of them are run then, whatever the row's draft length.
     """
+
+    unrolled = False
 
     def begin(self, state: State, context: Context, tree: Tree) -> tuple[Array, Carry]:
         """Logits ``[B, V]`` of the tokens that follow the text, and the carry, with room for a draft that is `tree`.
@@ -77,7 +83,7 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
         logits, carry = self.begin(state, context, Tree.chain(num_draft_tokens))
         everywhere = jnp.ones(context.lengths.size, bool)
         first = _draw(logits, context.token_counts, everywhere, 0, context)
-        loop = lax.scan if context.budget is None else _scan_while_continued
+        loop = _unrolled if self.unrolled else lax.scan if context.budget is None else _scan_while_continued
         (carry, _), later = loop(advance, vary_like((carry, first), context.lengths), jnp.arange(1, num_draft_tokens))
         heads = first.token, first.probs
         tokens, laws = (jnp.concatenate([head[None], tail]) for head, tail in zip(heads, later, strict=True))
@@ -104,6 +110,21 @@ def _draw(
 
 def _zeros(count: int, like: Array) -> Array:
     return jnp.zeros((count, *like.shape), like.dtype)
+
+
+def _unrolled(
+    advance: Callable[[_Carried[Carry], Array | int], tuple[_Carried[Carry], tuple[Array, Array]]],
+    carried: _Carried[Carry],
+    ks: Array,
+) -> tuple[_Carried[Carry], tuple[Array, Array]]:
+    """`lax.scan` over 1, 2, ..., without a loop."""
+    first, drawn = carried[1], list[tuple[Array, Array]]()
+    for k in range(1, ks.size + 1):
+        carried, one = advance(carried, k)
+        drawn.append(one)
+    if not drawn:
+        return carried, (_zeros(0, first.token), _zeros(0, first.probs))
+    return carried, (jnp.stack([token for token, _ in drawn]), jnp.stack([law for _, law in drawn]))
 
 
 def _scan_while_continued(
