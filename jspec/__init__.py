@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jspec.draft_length import ByAcceptance, ByConfidence, Heuristic, UpTo, WhileConfident
     from jspec.drafters import (
         BigramDrafter,
+        BlockwiseDrafter,
         CascadeDrafter,
         DynamicTreeDrafter,
         EagleDrafter,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BigramDrafter",
+    "BlockwiseDrafter",
     "ByAcceptance",
     "ByConfidence",
     "CascadeDrafter",
@@ -110,6 +112,7 @@ _HOMES = {
     "Relaxed": "jspec.acceptance.lossy",
     "Llama": "jspec.llama",
     "BigramDrafter": "jspec.drafters",
+    "BlockwiseDrafter": "jspec.drafters",
     "CascadeDrafter": "jspec.drafters",
     "DynamicTreeDrafter": "jspec.drafters",
     "EagleDrafter": "jspec.drafters",

@@ -8,6 +8,7 @@ import toys
 from flax import nnx
 
 import jspec
+from jspec.drafters.blockwise import BlockwiseDrafter
 from jspec.drafters.hydra import HydraDrafter
 from jspec.drafters.medusa import MedusaDrafter
 
@@ -39,6 +40,10 @@ def medusa(target, count=3, blocks=1, seed=0):
 
 def hydra(target, count=3, blocks=2, own_head=True, seed=0):
     return drawn(HydraDrafter.untrained(target, count, blocks, own_head, rngs=nnx.Rngs(0)), seed)
+
+
+def blockwise(target, count=3, seed=0):
+    return drawn(BlockwiseDrafter.untrained(target, count, rngs=nnx.Rngs(0)), seed)
 
 
 def markov_llama(table):

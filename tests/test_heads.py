@@ -23,6 +23,7 @@ HEADS = {
     "medusa": heads.medusa,
     "hydra": heads.hydra,
     "hydra, shared": lambda target: heads.hydra(target, own_head=False),
+    "blockwise": heads.blockwise,
 }
 
 

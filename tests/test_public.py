@@ -44,6 +44,7 @@ def _room(dotted):
 def test_the_public_names():
     assert jspec.__all__ == [
         "BigramDrafter",
+        "BlockwiseDrafter",
         "ByAcceptance",
         "ByConfidence",
         "CascadeDrafter",

@@ -3,6 +3,7 @@
 
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, Drafter, Stateless
+from jspec.drafters.blockwise import BlockwiseDrafter
 from jspec.drafters.cascade import CascadeDrafter
 from jspec.drafters.dynamic_tree import DynamicTreeDrafter
 from jspec.drafters.eagle import EagleDrafter
@@ -26,6 +27,7 @@ from jspec.types import Draft
 __all__ = [
     "AutoregressiveDrafter",
     "BigramDrafter",
+    "BlockwiseDrafter",
     "CascadeDrafter",
     "Context",
     "Draft",
