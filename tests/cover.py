@@ -24,7 +24,8 @@ TREES = [(f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
              ("tree", "bigram", "k-seq"),
              ("search", "model", "coupled"), ("search", "early exit", "coupled"), ("search", "retrieval", "coupled")))
          ] + [("lookup tree", RULES["rejection"], 2, False, 8), ("recycling", RULES["traversal"], 2, False, 1),
-              ("lookahead", RULES["rejection"], 2, False, 8), ("several", RULES["coupled"], 2, True, 8)]  # fmt: skip
+              ("lookahead", RULES["rejection"], 2, False, 8), ("several", RULES["coupled"], 2, True, 8),
+              ("vectors", RULES["traversal"], 2, False, 1)]  # fmt: skip
 CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
 
 

@@ -63,6 +63,7 @@ _TREES = {
     "recycling": lambda target, draft, corpus, v: TokenRecyclingDrafter(6),
     "lookahead": lambda target, draft, corpus, v: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "several": lambda target, draft, corpus, v: MultiDrafter([NGramDrafter(), draft, EarlyExitDrafter(1)], 2),
+    "vectors": lambda target, draft, corpus, v: heads.vectors(target),
 }
 TREE_NAMES = tuple(_TREES)
 

@@ -46,6 +46,10 @@ def blockwise(target, count=3, seed=0):
     return drawn(BlockwiseDrafter.untrained(target, count, rngs=nnx.Rngs(0)), seed)
 
 
+def vectors(target, count=2, seed=0):
+    return drawn(jspec.PassDrafter(jnp.zeros((count, target.config.hidden_size), target.dtype)), seed)
+
+
 def markov_llama(table):
     """A Llama whose logits behind a token are ``table[token]``, whatever came before: its layers add nothing."""
     model = toys.tiny_llama(0, 2)
@@ -61,6 +65,24 @@ def markov_llama(table):
 def output_head(table, size):
     """``[E, V]``, which makes ``table[token]`` of a token's one-hot vector behind a norm."""
     return jnp.pad(jnp.asarray(table, jnp.float32), ((0, size - len(table)), (0, 0))) * size**-0.5
+
+
+class _Counted(jspec.Llama):
+    """Notes every pass that is really run, by its tokens."""
+
+    def forward_with_features(self, tokens, *arguments, **options):
+        jax.debug.callback(lambda: _PASSES.append(tokens.shape[1]))
+        return super().forward_with_features(tokens, *arguments, **options)
+
+
+_PASSES = []
+
+
+def counted(target):
+    """The tokens of each pass that `target` runs from now on."""
+    target.__class__ = _Counted
+    _PASSES.clear()
+    return _PASSES
 
 
 def check_always_right(target, drafter, temperature, num_draft_tokens=3, accept="rejection"):

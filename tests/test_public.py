@@ -65,6 +65,7 @@ def test_the_public_names():
         "MultiDrafter",
         "NGramDrafter",
         "Output",
+        "PassDrafter",
         "Plan",
         "Relaxed",
         "RetrievalDrafter",

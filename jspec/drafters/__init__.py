@@ -17,6 +17,7 @@ from jspec.drafters.mixture import MixtureDrafter
 from jspec.drafters.model import ModelDrafter
 from jspec.drafters.multi import MultiDrafter
 from jspec.drafters.ngram import NGramDrafter
+from jspec.drafters.parallel_sampling import PassDrafter
 from jspec.drafters.recycling import TokenRecyclingDrafter
 from jspec.drafters.retrieval import RetrievalDrafter
 from jspec.drafters.tables import BigramDrafter, UnigramDrafter
@@ -45,6 +46,7 @@ __all__ = [
     "ModelDrafter",
     "MultiDrafter",
     "NGramDrafter",
+    "PassDrafter",
     "RetrievalDrafter",
     "Stateless",
     "TokenRecyclingDrafter",

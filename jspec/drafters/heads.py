@@ -90,8 +90,13 @@ class ParallelHeadsDrafter(HeadsDrafter):
     def extend(
         self, carry: tuple[LastState, Array], tokens: Array, level: Level, context: Context
     ) -> tuple[Array, tuple[LastState, Array]]:
-        logits = cast(Array, lax.dynamic_index_in_dim(carry[1], level.depth, axis=1))
-        return jnp.broadcast_to(logits, (*tokens.shape, logits.shape[-1])), carry
+        return at_depth(carry[1], level, tokens), carry
+
+
+def at_depth(logits: Array, level: Level, tokens: Array) -> Array:
+    """``[B, S, V]`` behind the ``tokens[B, S]`` of a level, of ``logits[B, K, V]`` that depend on the depth alone."""
+    here = cast(Array, lax.dynamic_index_in_dim(logits, level.depth, axis=1))
+    return jnp.broadcast_to(here, (*tokens.shape, here.shape[-1]))
 
 
 def check_hidden_size(user: str, size: int, target: Any) -> None:
