@@ -54,9 +54,10 @@ _MAKERS = {
     "medusa": lambda target, draft, corpus, v: heads.medusa(target),
     "hydra": lambda target, draft, corpus, v: heads.hydra(target),
     "blockwise": lambda target, draft, corpus, v: heads.blockwise(target),
+    "kangaroo": lambda target, draft, corpus, v: heads.kangaroo(target),
 }
 NAMES = tuple(_MAKERS)
-HEADS = ("medusa", "hydra", "blockwise")  # those of trained weights, here random
+HEADS = ("medusa", "hydra", "blockwise", "kangaroo")  # those of trained weights, here random
 # Those that draft trees of their own; they are made alike.
 _TREES = {
     "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),

@@ -10,6 +10,7 @@ from flax import nnx
 import jspec
 from jspec.drafters.blockwise import BlockwiseDrafter
 from jspec.drafters.hydra import HydraDrafter
+from jspec.drafters.kangaroo import KangarooDrafter
 from jspec.drafters.medusa import MedusaDrafter
 
 # Logits of a text that goes round in a circle of 8 tokens.
@@ -44,6 +45,10 @@ def hydra(target, count=3, blocks=2, own_head=True, seed=0):
 
 def blockwise(target, count=3, seed=0):
     return drawn(BlockwiseDrafter.untrained(target, count, rngs=nnx.Rngs(0)), seed)
+
+
+def kangaroo(target, num_layers=1, seed=0):
+    return drawn(KangarooDrafter.untrained(target, num_layers, rngs=nnx.Rngs(0)), seed)
 
 
 def vectors(target, count=2, seed=0):

@@ -56,6 +56,7 @@ def test_the_public_names():
         "Heuristic",
         "HorizontalDrafter",
         "HydraDrafter",
+        "KangarooDrafter",
         "Lenient",
         "Llama",
         "LookaheadDrafter",

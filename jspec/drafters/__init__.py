@@ -11,6 +11,7 @@ from jspec.drafters.early_exit import EarlyExitDrafter
 from jspec.drafters.fallback import FallbackDrafter
 from jspec.drafters.horizontal import HorizontalDrafter
 from jspec.drafters.hydra import HydraDrafter
+from jspec.drafters.kangaroo import KangarooDrafter
 from jspec.drafters.lookahead import LookaheadDrafter
 from jspec.drafters.medusa import MedusaDrafter
 from jspec.drafters.mixture import MixtureDrafter
@@ -39,6 +40,7 @@ __all__ = [
     "FallbackDrafter",
     "HorizontalDrafter",
     "HydraDrafter",
+    "KangarooDrafter",
     "Level",
     "LookaheadDrafter",
     "MedusaDrafter",

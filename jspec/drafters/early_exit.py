@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,7 +63,7 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
                              f"{type(view.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
         block, start, last = last_tokens(context.tokens, context.lengths, view.unread)
         own = view.model.new_cache(context.lengths.size, view.unread + tree.size - 1)
-        hidden, own = self._forward(block, own, start, start, context)
+        hidden, own = run_layers(self.layers, block, own, start, start, context)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         return view.model.logits(hidden)[:, 0], (own, start)
 
@@ -71,21 +71,29 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
         self, carry: tuple[KVCache, Array], tokens: Array, level: Level, context: Context
     ) -> tuple[Array, tuple[KVCache, Array]]:
         own, start = carry
-        hidden, own = self._forward(tokens, own, level.start(context.lengths), start, context, level.branches)
+        at = level.start(context.lengths)
+        hidden, own = run_layers(self.layers, tokens, own, at, start, context, level.branches)
         return context.target.model.logits(hidden), (own, start)
 
-    def _forward(
-        self,
-        tokens: Array,
-        own: KVCache,
-        at: Array,
-        start: Array,
-        context: Context,
-        branches: Branches | None = None,
-    ) -> tuple[Array, KVCache]:
-        view = context.target
-        return view.model.forward(tokens, own, at, layers=self.layers, past=(view.cache, start),
-                                  **Branches.argument(branches))  # fmt: skip
+
+def run_layers(
+    layers: Sequence[int],
+    tokens: Array,
+    own: KVCache,
+    at: Array,
+    start: Array,
+    context: Context,
+    branches: Branches | None = None,
+) -> tuple[Array, KVCache]:
+    """What leaves the last of some of the target's layers, ``[B, S, E]``, and `own`, a cache of the draft alone.
+
+    Args:
+        tokens: ``int32[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`).
+        start: ``int32[B]``, the position of the first slot of `own`; what comes before is in the target's cache.
+    """
+    view = context.target
+    return view.model.forward(tokens, own, at, layers=layers, past=(view.cache, start),
+                              **Branches.argument(branches))  # fmt: skip
 
 
 def check_layers(model: Any, user: str) -> None:
