@@ -3,6 +3,7 @@
 import math
 import re
 
+import drafters
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.cache import whole_tiles
 from jspec.draft_length import Fixed
+from jspec.drafters.base import own_tree, tree_of
 from jspec.program import decode_program, traced
 
 SIZE, NEW, K = 3, 12, 2
@@ -126,18 +128,23 @@ def _shape_and_op(line):
     return (match[1], match[2]) if match else (None, None)
 
 
-@pytest.mark.parametrize("kind", ["plain", "model", "early exit", "varying length"])
+@pytest.mark.parametrize("kind", ["plain", "model", "early exit", "varying length",
+                                  *(pytest.param(name, marks=pytest.mark.slow) for name in (*drafters.HEADS, "vectors"))])  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 5])
 def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, kind, as_shipped, report):
     """Odd widths: no other array has the size of a cache."""
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
     batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
-    drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))
+    if kind in (*drafters.HEADS, "vectors"):
+        drafter = drafters.make(kind, target, draft)
+    else:
+        drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))
+    k = k if own_tree(drafter) is None else drafter.tree.max_depth
     draft_length = jspec.Heuristic(k) if kind == "varying length" else Fixed(k)
     lowered = decode_program.lower(target, drafter, *batch, *traced(jspec.SamplingParams(), (5,), 0),
                                    max_new_tokens=new, draft_length=draft_length, rule=RULES["rejection"])  # fmt: skip
     program = lowered.compile(as_shipped).as_text()
-    slots = whole_tiles(7 + new + k + 1)
+    slots = whole_tiles(7 + new + tree_of(drafter, k).size + 1)
     sizes = {rows * heads * slots * 8 for heads in ((2, 4) if k else (2,))}
     computations = _computations(program)
     entry = re.search(r"^ENTRY %?([\w.\-]+)", program, re.M)[1]
