@@ -17,6 +17,7 @@ from jspec.drafters.base import own_tree, tree_of
 from jspec.program import decode_program, traced
 
 SIZE, NEW, K = 3, 12, 2
+HEADS = (*drafters.HEADS, "vectors")
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +129,16 @@ def _shape_and_op(line):
     return (match[1], match[2]) if match else (None, None)
 
 
-@pytest.mark.parametrize("kind", ["plain", "model", "early exit", "varying length",
-                                  *(pytest.param(name, marks=pytest.mark.slow) for name in (*drafters.HEADS, "vectors"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "model", "early exit", "varying length", *(pytest.param(name, marks=pytest.mark.slow) for name in HEADS)],
+)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, kind, as_shipped, report):
     """Odd widths: no other array has the size of a cache."""
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
     batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
-    if kind in (*drafters.HEADS, "vectors"):
+    if kind in HEADS:
         drafter = drafters.make(kind, target, draft)
     else:
         drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))

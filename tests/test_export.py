@@ -3,15 +3,16 @@
 import re
 
 import cover
+import drafters
 import pytest
 
 from bench import abstract
 
-# Every drafter but those that only multiply, with rules, lengths and the rest in turn.
+# Every drafter but trained heads, with rules, lengths and the rest in turn.
 FEW = [
     (name, cover.RULE_OBJECTS[i % 5], cover.LENGTHS[i // 2 % len(cover.LENGTHS)], i % 3 == 0, (1, 8)[i % 2])
     for i, name in enumerate(cover.CHOICES[0])
-    if name not in ("medusa", "hydra", "blockwise")
+    if name not in drafters.HEADS
 ]
 
 

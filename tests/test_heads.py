@@ -43,7 +43,8 @@ def rounds(target, drafter, batch, length, rule, limits, eos_ids=(-1,)):
 
 
 @pytest.mark.parametrize(("tree", "length", "rule"), [
-    (None, jspec.WhileConfident(3, 0.4), "block"), (jspec.Tree.branching((2, 1, 2)), 3, "traversal"),
+    pytest.param(None, jspec.WhileConfident(3, 0.4), "block", marks=pytest.mark.slow),
+    (jspec.Tree.branching((2, 1, 2)), 3, "traversal"),
 ], ids=["varying", "tree"])  # fmt: skip
 def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rule):
     """At the last token but one, before every round; beside refused guesses, ends and limits."""
@@ -63,13 +64,9 @@ def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rul
     assert compared > 8
 
 
-QUICK = ("medusa", "search"), ("hydra", "tree")
-
-
-@pytest.mark.parametrize(("name", "kind"), [
-    pytest.param(name, kind, marks=[] if (name, kind) in QUICK else pytest.mark.slow)
-    for name in HEADS for kind in ("tree", "search")
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("kind", ["tree", "search"])
 def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
     """Under "coupled", with penalties."""
     batch, drafter = prompts([4, 1, 6], vocab_size=V), HEADS[name](TARGET)
@@ -82,6 +79,7 @@ def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
     assert out.stats.accepted.sum()
 
 
+@pytest.mark.slow
 def test_a_prompt_of_one_token_has_no_guess_at_first(prompts):
     out = jspec.speculative_generate(TARGET, heads.medusa(TARGET), *prompts([1, 2], vocab_size=V), max_new_tokens=1,
                                      num_draft_tokens=jspec.UpTo(2))  # fmt: skip
@@ -110,3 +108,14 @@ def test_heads_of_another_target(prompts, name, size, message):
         return  # it guesses with the target's own head
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(TARGET, drafter, *prompts([3], vocab_size=V), max_new_tokens=8, num_draft_tokens=2)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: jspec.MedusaDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
+    (lambda: jspec.HydraDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
+    (lambda: jspec.HydraDrafter.untrained(TARGET, 2, 0, rngs=nnx.Rngs(0)), "num_blocks must be an int of at least 1"),
+    (lambda: jspec.BlockwiseDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
+])  # fmt: skip
+def test_impossible_sizes(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

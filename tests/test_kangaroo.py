@@ -88,8 +88,8 @@ def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
     assert compared > 12
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", *(pytest.param(kind, marks=pytest.mark.slow)
-                                                     for kind in ("varying", "search"))])  # fmt: skip
+@pytest.mark.parametrize("kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow)
+                                             for kind in ("varying", "tree", "search"))])  # fmt: skip
 def test_an_adapter_that_is_the_rest_of_the_target_is_always_right(kind):
     """Of a target whose last layer is but an attention: it is right if its cache is."""
     target, last = toys.tiny_llama(0, 2), toys.tiny_llama(0, 2).layers[1]

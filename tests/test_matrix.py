@@ -68,15 +68,15 @@ def check_matrix(report, name, draws, rules, batches=None):
     check_texts(report, p_values, draws, len(drafters.NAMES))
 
 
-# Of these the one or the other test, by default: what they share is in all of them.
-ONLY_COUPLED, ONLY_LAW = ("medusa", "blockwise", "kangaroo"), ("medusa", "blockwise", "hydra", "horizontal")
+# Of trained heads one by default: each has tests of its own, and horizontal, which is of two others, too.
+SLOW_LAW, SLOW_TEXT = drafters.HEADS, {*drafters.HEADS, "horizontal"} - {"kangaroo"}
 
 
 def names(slow):
     return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in drafters.NAMES]
 
 
-@pytest.mark.parametrize("name", names(slow=ONLY_COUPLED))
+@pytest.mark.parametrize("name", names(slow=SLOW_LAW))
 def test_three_tokens_have_the_target_joint_law(report, name):
     """In a ragged batch, under the one rule or the other; the slow test leaves out nothing.
 
@@ -117,8 +117,7 @@ def check_coupled(report, toy, prompts, name, requests, lengths, alone=()):
     assert min(accepted) > 0
 
 
-# Horizontal is of two of the others; what each has to read is in test_horizontal.
-@pytest.mark.parametrize("name", names(slow=ONLY_LAW))
+@pytest.mark.parametrize("name", names(slow=SLOW_TEXT))
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, 50, (3,), alone=range(5, 13))
 

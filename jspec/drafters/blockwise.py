@@ -11,7 +11,7 @@ from jax import Array
 from convert.config import LlamaConfig
 from jspec.drafters.heads import ParallelHeadsDrafter
 from jspec.layers import Linear
-from jspec.types import pytree
+from jspec.types import check_count, pytree
 
 
 class BlockwiseLayer(nnx.Module):
@@ -55,6 +55,7 @@ class BlockwiseDrafter(ParallelHeadsDrafter):
         cls, target: Any, num_heads: int = 4, inner_size: int | None = None, *, rngs: nnx.Rngs
     ) -> "BlockwiseDrafter":
         """A random layer, to be trained for `target` or to be given weights; None is the authors' inner size."""
+        check_count("num_heads", num_heads)
         inner = num_heads * target.config.intermediate_size if inner_size is None else inner_size
         return cls(BlockwiseLayer(target.config, num_heads, inner, target.dtype, rngs))
 

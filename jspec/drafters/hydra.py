@@ -14,7 +14,7 @@ from jspec.drafters.heads import HeadsDrafter, LastState
 from jspec.drafters.medusa import ResBlock
 from jspec.layers import Embed, Linear
 from jspec.tree import Level
-from jspec.types import pytree
+from jspec.types import check_count, pytree
 
 
 class HydraHead(nnx.Module):
@@ -69,7 +69,9 @@ class HydraDrafter(HeadsDrafter):
     def untrained(
         cls, target: Any, num_heads: int = 4, num_blocks: int = 1, own_head: bool = True, *, rngs: nnx.Rngs
     ) -> "HydraDrafter":
-        """Random heads, to be trained for `target` or to be given weights."""
+        """Random heads, to be trained for `target` or to be given weights; `num_blocks` counts the first layer."""
+        check_count("num_heads", num_heads)
+        check_count("num_blocks", num_blocks)
         made = [HydraHead(target.config, i + 1, num_blocks, own_head, target.dtype, rngs) for i in range(num_heads)]
         return cls(tuple(made))
 

@@ -89,7 +89,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting]):
     Liu et al. 2024, "Kangaroo", section 3: the adapter, one attention and two norms, makes of what leaves a shallow
     layer what the last norm would have. The target's cache of the text serves its first layers; the adapter's own holds
     what the target itself has had there, as soon as it has read a token. Verification runs the first layers again, as
-    one pass of the target.
+    one pass of the target. The paper's second exit, at a guess that the draft is unsure of, is `jspec.WhileConfident`.
 
     Attributes:
         adapter: an `Adapter`.

@@ -11,7 +11,7 @@ from jax import Array
 from convert.config import LlamaConfig
 from jspec.drafters.heads import ParallelHeadsDrafter
 from jspec.layers import Embed, Linear
-from jspec.types import pytree
+from jspec.types import check_count, pytree
 
 
 class ResBlock(nnx.Module):
@@ -57,6 +57,7 @@ class MedusaDrafter(ParallelHeadsDrafter):
     @classmethod
     def untrained(cls, target: Any, num_heads: int = 4, num_blocks: int = 1, *, rngs: nnx.Rngs) -> "MedusaDrafter":
         """Random heads, to be trained for `target` or to be given weights."""
+        check_count("num_heads", num_heads)
         made = [MedusaHead(target.config, num_blocks, target.dtype, rngs) for _ in range(num_heads)]
         return cls(tuple(made))
 
