@@ -163,14 +163,10 @@ class Eagle(nnx.Module):
         """``float32[B, S, D]``: of the tokens that it can guess."""
         if self.norm is not None and not self.config.norm_output:
             states = self.norm(states)
-        return (self.lm_head or _head(target)).logits(states)
+        return (self.lm_head or target.head).logits(states)
 
 
 def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
     """Of queries, keys and values."""
     size = layer.head_dim
     return layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.num_key_value_heads * size
-
-
-def _head(model: Any) -> Embed:
-    return model.embed_tokens if model.lm_head is None else model.lm_head

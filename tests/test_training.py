@@ -2,7 +2,7 @@
 
 import json
 
-import eagle_heads
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +11,9 @@ import text_pair
 import toys
 
 import jspec
-from jspec.drafters import EagleDrafter
-from jspec.drafters.base import Context, TargetView
-from jspec.training import batches, eagle, fit, kinds, losses, objective, rows, sight
+from jspec.cache import prefill_with_features
+from jspec.drafters.base import Context, TargetView, features_of
+from jspec.training import batches, fit, kinds, losses, objective, rows, sight
 from jspec.tree import Level, Tree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -51,26 +51,56 @@ def test_gradients_are_finite_where_a_law_has_no_mass(name):
     assert np.isfinite(slope).all()
 
 
-@pytest.mark.parametrize("details", [{"generation": 1}, {"generation": 3, "norm_output": True, "fc_norm": True}])
-def test_what_is_unrolled_is_what_the_drafter_says(details):
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra", "blockwise", "kangaroo", "model"])
+def test_what_is_unrolled_is_what_the_drafter_says(kind):
     """At every position and depth: a draft that begins there and happens to guess the text."""
-    head = eagle_heads.eagle(TARGET, **details)
+    trainee = kinds.KINDS[kind](TARGET, None, 4, 0)
+    weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(1, 9)))
-    seen = sight.look(TARGET, tokens, head.config.features)
-    said = list(eagle.unroll(head, TARGET, tokens, seen.states, 4))
-    drafter = EagleDrafter(head)
+    said = list(trainee.unroll(weights, TARGET, tokens, sight.look(TARGET, tokens, trainee.features), 4))
+    drafter = trainee.drafter(weights)
     for length in (2, 3, 5):  # of the text behind which a draft begins
         lengths = jnp.array([length])
-        context = Context(tokens, lengths, jnp.zeros((1, 4, 1, 2, 1)), None, None, TargetView(TARGET, None, 1), V)
         prompt = jnp.where(jnp.arange(9) < length, tokens, 0)
-        state = drafter.init(prompt, 16, features=sight.look(TARGET, prompt, head.config.features).states,
-                             lengths=lengths, target=TARGET)  # fmt: skip
-        logits, carry = drafter.begin(state, context, Tree.chain(4))
-        np.testing.assert_allclose(said[0][0, length - 2], logits[0], atol=1e-5)
-        for depth in range(1, 4):
-            new = tokens[:, length + depth - 1][:, None]
-            found, carry = drafter.extend(carry, new, Level(depth), context)
-            np.testing.assert_allclose(said[depth][0, length - 2 + depth], found[0, 0], atol=1e-5)
+        asked = features_of(drafter)
+        cache, states = prefill_with_features(TARGET, prompt, 16, asked)
+        told = {"features": states, "lengths": lengths, "target": TARGET} if asked else {}
+        noise = jnp.zeros((1, 4, 1, 2, 1))
+        context = Context(tokens, lengths, noise, None, None, TargetView(TARGET, cache, 1), V)
+        logits, carry = drafter.begin(drafter.init(prompt, 16, **told), context, Tree.chain(4))
+        for depth in range(4):
+            at = length - 1 - trainee.offset + depth
+            np.testing.assert_allclose(said[depth % len(said)][0, at], logits[0], atol=2e-5)
+            if depth < 3:
+                new = tokens[:, length + depth][:, None]
+                logits, carry = drafter.extend(carry, new, Level(depth + 1), context)
+                logits = logits[:, 0]
+
+
+def test_what_is_unrolled_of_vectors_is_what_the_target_says():
+    """Behind every token, as if the text ended there."""
+    trainee = kinds.of_pass(TARGET, None, 3, 0)
+    weights = heads.drawn(trainee.weights)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(2, 6)))
+    said = list(trainee.unroll(weights, TARGET, tokens, sight.look(TARGET, tokens, ()), 3))
+    for upto in (1, 4, 6):
+        nodes = jnp.concatenate([tokens[:, :upto], jnp.tile(V + jnp.arange(3), (2, 1))], axis=1)
+        vectors = trainee.drafter(weights).embeddings
+        hidden, _ = TARGET.forward(nodes, TARGET.new_cache(*nodes.shape), jnp.zeros(2, jnp.int32), embeddings=vectors)
+        logits = TARGET.logits(hidden)
+        for i in range(min(3, 7 - upto)):
+            np.testing.assert_allclose(said[i][:, upto - 1 + i], logits[:, upto + i], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_every_kind_gets_better(tmp_path, kind):
+    trainee = kinds.KINDS[kind](TARGET, None, 2, 0)
+    train, held = batches.Plan(some_rows(16), 256, 0), batches.Plan(some_rows(4, seed=1), 256, 0)
+    schedule = fit.Schedule(12, 2, "kl", rate=0.02, save_every=12)
+    before = fit.measure(trainee, trainee.weights, TARGET, fit.Source(held), schedule)
+    weights = fit.fit(trainee, TARGET, fit.Source(train), fit.Source(held), schedule, tmp_path)
+    after = fit.measure(trainee, weights, TARGET, fit.Source(held), schedule)
+    assert after.loss[0] < before.loss[0]
 
 
 def test_only_what_is_learned_is_scored():
@@ -109,7 +139,7 @@ def test_every_row_is_learned_from_once_an_epoch():
 
 def run(folder, steps, stop_at=None, stored=False):
     """A short training; it may be stopped at a step."""
-    trainee = kinds.of_eagle(TARGET, None, 0)
+    trainee = kinds.of_eagle(TARGET, None, 2, 0)
     train, held = batches.Plan(some_rows(24), 64, 0), batches.Plan(some_rows(6, seed=1), 64, 0)
     source = fit.Source(train)
     if stored:

@@ -50,7 +50,7 @@ def share_head(head: Eagle, target: Any, draft_ids: np.ndarray) -> None:
     known = np.full(target.config.vocab_size, len(draft_ids), np.int32)
     known[draft_ids] = np.arange(len(draft_ids))
     head.draft_ids.set_value(jnp.asarray(known))
-    source = target.embed_tokens if target.lm_head is None else target.lm_head
+    source = target.head
     columns = jnp.take(source.weight[...], draft_ids, axis=1).astype(jnp.float32)
     head.lm_head.weight.set_value(columns if source.scale is None else columns * source.scale[...][draft_ids])
 

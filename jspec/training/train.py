@@ -83,7 +83,8 @@ def train_drafter(
     Args:
         target: a `jspec.Llama`; it stays as it is.
         tokenizer: its own.
-        kind: "eagle", a head of generation 3.
+        kind: "eagle", a head of generation 3; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter behind the
+            target's first layers; "pass", look-ahead embeddings; or "model", some of the target's layers as a draft.
         data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; None: the target writes
             its own, answers to questions that it asks itself (it needs a chat template).
         folder: of the state, the texts that were written and a log; a run that was stopped goes on from it.
@@ -111,7 +112,7 @@ def train_drafter(
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     size = target.config.vocab_size
     few = texts.frequent(train, chosen.draft_vocab, size) if chosen.draft_vocab < size else None
-    trainee = KINDS[kind](target, few, chosen.seed)
+    trainee = KINDS[kind](target, few if kind == "eagle" else None, chosen.depth, chosen.seed)
     plans = [Plan(part, chosen.step_tokens, chosen.seed, jax.device_count())
              for part in (train, held_out[:_HELD_OUT_ROWS])]  # fmt: skip
     sources = [Source(plan, _stored(target, plan, trainee, folder / name) if store_states else None)

@@ -1,0 +1,82 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Heads, adapters, vectors and models in training: what each says of whole texts.
+
+All of them yield, for each depth, ``float32[B, S, V]``: at position t of one and the same token, so that what is said
+one depth later has seen one token less.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jspec.drafters.heads import ParallelHeadsDrafter
+from jspec.drafters.hydra import HydraDrafter
+from jspec.drafters.kangaroo import KangarooDrafter
+from jspec.drafters.model import ModelDrafter
+from jspec.drafters.parallel_sampling import PassDrafter
+from jspec.training.sight import Sight
+from jspec.tree import Branches
+
+
+def later(rows: Array, depth: int) -> Array:
+    """``rows[B, S, ...]``, each `depth` positions later; the first are zeros."""
+    return jnp.pad(rows, [(0, 0), (depth, 0)] + [(0, 0)] * (rows.ndim - 2))[:, : rows.shape[1]]
+
+
+def parallel(drafter: ParallelHeadsDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+    """Medusa and blockwise heads: at t of the token t + 2."""
+    logits = drafter.logits(target.norm(sight.hidden), target, depth)
+    for i in range(depth):
+        yield later(logits[:, :, i], i)
+
+
+def hydra(drafter: HydraDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+    """At t of the token t + 2, with the tokens up to t + 1."""
+    newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # of the last position there is none, and nothing to say
+    read = target.norm(sight.hidden)
+    for i in range(depth):
+        read = jnp.concatenate([read, newest.astype(read.dtype)], axis=-1)
+        yield drafter.heads[i](read, target)
+        read = later(read, 1)
+
+
+def kangaroo(drafter: KangarooDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+    """At t of the token t + 1; of guesses it reads what the target would have, so that no depth is like another."""
+    batch, size = tokens.shape
+    branches = Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
+    cache, start = drafter.adapter.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
+    x, _ = drafter.adapter(sight.states[:, :, 0], cache, start, branches)
+    yield target.head.logits(x.astype(target.dtype))
+
+
+def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+    """At t of the token t + 2: the target reads the text, and behind every token all vectors."""
+    count, (batch, size) = len(drafter.embeddings), tokens.shape
+    vectors = jnp.tile(target.config.vocab_size + jnp.arange(count, dtype=tokens.dtype), (batch, size))
+    nodes = jnp.concatenate([tokens, vectors], axis=1)
+    cache, start = target.new_cache(*nodes.shape), jnp.zeros(batch, jnp.int32)
+    hidden, _ = target.forward(nodes, cache, start, branches=_behind_all(size, count), embeddings=drafter.embeddings)
+    hidden = hidden[:, size:].reshape(batch, size, count, -1)
+    for i in range(min(depth, count)):
+        yield later(target.logits(hidden[:, :, i]), i)
+
+
+def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+    """At t of the token t + 1; a model reads guesses as it does the text."""
+    batch, size = tokens.shape
+    branches = Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
+    cache, start = drafter.model.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
+    hidden, _ = drafter.model.forward(tokens, cache, start, branches=branches)
+    yield drafter.model.logits(hidden)
+
+
+def _behind_all(size: int, count: int) -> Branches:
+    """A text of `size` tokens, then behind each of them `count` vectors in a row, ``[S + S M]`` nodes."""
+    at, place = np.repeat(np.arange(size), count), np.tile(np.arange(count), size)
+    text = np.tril(np.ones((size, size), bool))
+    before = (at == at[:, None]) & (place <= place[:, None])
+    visible = np.block([[text, np.zeros((size, size * count), bool)], [text[at], before]])
+    return Branches(np.concatenate([np.arange(size), at + 1 + place]), visible)
