@@ -66,7 +66,8 @@ def _family(raw: Fields) -> Family:
     return family
 
 
-def _check_supported(raw: Fields, fixed: Fields) -> None:
+def check_supported(raw: Fields, fixed: Fields) -> None:
+    """Raise CheckpointError unless every field of `fixed` that `raw` has is as there; null counts as left out."""
     for key, wanted in fixed.items():
         value = raw.get(key)
         if value is not None and (value != wanted or isinstance(value, bool) != isinstance(wanted, bool)):
@@ -116,7 +117,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
     """
     family = _family(raw)
     raw = {**family.defaults, **raw}
-    _check_supported(raw, {**_FIXED, **family.fixed})
+    check_supported(raw, {**_FIXED, **family.fixed})
     _check_layer_types(raw)
     heads, kv_heads, head_dim = _heads(raw)
     bos = token_ids(raw, "bos_token_id")

@@ -1,6 +1,6 @@
 """Hugging Face directory -> our arrays, one at a time, strictly by the table in keymap.py."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -96,12 +96,23 @@ def stored_dtype(found: dict[str, Tensor], directory: Path) -> np.dtype:
 
 
 def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """(our name, array) of every entry of the table, see `filled`.
+
+    Raises:
+        CheckpointError: as `filled`.
+    """
+    return filled(found, keymap.entries(config), dtype)
+
+
+def filled(
+    found: Mapping[str, Tensor], entries: Iterable[keymap.Entry], dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
     """(our name, array) one after another, each allocated once in `dtype` and filled by 16 MiB pieces.
 
     Raises:
         CheckpointError: a file went bad since it was scanned, or a value does not fit `dtype`.
     """
-    for entry in keymap.entries(config):
+    for entry in entries:
         array, offset = np.empty(entry.shape, dtype), 0
         for part in entry.parts:
             _fill(array[offset : offset + part.rows], found[part.hf_name])

@@ -5,7 +5,7 @@ The safetensors library checks every header; this file checks what it cannot see
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from convert.json_file import read_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _CHUNK_BYTES = 16 * 2**20
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+_TABLES = {"I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +61,28 @@ def metadata(file: Path) -> dict[str, str] | None:
         return handle.metadata()
 
 
-def _scan_file(file: Path) -> list[Tensor]:
+def _scan_file(file: Path, tables: Mapping[str, str]) -> list[Tensor]:
     with _opened(file) as handle:
         found = []
         for name in handle.keys():  # noqa: SIM118  (the handle is no mapping)
             piece = handle.get_slice(name)
-            dtype = dtypes.BY_SAFETENSORS_CODE.get(piece.get_dtype())
-            if dtype is None:
-                raise CheckpointError(
-                    f"{name} in {file} is {piece.get_dtype()}; expected one of "
-                    f"{', '.join(dtypes.BY_SAFETENSORS_CODE)}: choose an unquantised checkpoint."
-                )
+            dtype = _dtype(name, piece.get_dtype(), file, tables)
             found.append(Tensor(name, file, dtype, tuple(piece.get_shape())))
         return found
+
+
+def _dtype(name: str, code: str, file: Path, tables: Mapping[str, str]) -> np.dtype:
+    if name in tables:
+        if code != tables[name]:
+            raise CheckpointError(f"{name} in {file} is {code}; expected {tables[name]}: restore the model's own file.")
+        return _TABLES[code]
+    dtype = dtypes.BY_SAFETENSORS_CODE.get(code)
+    if dtype is None:
+        raise CheckpointError(
+            f"{name} in {file} is {code}; expected one of {', '.join(dtypes.BY_SAFETENSORS_CODE)}: choose an "
+            "unquantised checkpoint."
+        )
+    return dtype
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
@@ -91,7 +101,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def _refuse_no_weights(directory: Path) -> None:
-    pickles = [file.name for pattern in _PICKLES for file in directory.glob(pattern)]
+    pickles = [file.name for pattern in PICKLES for file in directory.glob(pattern)]
     if pickles:
         raise CheckpointError(
             f"{directory} holds only pickle files ({listing(pickles)}), which can run code when read "
@@ -108,23 +118,26 @@ def _refuse_no_weights(directory: Path) -> None:
     )
 
 
-def files(directory: Path) -> list[Path]:
+def files(directory: Path, single: str = SINGLE) -> list[Path]:
     """The safetensors files of a Hugging Face directory, sorted by name.
+
+    Args:
+        single: the file that holds all, where there is no index.
 
     Raises:
         CheckpointError: there are none, or the set is not what the index names (without an index: not exactly
-            model.safetensors).
+            `single`).
     """
     present = {file.name for file in directory.glob("*.safetensors")}
     if not present:
         _refuse_no_weights(directory)
     if not (directory / INDEX).exists():
-        if present != {SINGLE}:
+        if present != {single}:
             raise CheckpointError(
-                f"{directory} holds {listing(present)} without {INDEX}; expected that index, or {SINGLE} "
+                f"{directory} holds {listing(present)} without {INDEX}; expected that index, or {single} "
                 "alone: download the index, or move files of other checkpoints away."
             )
-        return [directory / SINGLE]
+        return [directory / single]
     wanted = set(_weight_map(directory).values())
     if wanted - present:
         raise CheckpointError(
@@ -138,16 +151,20 @@ def files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(wanted)]
 
 
-def scan(directory: Path) -> dict[str, Tensor]:
+def scan(directory: Path, single: str = SINGLE, tables: Mapping[str, str] | None = None) -> dict[str, Tensor]:
     """Name -> tensor for every tensor in a Hugging Face directory, from the headers.
+
+    Args:
+        single: as for `files`.
+        tables: tensors that are no weights, with their dtype, I64 or BOOL.
 
     Raises:
         CheckpointError: a file is damaged, missing or too many, a tensor lies in two files or has another
             dtype than F32, BF16, F16, or the index names another file for a tensor than the one it lies in.
     """
     found: dict[str, Tensor] = {}
-    for file in files(directory):
-        for tensor in _scan_file(file):
+    for file in files(directory, single):
+        for tensor in _scan_file(file, tables or {}):
             if tensor.name in found:
                 raise CheckpointError(
                     f"{tensor.name} is in {found[tensor.name].file.name} and in {file.name} of "

@@ -38,12 +38,19 @@ def _write_index(directory: Path, views: dict[str, np.ndarray], layout: Layout) 
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _save(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
-    """As `save_file`, but the umask says who may read it, as of every other file: safetensors lets the owner alone."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(views, path, metadata)
-    path.chmod(mode)
+def write_file(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
+    """As `save_file`, but the umask says who may read it, as of every other file: safetensors lets the owner alone.
+
+    Raises:
+        CheckpointError: the file could not be written.
+    """
+    try:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(views, path, metadata)
+        path.chmod(mode)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} could not be written ({error}); check the disk.") from error
 
 
 def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, layout: Layout) -> None:
@@ -54,9 +61,6 @@ def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, l
     """
     views = _views(params, config)
     for file, content in layout.items():
-        try:
-            _save(directory / file, {name: views[name] for name in content["tensors"]}, content["metadata"])
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{directory / file} could not be written ({error}); check the disk.") from error
+        write_file(directory / file, {name: views[name] for name in content["tensors"]}, content["metadata"])
     if set(layout) != {SINGLE}:
         _write_index(directory, views, layout)

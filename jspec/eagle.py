@@ -5,7 +5,6 @@ there belongs to the token after. Li et al. 2024, "EAGLE", section 3 (generation
 Li et al. 2025, "EAGLE-3", section 3 (generation 3); the flags of generation 3 are those of published checkpoints.
 """
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,43 +12,11 @@ from flax import nnx
 from jax import Array
 
 from convert.config import LlamaConfig
+from convert.eagle_config import EagleConfig, EagleOrigin
 from jspec.cache import KVCache, empty_cache
 from jspec.layers import MLP, Attention, Embed, Linear, RMSNorm
 from jspec.rope import rope_tables
 from jspec.tree import Branches
-
-
-@dataclasses.dataclass(frozen=True)
-class EagleConfig:
-    """What the forward pass needs; hashable.
-
-    Attributes:
-        generation: 1 or 3.
-        layer: of its one layer; `hidden_size` E is the head's own, `vocab_size` V the target's.
-        target_hidden_size: of the states it is told; that of `layer` in generation 1.
-        features: which of the target's states: i is what enters its layer i, -1 what leaves the last.
-        draft_vocab_size: D, how many tokens it can guess; None for all of V.
-        own_embedding: it has an embedding of its own, and does not use the target's.
-        own_head: it has an output head of its own; always where `draft_vocab_size` is less than V.
-        fc_bias: of generation 1.
-        norm_before_residual: the residual stream of the layer starts with the normed state.
-        norm_before_fc: one norm over the target's states, side by side.
-        fc_norm: a norm over each of them (EAGLE-3.1).
-        norm_output: a state goes through the final norm before it is read again (EAGLE-3.1).
-    """
-
-    generation: int
-    layer: LlamaConfig
-    target_hidden_size: int
-    features: tuple[int, ...]
-    draft_vocab_size: int | None = None
-    own_embedding: bool = False
-    own_head: bool = False
-    fc_bias: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
 
 
 class Eagle(nnx.Module):
@@ -59,10 +26,14 @@ class Eagle(nnx.Module):
         config: sizes and flags.
         dtype: of weights, activations and cache.
         rngs: random initial weights.
+
+    Attributes:
+        origin: what the files said that it was loaded from; None if it was not.
     """
 
     def __init__(self, config: EagleConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config, layer = config, config.layer
+        self.origin: EagleOrigin | None = None
         size, told = layer.hidden_size, config.target_hidden_size
         first = config.generation == 1
         read = 2 * size if first else len(config.features) * told
@@ -170,3 +141,19 @@ def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
     """Of queries, keys and values."""
     size = layer.head_dim
     return layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.num_key_value_heads * size
+
+
+def check_target_of(config: EagleConfig, target: Any) -> None:
+    """Raise ValueError unless a head of `config` was made for a target of these sizes."""
+    sizes = target.config
+    wants = [("hidden size", config.target_hidden_size, sizes.hidden_size),
+             ("vocabulary", config.layer.vocab_size, sizes.vocab_size)]  # fmt: skip
+    if not config.own_embedding or not config.own_head:
+        wants.append(("width of embeddings", config.layer.hidden_size, sizes.hidden_size))
+    for name, own, found in wants:
+        if own != found:
+            raise ValueError(f"The EAGLE head was made for a target whose {name} is {own}, and this target's is "
+                             f"{found}; use the head that was trained for it.")  # fmt: skip
+    if max(config.features) > sizes.num_hidden_layers:
+        raise ValueError(f"The EAGLE head reads what enters layer {max(config.features)}, and this target has "
+                         f"{sizes.num_hidden_layers} layers; use the head that was trained for it.")  # fmt: skip

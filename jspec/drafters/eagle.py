@@ -1,16 +1,18 @@
 # pyright: strict, reportUnknownMemberType=false
 """EAGLE: a trained layer that reads the target's states of the text, and goes on with its own."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import Array
 
+from jspec import eagle_weights
 from jspec.acceptance.path import at_path, tokens_along
 from jspec.cache import KVCache, enlarged
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
-from jspec.eagle import Eagle
+from jspec.eagle import Eagle, check_target_of
 from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, pytree
 
@@ -47,6 +49,42 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     head: Any
     max_positions = None
 
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+        """A head from its files: config.json and safetensors, as EAGLE, SpecForge, SGLang and speculators name them.
+
+        Args:
+            path: a directory, or a Hugging Face hub id.
+            target: the `jspec.Llama` that it was trained for. Sizes are then checked at once. It is needed where
+                config.json does not say which layers the head reads, and where the files have a reduced vocabulary but
+                no output head for it: the rows of the target's own are that.
+            dtype: of weights, activations and cache; as for `jspec.load`.
+
+        Raises:
+            convert.CheckpointError: these are no files of an EAGLE head of one layer, or damaged ones, or pickles; says
+                what was found and expected.
+            ValueError: the head was made for a target of other sizes.
+        """
+        return cls(eagle_weights.load(path, target, dtype))
+
+    def save(self, path: str | Path, format: str = "speculators", own_head: bool | None = None) -> Path:
+        """Write config.json, every flag in it, and model.safetensors to a new directory.
+
+        What was loaded from the same layout is written as it was, in the dtype of its files unless another was asked
+        for or they would lose by it.
+
+        Args:
+            format: "speculators", as vLLM reads it, or "sglang", for a head of generation 3; "eagle" for one of
+                generation 1.
+            own_head: false leaves the output head out, for heads whose own is a part of the target's; true writes it.
+                By default it is written where the files it came from had one.
+
+        Raises:
+            convert.CheckpointError: who reads this layout would not compute what the head does, or `path` exists or
+                cannot be written.
+        """
+        return eagle_weights.save(self._head, path, format, own_head)
+
     @property
     def vocab_size(self) -> int:
         return self._head.config.layer.vocab_size
@@ -71,7 +109,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
             ValueError: the head was made for a target of other sizes.
         """
         head, batch = self._head, len(tokens)
-        check_target_of(head, target)
+        check_target_of(head.config, target)
         cache, states = head.new_cache(batch, num_slots), jnp.zeros((batch, 1, head.config.layer.hidden_size))
         states = states.astype(head.dtype)
         if tokens.shape[1] > 1:
@@ -107,16 +145,3 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         found, cache = head.forward(*pairs, state.cache, state.lengths - 1)
         states = jnp.take_along_axis(found, verdict.num_accepted[:, None, None], axis=1)
         return _Read(cache, states, jnp.ones_like(state.known), state.lengths)
-
-
-def check_target_of(head: Eagle, target: Any) -> None:
-    """Raise ValueError unless `head` was made for a target of these sizes."""
-    config, sizes = head.config, target.config
-    wants = [("hidden size", config.target_hidden_size, sizes.hidden_size),
-             ("vocabulary", config.layer.vocab_size, sizes.vocab_size)]  # fmt: skip
-    if not config.own_embedding or not config.own_head:
-        wants.append(("width of embeddings", config.layer.hidden_size, sizes.hidden_size))
-    for name, own, found in wants:
-        if own != found:
-            raise ValueError(f"The EAGLE head was made for a target whose {name} is {own}, and this target's is "
-                             f"{found}; use the head that was trained for it.")  # fmt: skip

@@ -1,0 +1,45 @@
+"""Which tokens a head can guess, where these are not all of the target's: the tables `d2t` and `t2d` of its files."""
+
+import numpy as np
+
+from convert.errors import CheckpointError
+
+_FIX = "restore the head's own file"
+
+
+def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) -> np.ndarray:
+    """``int32[V]``: of every token of the target its number among the D that the head can guess, D of others.
+
+    Args:
+        offsets: ``int64[D]`` ("d2t"): the target's token of each row of the head, less the row's number.
+        known: ``bool[V]`` ("t2d"): which of the target's tokens are among them.
+
+    Raises:
+        CheckpointError: tokens outside the vocabulary or named twice, or the tables disagree.
+    """
+    count = len(offsets)
+    tokens = offsets + np.arange(count)
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if outside.size:
+        row = outside[0]
+        raise CheckpointError(f"d2t names token {tokens[row]} in row {row}; the target's are 0 to {vocab_size - 1}: "
+                              f"{_FIX}.")  # fmt: skip
+    found = np.full(vocab_size, count, np.int32)
+    found[tokens] = np.arange(count)
+    twice = np.flatnonzero(found[tokens] != np.arange(count))
+    if twice.size:
+        raise CheckpointError(
+            f"d2t names token {tokens[twice[0]]} in two rows; each row has a token of its own: {_FIX}."
+        )
+    if known is not None and not np.array_equal(known, found < count):
+        token = np.flatnonzero(known != (found < count))[0]
+        raise CheckpointError(f"t2d and d2t disagree about token {token}; they name the same {count} tokens: {_FIX}.")
+    return found
+
+
+def tables(draft_ids: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """``(d2t int64[D], t2d bool[V])``, of which `draft_ids` makes its argument again."""
+    known = draft_ids < count
+    tokens = np.zeros(count, np.int64)
+    tokens[draft_ids[known]] = np.flatnonzero(known)
+    return tokens - np.arange(count), known

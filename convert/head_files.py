@@ -1,0 +1,64 @@
+"""What the files of all trained heads have in common: a directory, in which pickles are not opened."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.destination import new_directory
+from convert.errors import CheckpointError, listing
+from convert.safetensors_reader import PICKLES, SINGLE, Tensor
+from convert.source import resolve
+from convert.to_hf import write_file
+
+
+def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
+    """The directory of a head, which may be a hub id as `convert.resolve` takes it.
+
+    Args:
+        pickled: the file that such heads are published as.
+        single: the safetensors file that it becomes.
+
+    Raises:
+        CheckpointError: there is none, or it holds no safetensors file; says how to make it of a pickle.
+    """
+    directory = resolve(source)
+    if directory.is_file():
+        raise CheckpointError(
+            f"{directory} is a file; expected the directory of a head, with config.json and {single}."
+        )
+    if not any(directory.glob("*.safetensors")):
+        pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
+        found = f"only pickle files ({listing(pickles)})" if pickles else "no *.safetensors file"
+        raise CheckpointError(
+            f"{directory} holds {found}; pickles can run code when read and are never opened here, so where you trust "
+            f"one, convert it with PyTorch: {_snippet(pickles[0] if pickles else pickled, single)}."
+        )
+    return directory
+
+
+def _snippet(pickled: str, single: str) -> str:
+    return ("`safetensors.torch.save_file({name: tensor.clone().contiguous() for name, tensor in "
+            f"torch.load({pickled!r}, weights_only=True).items()}}, {single!r})`")  # fmt: skip
+
+
+def common_dtype(found: dict[str, Tensor]) -> str | None:
+    """Of all weights; None where they have several."""
+    names = {tensor.dtype.name for tensor in found.values()}
+    return names.pop() if len(names) == 1 else None
+
+
+def write(
+    destination: str | Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], single: str = SINGLE
+) -> Path:
+    """A directory with config.json and one safetensors file; atomic.
+
+    Raises:
+        CheckpointError: `destination` exists or cannot be written.
+    """
+    destination = Path(destination)
+    with new_directory(destination) as directory:
+        write_file(directory / single, tensors, {"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return destination
