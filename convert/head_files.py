@@ -8,7 +8,7 @@ import numpy as np
 
 from convert.destination import new_directory
 from convert.errors import CheckpointError, listing
-from convert.safetensors_reader import PICKLES, SINGLE, Tensor
+from convert.safetensors_reader import PICKLES, SINGLE, Tensor, opened
 from convert.source import resolve
 from convert.to_hf import write_file
 
@@ -36,6 +36,17 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
             f"one, convert it with PyTorch: {_snippet(pickles[0] if pickles else pickled, single)}."
         )
     return directory
+
+
+def kind_of(directory: Path) -> str | None:
+    """"eagle" or "medusa" where the safetensors files of `directory` are those of such a head, by their names alone."""
+    names: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with opened(file) as handle:
+            names |= set(handle.keys())
+    if names & {"fc.weight", "fusion_fc.weight"}:
+        return "eagle"
+    return "medusa" if names & {"0.0.linear.weight", "blocks.0.layers.0.weight"} else None
 
 
 def _snippet(pickled: str, single: str) -> str:

@@ -38,12 +38,12 @@ class Tensor:
 
         The file is mapped anew each time (65 us): mapped pages count as memory in use until they are unmapped.
         """
-        with _opened(self.file) as handle:
+        with opened(self.file) as handle:
             return handle.get_slice(self.name)[rows]
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="numpy") as handle:
             yield handle
@@ -57,12 +57,12 @@ def metadata(file: Path) -> dict[str, str] | None:
     Raises:
         CheckpointError: the file is damaged.
     """
-    with _opened(file) as handle:
+    with opened(file) as handle:
         return handle.metadata()
 
 
 def _scan_file(file: Path, tables: Mapping[str, str]) -> list[Tensor]:
-    with _opened(file) as handle:
+    with opened(file) as handle:
         found = []
         for name in handle.keys():  # noqa: SIM118  (the handle is no mapping)
             piece = handle.get_slice(name)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
@@ -16,6 +16,10 @@ from jspec.origins import ACCEPTED, BONUS, COLOURS, CORRECTED, NAMES, NO_DRAFT
 from jspec.planning import NO_ROOM, QUANTIZE, SPECULATE, Drafting, Plan
 from jspec.prompts import is_conversation
 from jspec.tuning import Tuning
+
+if TYPE_CHECKING:
+    from jspec.training.fit import Progress
+    from jspec.training.result import Result
 
 # Characters that are seldom in texts and often in fonts.
 MARKS = {ACCEPTED: ("", ""), CORRECTED: ("«", "»"), BONUS: ("°", "°"), NO_DRAFT: ("¦", "¦")}
@@ -119,6 +123,25 @@ def _against(speedups: Sequence[float]) -> str:
     return (
         f"do not speculate: at best, with num_draft_tokens={k}, it would run at {best:.2f}x the speed of plain decoding"
     )
+
+
+def training_line(look: "Progress") -> str:
+    """What a look at held-out texts says of a drafter in training; tokens a round are a chain's of all depths."""
+    from jspec.training.fit import predicted  # not for every command: it imports optax
+
+    kept, same = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (look.acceptance, look.agreement))
+    rounds = [f"{predicted(rates):.2f}" for rates in (look.acceptance, look.agreement)]
+    return (f"step {look.step}: loss {look.loss:.4f}; accepted by depth {kept} ({rounds[0]} tokens a round), "
+            f"greedily {same} ({rounds[1]})")  # fmt: skip
+
+
+def training_table(found: "Sequence[Result]") -> Table:
+    """What a trained drafter brings."""
+    table = Table("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed", box=box.SIMPLE_HEAD)
+    for one in found:
+        table.add_row(str(one.num_draft_tokens), f"{one.temperature:g}", f"{one.foreseen:.2f}",
+                      f"{one.tokens_per_round:.2f}", f"{one.speedup:.2f}x")  # fmt: skip
+    return table
 
 
 def memory_table(found: Plan) -> Table:

@@ -124,7 +124,8 @@ def test_data_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"kind": "owl"}, "kind is 'owl'; expected one of eagle, med"), ({"loss": "l2"}, "loss is 'l2'; expected one of"),
-     ({"steps": 0}, "steps must be"), ({"rate": 2}, "rate is 2; expected a number above 0")],
+     ({"steps": 0}, "steps must be"), ({"length": 5000}, "length is 5000, and the target has 4096 positions"),
+     ({"rate": 2}, "rate is 2; expected a number above 0")],
 )  # fmt: skip
 def test_recipes_that_are_none(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import typer
 
 from convert.__main__ import convert
 from jspec import __version__
-from jspec.cli import generate, index, interrupts, models, plan, tune
+from jspec.cli import generate, index, interrupts, models, plan, train, tune
 from jspec.cli.shared import UsageError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command(epilog=generate.EPILOG, short_help="Continue prompts.")(generate.generate)
 app.command(short_help="Measure how far to draft on this device.")(tune.tune)
+app.command(short_help="Train a drafter for a target.")(train.train)
 app.command(short_help="Predict memory and speed on a device that need not be here.")(plan.plan)
 app.command(short_help="Make a datastore of texts, to draft from.")(index.index)
 app.command(short_help="List the models that have a name.")(models.models)

@@ -19,7 +19,8 @@ class Sources:
 
     Attributes:
         target: path, name or hub id of a model.
-        draft: the same, or a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for `jspec tune` also "exit".
+        draft: the same, or a trained head's directory, a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for
+            `jspec tune` also "exit".
     """
 
     target: str
@@ -40,14 +41,17 @@ class Sources:
         from jspec import text
 
         tokenizer = text.load_tokenizer(self.target)
-        if is_model(self.draft):
+        if is_model(self.draft) and not is_head(self.draft):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
         """The target and its drafter, None for none; `dtype` and `quantize` are for both."""
-        from jspec import load
+        from jspec import EagleDrafter, load
 
+        if is_head(self.draft):
+            target = load(self.target, dtype, quantize)
+            return target, EagleDrafter.load(self.draft, target, dtype)
         if is_model(self.draft):
             return load(self.target, dtype, quantize), load(self.draft, dtype, quantize)
         drafter = without_model(self.draft)  # what can be wrong in a moment comes first
@@ -130,3 +134,10 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
 def is_model(draft: str) -> bool:
     """Whether a draft of that name is a model, and not another kind of drafter."""
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
+
+
+def is_head(draft: str) -> bool:
+    """Whether a draft of that name is the directory of a trained head."""
+    from convert import head_files
+
+    return is_model(draft) and Path(draft).is_dir() and head_files.kind_of(Path(draft)) is not None

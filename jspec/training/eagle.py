@@ -39,9 +39,10 @@ def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
 def features(depth: int) -> tuple[int, ...]:
     """Which states of a target of `depth` layers: what enters its second, its middle and its last one.
 
-    EAGLE-3 takes what enters layers 2, L/2 and L - 3; in a small model these lie too close together.
+    EAGLE-3 takes what enters layers 2, L/2 and L - 3; in a small model these lie too close together, and in one of one
+    or two layers all is the same.
     """
-    return (min(1, depth - 1), depth // 2, depth - 1)
+    return tuple(sorted({min(1, depth - 1), depth // 2, depth - 1}))
 
 
 def share_head(head: Eagle, target: Any, draft_ids: np.ndarray) -> None:

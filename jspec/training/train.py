@@ -28,6 +28,8 @@ _DRAFT_VOCAB = 8192
 _HELD_OUT_ROWS = 64
 _ROUNDS = 1_000_000  # of writing, for one seed
 _RECIPE = "recipe.json"
+PROMPTS = "prompts.json"  # of held-out texts, for measuring what comes out
+_PROMPTS, _TEXT_PROMPT = 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +106,18 @@ def train_drafter(
     check_target(target)
     chosen = Recipe(kind=kind, **recipe)
     chosen.check()
+    if chosen.length > (positions := target.config.max_position_embeddings):
+        raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
+    given = None if data is None else texts.read(data, tokenizer, chosen.length)
+    if given is None:
+        frame_of(tokenizer)  # what cannot be is said before anything is begun
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, chosen)
-    rows = _written(target, tokenizer, chosen, folder) if data is None else texts.read(data, tokenizer, chosen.length)
+    rows = _written(target, tokenizer, chosen, folder) if given is None else given
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
+    (folder / PROMPTS).write_text(json.dumps([_prompt(row) for row in held_out[:_PROMPTS]]) + "\n", encoding="utf-8")
     size = target.config.vocab_size
     few = texts.frequent(train, chosen.draft_vocab, size) if chosen.draft_vocab < size else None
     trainee = KINDS[kind](target, few if kind == "eagle" else None, chosen.depth, chosen.seed)
@@ -119,6 +127,12 @@ def train_drafter(
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
     schedule = Schedule(chosen.steps, chosen.depth, chosen.loss, chosen.rate)
     return trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
+
+
+def _prompt(row: Row) -> list[int]:
+    """What is given of a chat, or a text's first tokens."""
+    given = int(row.learned.argmax()) or min(_TEXT_PROMPT, len(row.tokens))
+    return row.tokens[:given].tolist()
 
 
 def _check_folder(folder: Path, recipe: Recipe) -> None:
@@ -134,7 +148,6 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
 
 def _written(target: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> list[Row]:
     """What the target writes, a file a round; rounds that are there are not written again."""
-    frame_of(tokenizer)  # so that what cannot be is said before anything is begun
     (folder / "texts").mkdir(exist_ok=True)
     found: list[Row] = []
     number = 0

@@ -1,0 +1,124 @@
+"""`jspec train`: a drafter for a target."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jspec.cli.shared import UsageError, option, prepare_environment, status_line
+from jspec.cli.sources import NONE, sources
+
+if TYPE_CHECKING:
+    from jspec.training.fit import Progress
+
+_SAVED = ("eagle",)  # kinds of which the drafters can be written
+
+
+def train(
+    folder: Annotated[Path, option("--output", "DIR", "Folder of the run; a run that was stopped goes on from it.")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
+    ] = None,
+    kind: Annotated[str, option("--kind", "KIND", "What to train: eagle.")] = "eagle",
+    data: Annotated[
+        Path | None,
+        option(
+            "--data", "FILE", "Text, or chats in a .jsonl [default: the target writes its own].", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[int, option("--steps", "N", "Optimiser steps.", min=1)] = 1000,
+    depth: Annotated[int, option("--depth", "N", "Tokens in a row that it learns to draft.", min=1)] = 4,
+    loss: Annotated[str, option("--loss", "LOSS", "kl, reverse-kl, jsd, tvd or lk.")] = "lk",
+    rate: Annotated[float, option("--rate", "X", "Peak learning rate.")] = 6e-3,
+    step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens a step.", min=1)] = 4096,
+    length: Annotated[int, option("--length", "N", "Longest text, in tokens; longer ones are divided.", min=3)] = 512,
+    written_tokens: Annotated[
+        int, option("--written-tokens", "N", "How much the target writes, without --data.", min=1)
+    ] = 500_000,
+    draft_vocab: Annotated[
+        int, option("--draft-vocab", "N", "Guess the N tokens that are most frequent, and no others.", min=2)
+    ] = 8192,
+    seed: Annotated[int, option("--seed", "N", "Of weights, order and what is written.", min=0)] = 0,
+    stored: Annotated[
+        bool,
+        typer.Option(
+            "--store/--no-store", help="Keep on disk what the target makes of the texts, or compute it in every step."
+        ),
+    ] = True,
+    measured: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure on this device what comes out.")
+    ] = True,
+) -> None:
+    """Train a drafter for TARGET and write it to DIR/drafter.
+
+    It learns to guess what TARGET says, from texts or from chats that TARGET writes itself. The output stays exactly
+    TARGET's whatever comes out: a better drafter is a faster one.
+    """
+    if kind not in _SAVED:
+        raise UsageError(f"--kind {kind} has no files; choose one of {', '.join(_SAVED)}, or use jspec.train_drafter.")
+    if (folder / "drafter").exists():
+        raise UsageError(f"{folder / 'drafter'} is there already; give another --output, or delete it.")
+    where = sources(target, NONE)
+    prepare_environment()
+    with status_line() as say:
+        import jax
+        import jax.numpy as jnp
+
+        import jspec
+
+        say("Loading")
+        tokenizer, (model, _) = where.tokenizer(), where.load()
+    with _bar(steps) as tell:
+        drafter = jspec.train_drafter(
+            model, tokenizer, kind, data, folder=folder, store_states=stored, say=tell, steps=steps, depth=depth,
+            loss=loss, rate=rate, step_tokens=step_tokens, length=length, written_tokens=written_tokens,
+            draft_vocab=draft_vocab, seed=seed)  # fmt: skip
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
+    rounded.save(folder / "drafter", own_head=False)
+    typer.echo(f"Wrote {folder / 'drafter'}.")
+    if measured:
+        _measure(model, drafter, folder, depth)
+
+
+@contextmanager
+def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
+    """``tell(step or progress)`` moves a bar, and prints a line at every look at held-out texts."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from jspec.report import training_line
+
+    console = Console(highlight=False)
+    columns = TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar, status_line():
+        task = bar.add_task("Training", total=steps)
+
+        def tell(news: "Progress | int") -> None:
+            if isinstance(news, int):
+                bar.update(task, completed=news)
+            else:
+                console.print(training_line(news), soft_wrap=True)
+
+        yield tell
+
+
+def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
+    """Print what `drafter` brings on this device behind held-out prompts."""
+    from rich.console import Console
+
+    from jspec import report
+    from jspec.training.fit import read_log
+    from jspec.training.result import measure
+    from jspec.training.train import PROMPTS
+
+    prompts = json.loads((folder / PROMPTS).read_text(encoding="utf-8"))
+    *_, last = read_log(folder)
+    with status_line() as say:
+        say("Measuring")
+        found = [measure(model, drafter, prompts, last, k, temperature)
+                 for temperature in (0.0, 1.0) for k in sorted({min(2, depth), depth})]  # fmt: skip
+    Console(highlight=False).print(report.training_table(found), soft_wrap=True)
