@@ -51,9 +51,9 @@ _MAKERS = {
     "horizontal": lambda target, draft, corpus, v: HorizontalDrafter(
         draft, HorizontalDrafter(RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), EarlyExitDrafter(1), 1), 1
     ),
-    "medusa": lambda target, draft, corpus, v: heads.medusa(target),
-    "hydra": lambda target, draft, corpus, v: heads.hydra(target),
-    "blockwise": lambda target, draft, corpus, v: heads.blockwise(target),
+    "medusa": lambda target, draft, corpus, v: heads.medusa(target, 5),
+    "hydra": lambda target, draft, corpus, v: heads.hydra(target, 5),
+    "blockwise": lambda target, draft, corpus, v: heads.blockwise(target, 5),
     "kangaroo": lambda target, draft, corpus, v: heads.kangaroo(target),
 }
 NAMES = tuple(_MAKERS)
