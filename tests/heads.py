@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 import toys
 from flax import nnx
 
@@ -29,6 +28,8 @@ def drawn(module, seed=0):
 
 def loaded(linear, ours):
     """`linear` with the weights of a `jspec.layers.Linear` or of an output head."""
+    import torch  # not everywhere the tests run
+
     linear.weight.data = torch.tensor(np.array(ours.weight[...].T))
     if linear.bias is not None:
         linear.bias.data = torch.tensor(np.array(ours.bias[...]))

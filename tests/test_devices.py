@@ -7,12 +7,17 @@ from collections import Counter
 
 import cover
 import jax
+import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import Mesh
 
+import jspec
 from bench import abstract, compiled, devices, graphs
 from bench.hlo import arrays
 from jspec import roofline
 from jspec.footprint import Weights, footprint, slots_of
+from jspec.training import fit, kinds
 
 PAIRS = {"h100": "llama-3.2-3b/llama-3.2-1b", "t4": "llama-3.2-3b/llama-3.2-1b", "v5e": "109m"}
 # Heads as the fused kernels take them.
@@ -146,3 +151,19 @@ def test_every_program_is_compiled(name, one):
     traced = abstract.trace(*cover.program(one, device.dtype, **SIZES), devices.topology(device))
     options = {"xla_gpu_enable_triton_gemm": False} if device.platform == "cuda" else None
     assert compiled.read(traced.lower().compile(options)).host == 0
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+@pytest.mark.parametrize("name", ON)
+def test_a_training_step_compiles(name, kind):
+    """In the device's dtype, with the target's states computed on the way."""
+    device = devices.prepare(name)
+    config = dataclasses.replace(abstract.configs("109m")[0], num_hidden_layers=3, num_key_value_heads=1,
+                                 num_attention_heads=2, intermediate_size=256, **SIZES)  # fmt: skip
+    target = jspec.Llama(config, jax.numpy.dtype(device.dtype), rngs=nnx.Rngs(0))
+    schedule = fit.Schedule(steps=9, depth=2)
+    trainee = kinds.KINDS[kind](target, np.arange(100) if kind == "eagle" else None, schedule.depth, 0)
+    state, step = fit.begin(trainee, schedule)
+    batch = jax.ShapeDtypeStruct((8, 64), "int32"), jax.ShapeDtypeStruct((8, 64), "bool")
+    shapes = abstract.divided((state, target, *batch), Mesh(devices.topology(device), ("model",)))
+    assert step.lower(*shapes, None).compile()

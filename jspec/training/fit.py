@@ -83,13 +83,12 @@ def fit(
 
     A run that was stopped at any moment and is started again makes the same steps as one that was not.
     """
-    optimiser = _optimiser(schedule)
-    state: dict[str, Any] = {"weights": trainee.weights, "moments": optimiser.init(trainee.weights)}
+    state, train = begin(trainee, schedule)
     first, state = _restored(folder, state)
     state, spread = _placed(state)
     folder.mkdir(parents=True, exist_ok=True)
     _cut_log(folder / _LOG, first)
-    train, recent = _stepper(trainee, schedule, optimiser), list[float]()
+    recent: list[float] = []
     for step in range(first, schedule.steps):
         batch = source.plan.batch(step)
         state, loss = train(state, target, spread(batch.tokens), spread(batch.learned), spread(source.sight(batch)))
@@ -102,6 +101,26 @@ def fit(
             _save(folder, step + 1, state, progress)
             say(progress)
     return state["weights"]
+
+
+def begin(trainee: Trainee, schedule: Schedule) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """The state before the first step, and the step: ``(state, loss)`` of a state, which it takes, and a batch.
+
+    Of a batch it is told the target, tokens and what of them is learned, as in `Batch`, and the target's `Sight` of
+    them or None.
+    """
+    optimiser = _optimiser(schedule)
+
+    def loss_of(weights: Weights, *batch: Any) -> Array:
+        return total(_said(trainee, schedule, weights, *batch))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
+        loss, gradient = jax.value_and_grad(loss_of)(state["weights"], *batch)
+        updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
+        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, loss
+
+    return {"weights": trainee.weights, "moments": optimiser.init(trainee.weights)}, step
 
 
 def measure(trainee: Trainee, weights: Weights, target: Any, held_out: Source, schedule: Schedule) -> Score:
@@ -134,21 +153,6 @@ def _said(
 
 def _scorer(trainee: Trainee, schedule: Schedule) -> Callable[..., Score]:
     return jax.jit(functools.partial(_said, trainee, schedule))
-
-
-def _stepper(trainee: Trainee, schedule: Schedule, optimiser: optax.GradientTransformation) -> Callable[..., Any]:
-    """``(state, loss)`` of the state before and a batch."""
-
-    def loss_of(weights: Weights, *batch: Any) -> Array:
-        return total(_said(trainee, schedule, weights, *batch))
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
-        loss, gradient = jax.value_and_grad(loss_of)(state["weights"], *batch)
-        updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
-        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, loss
-
-    return step
 
 
 def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
