@@ -162,7 +162,8 @@ def test_a_training_step_compiles(name, kind):
                                  num_attention_heads=2, intermediate_size=256, **SIZES)  # fmt: skip
     target = jspec.Llama(config, jax.numpy.dtype(device.dtype), rngs=nnx.Rngs(0))
     schedule = fit.Schedule(steps=9, depth=2)
-    trainee = kinds.KINDS[kind](target, np.arange(100) if kind == "eagle" else None, schedule.depth, 0)
+    begun = kinds.KINDS[kind](target, np.arange(100) if kind == "eagle" else None, schedule.depth, 0)
+    trainee = kinds.trainee_of(begun)
     state, step = fit.begin(trainee, schedule)
     batch = jax.ShapeDtypeStruct((8, 64), "int32"), jax.ShapeDtypeStruct((8, 64), "bool")
     shapes = abstract.divided((state, target, *batch), Mesh(devices.topology(device), ("model",)))

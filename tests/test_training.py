@@ -54,7 +54,7 @@ def test_gradients_are_finite_where_a_law_has_no_mass(name):
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra", "blockwise", "kangaroo", "model"])
 def test_what_is_unrolled_is_what_the_drafter_says(kind):
     """At every position and depth: a draft that begins there and happens to guess the text."""
-    trainee = kinds.KINDS[kind](TARGET, None, 4, 0)
+    trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 4, 0))
     weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(1, 9)))
     said = list(trainee.unroll(weights, TARGET, tokens, sight.look(TARGET, tokens, trainee.features), 4))
@@ -79,7 +79,7 @@ def test_what_is_unrolled_is_what_the_drafter_says(kind):
 
 def test_what_is_unrolled_of_vectors_is_what_the_target_says():
     """Behind every token, as if the text ended there."""
-    trainee = kinds.of_pass(TARGET, None, 3, 0)
+    trainee = kinds.trainee_of(kinds.of_pass(TARGET, None, 3, 0))
     weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(2, 6)))
     said = list(trainee.unroll(weights, TARGET, tokens, sight.look(TARGET, tokens, ()), 3))
@@ -94,7 +94,7 @@ def test_what_is_unrolled_of_vectors_is_what_the_target_says():
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_kind_gets_better(tmp_path, kind):
-    trainee = kinds.KINDS[kind](TARGET, None, 2, 0)
+    trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 2, 0))
     train, held = batches.Plan(some_rows(16), 256, 0), batches.Plan(some_rows(4, seed=1), 256, 0)
     schedule = fit.Schedule(12, 2, "kl", rate=0.02, save_every=12)
     before = fit.measure(trainee, trainee.weights, TARGET, fit.Source(held), schedule)
@@ -139,7 +139,7 @@ def test_every_row_is_learned_from_once_an_epoch():
 
 def run(folder, steps, stop_at=None, stored=False):
     """A short training; it may be stopped at a step."""
-    trainee = kinds.of_eagle(TARGET, None, 2, 0)
+    trainee = kinds.trainee_of(kinds.of_eagle(TARGET, None, 2, 0))
     train, held = batches.Plan(some_rows(24), 64, 0), batches.Plan(some_rows(6, seed=1), 64, 0)
     source = fit.Source(train)
     if stored:

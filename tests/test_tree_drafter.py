@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 # Those that say token by token what law follows, so that they can branch.
 BRANCHING = ("model", "unigram", "bigram", "retrieval", "early exit", "mixture")
-# With a cache of their own, with the target's, and with something for every branch; the others are as simple, or both.
-FEW = ("model", "early exit", "retrieval")
+# With a cache of its own, and with something for every branch; the others are as simple, or both.
+FEW = ("model", "retrieval")
 MOST = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in BRANCHING]
 TREES = {"3-2": Tree.branching((3, 2)), "2-2-1": Tree.branching((2, 2, 1)), "depth first": Tree((0, 1, 2, 1, 0, 5, 5))}
 

@@ -1,4 +1,4 @@
-"""What can be trained: for each kind of drafter its weights as they begin, and what it says of whole texts."""
+"""What can be trained: for each kind of drafter how it begins, and what it says of whole texts."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -24,6 +24,19 @@ from jspec.training import eagle, heads
 from jspec.training.sight import Sight
 
 Weights = dict[str, Any]
+_Unroll = Callable[[Any, Any, Array, Sight, int], Iterator[Array]]
+
+# Of a kind of drafter what it says of whole texts, and the offset of that, see `Trainee`.
+_UNROLLS: dict[type, tuple[_Unroll, int]] = {
+    EagleDrafter: (lambda drafter, target, tokens, sight, depth: eagle.unroll(drafter.head, target, tokens,
+                                                                             sight.states, depth), 1),
+    MedusaDrafter: (heads.parallel, 1),
+    BlockwiseDrafter: (heads.parallel, 1),
+    HydraDrafter: (heads.hydra, 1),
+    PassDrafter: (heads.look_ahead, 1),
+    KangarooDrafter: (heads.kangaroo, 0),
+    ModelDrafter: (heads.model, 0),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +44,8 @@ class Trainee:
     """A drafter in training.
 
     Attributes:
-        weights: those that are trained, in float32; a pytree of dicts.
-        features: the target's states that it reads.
+        weights: those that are trained, in float32.
+        features: the target's states that it reads, besides what leaves the last layer.
         draft_ids: ``int32[D]``, the tokens it can guess; None for all.
         offset: at position t it guesses the token ``t + 1 + offset``.
         unroll: of weights, target, ``tokens[B, S]`` and `Sight`, for a number of depths, the logits ``[B, S', D]``.
@@ -47,63 +60,81 @@ class Trainee:
     drafter: Callable[[Weights], Any]
 
 
-def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> Trainee:
-    """An EAGLE head, but for the embedding and the output head, which are the target's."""
-    head = eagle.new_head(target, draft_ids, seed)
-    graph, own, rest = nnx.split(head, _is_trained, ...)
+def trainee_of(drafter: Any) -> Trainee:
+    """`drafter` as one in training; of an EAGLE head, embedding and output head stay as they are.
 
-    def merged(weights: Weights) -> Any:
-        state = jax.tree.map(lambda leaf: leaf, own)
-        nnx.replace_by_pure_dict(state, weights)
-        return nnx.merge(graph, state, rest)
+    Raises:
+        TypeError: a drafter of another kind has nothing to learn.
+    """
+    if type(drafter) not in _UNROLLS:
+        known = ", ".join(sorted(kind.__name__ for kind in _UNROLLS))
+        raise TypeError(f"{type(drafter).__name__} cannot be trained; expected one of {known}.")
+    unroll, offset = _UNROLLS[type(drafter)]
+    leaves, form = jax.tree_util.tree_flatten_with_path(drafter)
+    fixed = ("lm_head", "embed_tokens") if isinstance(drafter, EagleDrafter) else ()
+    trained = {
+        f"{i:03}": leaf
+        for i, (path, leaf) in enumerate(leaves)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not any(name in str(path) for name in fixed)
+    }
 
-    def unroll(weights: Weights, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-        return eagle.unroll(merged(weights), target, tokens, sight.states, depth)
+    def made(weights: Weights) -> Any:
+        return form.unflatten([weights.get(f"{i:03}", leaf) for i, (_, leaf) in enumerate(leaves)])
 
     return Trainee(
-        weights=nnx.to_pure_dict(own),
-        features=head.config.features,
-        draft_ids=None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32),
-        offset=1,
-        unroll=unroll,
-        drafter=lambda weights: EagleDrafter(merged(weights)),
+        weights={name: jnp.asarray(leaf, jnp.float32) for name, leaf in trained.items()},
+        features=drafter.features if isinstance(drafter, EagleDrafter | KangarooDrafter) else (),
+        draft_ids=_draft_ids(drafter),
+        offset=offset,
+        unroll=lambda weights, *rest: unroll(made(weights), *rest),
+        drafter=made,
     )
 
 
-def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> Trainee:
+def _draft_ids(drafter: Any) -> Array | None:
+    if not isinstance(drafter, EagleDrafter) or drafter.head.draft_ids is None:
+        return None
+    return jnp.argsort(drafter.head.draft_ids[...], stable=True)[: drafter.head.config.draft_vocab_size]
+
+
+def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
+    """An EAGLE head, but for the embedding and the output head, which are the target's."""
+    return EagleDrafter(eagle.new_head(target, draft_ids, seed))
+
+
+def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> MedusaDrafter:
     """Heads that begin as the target's own (Cai et al. 2024, section 2.2.1)."""
     drafter = MedusaDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
     for head in drafter.heads:
         head.lm_head.weight.set_value(_wide(target.head))
         linear = head.blocks[0].linear
         linear.weight.set_value(jnp.zeros_like(linear.weight[...]))
-    return _whole(drafter, heads.parallel)
+    return drafter
 
 
-def of_blockwise(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> Trainee:
+def of_blockwise(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> BlockwiseDrafter:
     """A layer in front of the target's own head."""
-    return _whole(BlockwiseDrafter.untrained(target, depth, rngs=nnx.Rngs(seed)), heads.parallel)
+    return BlockwiseDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
-def of_hydra(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> Trainee:
+def of_hydra(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> HydraDrafter:
     """Heads of which each has a first layer of its own, and the target's output head."""
-    return _whole(HydraDrafter.untrained(target, depth, own_head=False, rngs=nnx.Rngs(seed)), heads.hydra)
+    return HydraDrafter.untrained(target, depth, own_head=False, rngs=nnx.Rngs(seed))
 
 
-def of_kangaroo(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> Trainee:
+def of_kangaroo(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
     """An adapter behind the first tenth of the target's layers, and at least one."""
-    drafter = KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
-    return _whole(drafter, heads.kangaroo, offset=0, features=drafter.features)
+    return KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
 
 
-def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> Trainee:
+def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:
     """Vectors that begin as the mean of all embeddings, and a little apart."""
     weight = _wide(target.embed_tokens)
     noise = 0.1 * weight.std() * jax.random.normal(jax.random.key(seed), (depth, len(weight)))
-    return _whole(PassDrafter(weight.mean(axis=1) + noise), heads.look_ahead)
+    return PassDrafter(weight.mean(axis=1) + noise)
 
 
-def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> Trainee:
+def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
     """A model of every sixth layer of the target, which begin as they are there."""
     if target.embed_tokens.scale is not None:
         raise ValueError("A draft model begins with layers of the target, and the target's are int8; load it without "
@@ -116,31 +147,7 @@ def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -
     for own, source in parts:
         if own is not None:
             nnx.update(own, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), nnx.state(source)))
-    return _whole(ModelDrafter(made), heads.model, offset=0)
-
-
-def _whole(
-    drafter: Any, unroll: Callable[..., Iterator[Array]], offset: int = 1, features: tuple[int, ...] = ()
-) -> Trainee:
-    """A drafter of which every number is trained, and which can guess every token."""
-    leaves, kind = jax.tree.flatten(drafter)
-    names = [f"{i:03}" for i in range(len(leaves))]
-
-    def made(weights: Weights) -> Any:
-        return kind.unflatten([weights[name] for name in names])
-
-    return Trainee(
-        weights={name: jnp.asarray(leaf, jnp.float32) for name, leaf in zip(names, leaves, strict=True)},
-        features=features,
-        draft_ids=None,
-        offset=offset,
-        unroll=lambda weights, *rest: unroll(made(weights), *rest),
-        drafter=made,
-    )
-
-
-def _is_trained(path: tuple[Any, ...], leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Param) and path[0] not in ("lm_head", "embed_tokens")
+    return ModelDrafter(made)
 
 
 def _wide(embed: Any) -> Array:
@@ -149,7 +156,8 @@ def _wide(embed: Any) -> Array:
     return weight if embed.scale is None else weight * embed.scale[...]
 
 
-KINDS: dict[str, Callable[[Any, np.ndarray | None, int, int], Trainee]] = {
+# Untrained, for a target: with the tokens it can guess (None for all), as deep as asked for, by a seed.
+KINDS: dict[str, Callable[[Any, np.ndarray | None, int, int], Any]] = {
     "eagle": of_eagle,
     "medusa": of_medusa,
     "hydra": of_hydra,

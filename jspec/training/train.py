@@ -14,7 +14,7 @@ from jspec.checks import check_target
 from jspec.training import rows as texts
 from jspec.training.batches import Plan
 from jspec.training.fit import Progress, Schedule, Source, fit
-from jspec.training.kinds import KINDS, Trainee
+from jspec.training.kinds import KINDS, Trainee, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.rows import Row
 from jspec.training.sight import StoredStates
@@ -120,7 +120,7 @@ def train_drafter(
     (folder / PROMPTS).write_text(json.dumps([_prompt(row) for row in held_out[:_PROMPTS]]) + "\n", encoding="utf-8")
     size = target.config.vocab_size
     few = texts.frequent(train, chosen.draft_vocab, size) if chosen.draft_vocab < size else None
-    trainee = KINDS[kind](target, few if kind == "eagle" else None, chosen.depth, chosen.seed)
+    trainee = trainee_of(KINDS[kind](target, few if kind == "eagle" else None, chosen.depth, chosen.seed))
     plans = [Plan(part, chosen.step_tokens, chosen.seed, jax.device_count())
              for part in (train, held_out[:_HELD_OUT_ROWS])]  # fmt: skip
     sources = [Source(plan, _stored(target, plan, trainee, folder / name) if store_states else None)
