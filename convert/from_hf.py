@@ -73,7 +73,8 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """
     scanned = scan(directory)
     check_depth(config, len(scanned), directory)
-    found = {name: tensor for name, tensor in scanned.items() if name not in keymap.ignored(config)}
+    found = {name: tensor for name, tensor in scanned.items()
+             if name not in keymap.ignored(config) and not name.startswith(keymap.MEDUSA)}  # fmt: skip
     expected = keymap.hf_shapes(config)
     repeats_head = config.tie_word_embeddings and keymap.HEAD in found
     check_names(found, expected | ({keymap.HEAD: expected[keymap.EMBEDDING]} if repeats_head else {}), directory)

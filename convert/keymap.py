@@ -29,6 +29,8 @@ _QK_NORMS = (("self_attn.q_norm", "D"), ("self_attn.k_norm", "D"))
 _BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+# Heads that were trained with their target lie beside it; `convert.medusa_files` reads them.
+MEDUSA = "medusa_head."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from flax import nnx
 
 from convert import dtypes, eagle_files
 from convert.errors import CheckpointError
-from jspec.eagle import Eagle, check_target_of
-from jspec.weights import default_dtype
+from jspec.eagle import Eagle, check_target_of, head_columns
+from jspec.weights import as_stored, default_dtype
 
 
 def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
@@ -33,7 +33,8 @@ def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
     if found.draft_ids is not None:
         leaves["draft_ids"].set_value(jnp.asarray(found.draft_ids))
         if lacking:
-            leaves["lm_head.weight"].set_value(_rows_of(target, found.draft_ids, config.draft_vocab_size or 0, chosen))
+            tokens = np.argsort(found.draft_ids, kind="stable")[: config.draft_vocab_size]
+            leaves["lm_head.weight"].set_value(head_columns(target, tokens).astype(chosen))
     # What was chosen here is no wish about files.
     head.origin = found.origin if dtype is None else dataclasses.replace(found.origin, dtype=None)
     return head
@@ -52,27 +53,6 @@ def save(head: Eagle, destination: str | Path, layout: str, own_head: bool | Non
     if not written.own_head:
         state.pop("lm_head.weight", None)
     arrays = {name: np.ascontiguousarray(np.asarray(value).T) for name, value in state.items()}
-    stored = None if origin is None or origin.dtype is None else dtypes.parse(origin.dtype)
-    arrays = _as_stored(arrays, stored)
+    arrays = as_stored(arrays, None if origin is None else origin.dtype)
     ids = None if draft_ids is None else np.asarray(draft_ids)
     return eagle_files.write(destination, written, arrays, ids, layout, origin)
-
-
-def _as_stored(arrays: dict[str, np.ndarray], dtype: np.dtype | None) -> dict[str, np.ndarray]:
-    """`arrays` in the dtype of the files that they come from, if no value changes by it."""
-    if dtype is None:
-        return arrays
-    with np.errstate(over="ignore"):
-        cast = {name: array.astype(dtype) for name, array in arrays.items()}
-    same = all(np.array_equal(cast[name].astype(array.dtype), array, equal_nan=True) for name, array in arrays.items())
-    return cast if same else arrays
-
-
-def _rows_of(target: Any, draft_ids: np.ndarray, count: int, dtype: np.dtype) -> Any:
-    """``[E, D]`` of the target's output head: of the tokens that the head can guess, in its order."""
-    head = target.head
-    tokens = np.argsort(draft_ids, kind="stable")[:count]
-    columns = jnp.take(head.weight[...], tokens, axis=1)
-    if head.scale is not None:
-        columns = columns.astype(jnp.float32) * jnp.take(head.scale[...], tokens)
-    return columns.astype(dtype)

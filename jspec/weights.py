@@ -68,6 +68,16 @@ def default_dtype() -> Any:
     return jnp.float16 if is_before_ampere() else jnp.bfloat16
 
 
+def as_stored(arrays: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.ndarray]:
+    """`arrays` in the dtype of the files that they come from, if there is one and no value changes by it."""
+    if dtype is None:
+        return arrays
+    with np.errstate(over="ignore"):
+        cast = {name: array.astype(dtypes.parse(dtype)) for name, array in arrays.items()}
+    same = all(np.array_equal(cast[name].astype(array.dtype), array, equal_nan=True) for name, array in arrays.items())
+    return cast if same else arrays
+
+
 def from_arrays(
     config: LlamaConfig,
     arrays: Iterable[tuple[str, Any]],

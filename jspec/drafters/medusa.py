@@ -1,7 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
 """Medusa: heads beside the target's own guess the tokens behind the next one, all from one state of it."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from flax import nnx
 from jax import Array
 
 from convert.config import LlamaConfig
+from convert.medusa_config import MedusaConfig, MedusaOrigin
+from jspec.drafters import medusa_weights
 from jspec.drafters.heads import ParallelHeadsDrafter
 from jspec.layers import Embed, Linear
 from jspec.types import check_count, pytree
@@ -27,9 +30,14 @@ class ResBlock(nnx.Module):
 
 
 class MedusaHead(nnx.Module):
-    """Residual blocks, then an output head of its own."""
+    """Residual blocks, then an output head of its own.
 
-    def __init__(self, config: LlamaConfig, num_blocks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    Attributes:
+        origin: what the files said that all heads were loaded from; None if they were not.
+    """
+
+    def __init__(self, config: LlamaConfig | MedusaConfig, num_blocks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.origin: MedusaOrigin | None = None
         self.blocks = nnx.List([ResBlock(config.hidden_size, dtype, rngs) for _ in range(num_blocks)])
         self.lm_head = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
 
@@ -60,6 +68,43 @@ class MedusaDrafter(ParallelHeadsDrafter):
         check_count("num_heads", num_heads)
         made = [MedusaHead(target.config, num_blocks, target.dtype, rngs) for _ in range(num_heads)]
         return cls(tuple(made))
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+        """Heads from their files, config.json and safetensors, as Medusa and vLLM name them.
+
+        Of a checkpoint that holds the target, too (Medusa-2), the heads are read; `jspec.load` reads the target.
+
+        Args:
+            path: a directory, or a Hugging Face hub id.
+            target: the `jspec.Llama` that they were trained for, whose sizes are then checked at once.
+            dtype: of weights; as for `jspec.load`.
+
+        Raises:
+            convert.CheckpointError: these are no files of Medusa heads, or damaged ones, or pickles; says what was
+                found and expected.
+            ValueError: they were made for a target of other sizes.
+        """
+
+        def make(config: MedusaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> MedusaHead:
+            return MedusaHead(config, config.num_blocks, dtype, rngs)
+
+        heads, origin = medusa_weights.load(make, path, target, dtype)
+        for head in heads:
+            head.origin = origin
+        return cls(heads)
+
+    def save(self, path: str | Path, format: str = "vllm") -> Path:
+        """Write config.json and the heads to a new directory; what was loaded from the same layout as it was.
+
+        Args:
+            format: "vllm", or "medusa" for the names that were published with the paper.
+
+        Raises:
+            convert.CheckpointError: `path` exists or cannot be written, or the format is unknown.
+        """
+        sizes = MedusaConfig(self.hidden_size, self.vocab_size, self.num_heads, len(self.heads[0].blocks))
+        return medusa_weights.save(self.heads, sizes, self.heads[0].origin, path, format)
 
     @property
     def vocab_size(self) -> int:

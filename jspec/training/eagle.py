@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jspec.eagle import Eagle, EagleConfig
+from jspec.eagle import Eagle, EagleConfig, head_columns
 from jspec.tree import Branches
 
 
@@ -25,7 +25,8 @@ def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
         seed: of the initial weights.
     """
     config, depth = target.config, len(target.layers)
-    layer = dataclasses.replace(config, num_hidden_layers=1, tie_word_embeddings=False, qk_norm=False)
+    plain = dict.fromkeys(("tie_word_embeddings", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias"), False)
+    layer = dataclasses.replace(config, num_hidden_layers=1, **plain)
     few = draft_ids is not None
     head = Eagle(
         EagleConfig(3, layer, config.hidden_size, features(depth), len(draft_ids) if few else None, own_head=few,
@@ -51,9 +52,7 @@ def share_head(head: Eagle, target: Any, draft_ids: np.ndarray) -> None:
     known = np.full(target.config.vocab_size, len(draft_ids), np.int32)
     known[draft_ids] = np.arange(len(draft_ids))
     head.draft_ids.set_value(jnp.asarray(known))
-    source = target.head
-    columns = jnp.take(source.weight[...], draft_ids, axis=1).astype(jnp.float32)
-    head.lm_head.weight.set_value(columns if source.scale is None else columns * source.scale[...][draft_ids])
+    head.lm_head.weight.set_value(head_columns(target, draft_ids))
 
 
 def unroll(head: Eagle, target: Any, tokens: Array, states: Array, depth: int) -> Iterator[Array]:
