@@ -26,6 +26,7 @@ CASES = {
     "all tokens, the target's head": {"known": None, "own": ()},
     "the target's rows": {"own": ()},
     "other order": {"known": [9, 30, 2, 17]},
+    "the target's rows in that order": {"known": [9, 30, 2, 17], "own": ()},
     "another width": {"hidden_size": 24, "own": OWN, "fc_norm": True, "ids": (0, 8)},
     "biased": {"attention_bias": True, "mlp_bias": True, "norm_output": True, "norm_before_residual": True},
     "qwen3": {"model_type": "qwen3", "norm_before_fc": True},
