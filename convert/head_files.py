@@ -39,7 +39,7 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
 
 
 def kind_of(directory: Path) -> str | None:
-    """ "eagle" or "medusa" where the safetensors files of `directory` are those of such a head, by their names alone."""
+    """Which heads the safetensors files of `directory` hold by their names, "eagle" or "medusa"; None if no such."""
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
         with opened(file) as handle:

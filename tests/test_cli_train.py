@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from flax import nnx
 from test_training import chats
 
+import jspec
 from convert.head_files import kind_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -26,6 +28,14 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path):
     assert drafted["text"] == plain["text"] and drafted["stats"]["drafted"]
     code, out, err = run(*options)
     assert code == 2 and "is there already" in err
+
+
+def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
+    target = jspec.load(sources[0])
+    path = jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)).save(tmp_path / "heads")
+    code, out, err = run("generate", "the cat", "--target", sources[0], "--draft", path, "--num-draft-tokens", 2,
+                         "--max-new-tokens", 8, "--json")  # fmt: skip
+    assert code == 0 and json.loads(out)["stats"]["drafted"], err
 
 
 @pytest.mark.parametrize(

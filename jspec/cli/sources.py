@@ -41,17 +41,17 @@ class Sources:
         from jspec import text
 
         tokenizer = text.load_tokenizer(self.target)
-        if is_model(self.draft) and not is_head(self.draft):
+        if is_model(self.draft) and head_kind(self.draft) is None:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
         """The target and its drafter, None for none; `dtype` and `quantize` are for both."""
-        from jspec import EagleDrafter, load
+        from jspec import EagleDrafter, MedusaDrafter, load
 
-        if is_head(self.draft):
-            target = load(self.target, dtype, quantize)
-            return target, EagleDrafter.load(self.draft, target, dtype)
+        if kind := head_kind(self.draft):
+            target, drafter = load(self.target, dtype, quantize), MedusaDrafter if kind == "medusa" else EagleDrafter
+            return target, drafter.load(self.draft, target, dtype)
         if is_model(self.draft):
             return load(self.target, dtype, quantize), load(self.draft, dtype, quantize)
         drafter = without_model(self.draft)  # what can be wrong in a moment comes first
@@ -136,8 +136,8 @@ def is_model(draft: str) -> bool:
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 
-def is_head(draft: str) -> bool:
-    """Whether a draft of that name is the directory of a trained head."""
+def head_kind(draft: str) -> str | None:
+    """Which trained heads a draft of that name is the directory of, "eagle" or "medusa"."""
     from convert import head_files
 
-    return is_model(draft) and Path(draft).is_dir() and head_files.kind_of(Path(draft)) is not None
+    return head_files.kind_of(Path(draft)) if is_model(draft) and Path(draft).is_dir() else None
