@@ -12,19 +12,23 @@ from convert.head_files import kind_of
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def test_a_drafter_is_trained_and_used(run, sources, tmp_path):
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
+def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
     folder, data = tmp_path / "run", chats(tmp_path / "chats.txt")
     options = ["train", sources[0], "--output", folder, "--data", data, "--steps", 4, "--depth", 2,
-               "--step-tokens", 512, "--length", 64, "--draft-vocab", 100]  # fmt: skip
+               "--step-tokens", 512, "--length", 64, "--draft-vocab", 100, "--kind", kind]  # fmt: skip
     code, out, err = run(*options)
     assert code == 0, err
     assert "step 4: loss " in out and f"Wrote {folder / 'drafter'}" in out.replace("\n", "")
     assert "tokens a round, foreseen" in out
-    assert kind_of(folder / "drafter") == "eagle"
+    assert kind_of(folder / "drafter") == kind
     config = json.loads((folder / "drafter" / "config.json").read_text())
-    assert config["draft_vocab_size"] == 100 and config["norm_output"] is True
+    assert config["draft_vocab_size" if kind == "eagle" else "truncated_vocab_size"] == (
+        100 if kind == "eagle" else 261
+    )
     asked = ["generate", "the cat", "--target", sources[0], "--max-new-tokens", 12, "--json", "--temperature", 0]
-    drafted, plain = (json.loads(run(*asked, *more)[1]) for more in (["--draft", folder / "drafter"], ["--plain"]))
+    drafting = ["--draft", folder / "drafter", "--num-draft-tokens", 2]
+    drafted, plain = (json.loads(run(*asked, *more)[1]) for more in (drafting, ["--plain"]))
     assert drafted["text"] == plain["text"] and drafted["stats"]["drafted"]
     code, out, err = run(*options)
     assert code == 2 and "is there already" in err
@@ -40,7 +44,7 @@ def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--kind", "owl"], "--kind owl has no files; choose one of eagle"), (["--loss", "l2"], "loss is 'l2'"),
+    [(["--kind", "owl"], "--kind owl has no files; choose one of eagle, medusa"), (["--loss", "l2"], "loss is 'l2'"),
      (["--data", "none.txt"], "none.txt"), ([], "The target has no chat template")],
 )  # fmt: skip
 def test_mistakes(run, sources, tmp_path, options, message):

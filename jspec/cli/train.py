@@ -14,7 +14,8 @@ from jspec.cli.sources import NONE, sources
 if TYPE_CHECKING:
     from jspec.training.fit import Progress
 
-_SAVED = ("eagle",)  # kinds of which the drafters can be written
+# Kinds of which the drafters can be written, and how. An EAGLE head's own output head is a part of the target's.
+_SAVED: dict[str, dict[str, bool]] = {"eagle": {"own_head": False}, "medusa": {}}
 
 
 def train(
@@ -22,7 +23,7 @@ def train(
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
     ] = None,
-    kind: Annotated[str, option("--kind", "KIND", "What to train: eagle.")] = "eagle",
+    kind: Annotated[str, option("--kind", "KIND", "What to train: eagle or medusa.")] = "eagle",
     data: Annotated[
         Path | None,
         option(
@@ -77,7 +78,7 @@ def train(
             loss=loss, rate=rate, step_tokens=step_tokens, length=length, written_tokens=written_tokens,
             draft_vocab=draft_vocab, seed=seed)  # fmt: skip
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
-    rounded.save(folder / "drafter", own_head=False)
+    rounded.save(folder / "drafter", **_SAVED[kind])
     typer.echo(f"Wrote {folder / 'drafter'}.")
     if measured:
         _measure(model, drafter, folder, depth)
