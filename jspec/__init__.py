@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jspec import lengths, rules, theory
+    from jspec import lengths, online, rules, theory
     from jspec.acceptance.lossy import Lenient, Relaxed, Threshold, TopK, Typical
     from jspec.auto import tune
     from jspec.completion import Completion, complete
@@ -94,6 +94,7 @@ __all__ = [
     "generate",
     "lengths",
     "load",
+    "online",
     "plan",
     "pretrained",
     "quantize",
@@ -162,7 +163,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("lengths", "rules", "theory"):
+    if name in ("lengths", "online", "rules", "theory"):
         return importlib.import_module(f"jspec.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'jspec' has no attribute {name!r}")

@@ -16,7 +16,7 @@ ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devic
          "layout", "quantizer", "half", "weights", "eagle_weights", "acceptance", "rules", "draft_length", "lengths",
          "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
          "tree_tuning", "exit_tuning", "auto", "decode", "footprint", "roofline", "planning", "prompts", "names",
-         "completion", "training", "report", "cli"]  # fmt: skip
+         "completion", "training", "online", "report", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -88,6 +88,7 @@ def test_the_public_names():
         "generate",
         "lengths",
         "load",
+        "online",
         "plan",
         "pretrained",
         "quantize",

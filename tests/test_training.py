@@ -97,9 +97,10 @@ def test_every_kind_gets_better(tmp_path, kind):
     trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 2, 0))
     train, held = batches.Plan(some_rows(16), 256, 0), batches.Plan(some_rows(4, seed=1), 256, 0)
     schedule = fit.Schedule(12, 2, "kl", rate=0.02, save_every=12)
-    before = fit.measure(trainee, trainee.weights, TARGET, fit.Source(held), schedule)
+    training = fit.begin(trainee, schedule)
+    before = fit.measure(training, trainee.weights, TARGET, fit.Source(held))
     weights = fit.fit(trainee, TARGET, fit.Source(train), fit.Source(held), schedule, tmp_path)
-    after = fit.measure(trainee, weights, TARGET, fit.Source(held), schedule)
+    after = fit.measure(training, weights, TARGET, fit.Source(held))
     assert after.loss[0] < before.loss[0]
 
 

@@ -68,9 +68,13 @@ class Plan:
 
     def of_rows(self, numbers: np.ndarray, width: int) -> Batch:
         """Those rows, and rows of padding up to the size of their kind."""
-        size = self._sizes[width]
-        tokens, learned = np.zeros((size, width), np.int32), np.zeros((size, width), bool)
-        for place, number in enumerate(numbers):
-            row = self.rows[number]
-            tokens[place, : len(row.tokens)], learned[place, : len(row.tokens)] = row.tokens, row.learned
-        return Batch(np.pad(numbers, (0, size - len(numbers)), constant_values=-1), tokens, learned)
+        return side_by_side([self.rows[number] for number in numbers], self._sizes[width], width, numbers)
+
+
+def side_by_side(rows: Sequence[Row], size: int, width: int, numbers: np.ndarray | None = None) -> Batch:
+    """`rows` as a batch of `size` rows of `width` tokens; they are numbered from 0 on unless they have `numbers`."""
+    tokens, learned = np.zeros((size, width), np.int32), np.zeros((size, width), bool)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row.tokens)], learned[place, : len(row.tokens)] = row.tokens, row.learned
+    numbers = np.arange(len(rows)) if numbers is None else numbers
+    return Batch(np.pad(numbers, (0, size - len(rows)), constant_values=-1), tokens, learned)

@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,14 @@ class Schedule:
     """How long and how fast to train.
 
     Attributes:
-        steps: optimiser steps.
+        steps: optimiser steps; None for no end, and a rate that does not fall.
         depth: how many tokens in a row a draft is unrolled to.
         loss: a name of `jspec.training.losses.LOSSES`.
         rate: peak learning rate of the matrices (Muon) and, a tenth of it, of the rest (AdamW).
         save_every: steps between two states on disk, and between two looks at what is held out.
     """
 
-    steps: int
+    steps: int | None
     depth: int = 4
     loss: str = "lk"
     rate: float = 2e-3
@@ -83,19 +83,21 @@ def fit(
 
     A run that was stopped at any moment and is started again makes the same steps as one that was not.
     """
-    state, train = begin(trainee, schedule)
-    first, state = _restored(folder, state)
+    training = begin(trainee, schedule)
+    first, state = _restored(folder, training.state)
     state, spread = _placed(state)
     folder.mkdir(parents=True, exist_ok=True)
     _cut_log(folder / _LOG, first)
     recent: list[float] = []
+    assert schedule.steps is not None, "a training without end has no plan"
     for step in range(first, schedule.steps):
         batch = source.plan.batch(step)
-        state, loss = train(state, target, spread(batch.tokens), spread(batch.learned), spread(source.sight(batch)))
-        recent.append(float(loss))
+        asked = spread((batch.tokens, batch.learned, source.sight(batch)))
+        state, found = training.step(state, target, *asked)
+        recent.append(float(total(found)))
         say(step + 1)
         if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
-            found = measure(trainee, state["weights"], target, held_out, schedule)
+            found = measure(training, state["weights"], target, held_out)
             progress = Progress(step + 1, float(np.mean(recent)), found.acceptance.tolist(), found.agreement.tolist())
             recent.clear()
             _save(folder, step + 1, state, progress)
@@ -103,35 +105,46 @@ def fit(
     return state["weights"]
 
 
-def begin(trainee: Trainee, schedule: Schedule) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """The state before the first step, and the step: ``(state, loss)`` of a state, which it takes, and a batch.
+class Training(NamedTuple):
+    """A training before its first step.
 
-    Of a batch it is told the target, tokens and what of them is learned, as in `Batch`, and the target's `Sight` of
+    Attributes:
+        state: weights and the optimiser's moments.
+        step: ``(state, Score)`` of a state, which it takes, and a batch: the score is that of the weights before.
+        score: the `Score` of weights and a batch.
+
+    Of a batch both are told the target, tokens and what of them is learned, as in `Batch`, and the target's `Sight` of
     them or None.
     """
-    optimiser = _optimiser(schedule)
 
-    def loss_of(weights: Weights, *batch: Any) -> Array:
-        return total(_said(trainee, schedule, weights, *batch))
+    state: dict[str, Any]
+    step: Callable[..., tuple[dict[str, Any], Score]]
+    score: Callable[..., Score]
+
+
+def begin(trainee: Trainee, schedule: Schedule) -> Training:
+    """Both functions compiled once for every shape of batch."""
+    optimiser, said = _optimiser(schedule), functools.partial(_said, trainee, schedule)
+
+    def loss_of(weights: Weights, *batch: Any) -> tuple[Array, Score]:
+        found = said(weights, *batch)
+        return total(found), found
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
-        loss, gradient = jax.value_and_grad(loss_of)(state["weights"], *batch)
+    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Score]:
+        gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], *batch)
         updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
-        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, loss
+        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, found
 
-    return {"weights": trainee.weights, "moments": optimiser.init(trainee.weights)}, step
+    return Training({"weights": trainee.weights, "moments": optimiser.init(trainee.weights)}, step, jax.jit(said))
 
 
-def measure(trainee: Trainee, weights: Weights, target: Any, held_out: Source, schedule: Schedule) -> Score:
+def measure(training: Training, weights: Weights, target: Any, held_out: Source) -> Score:
     """The score on all that is held out; means over tokens."""
-    look_at = _scorer(trainee, schedule)
-    parts: list[Score] = []
-    for batch in held_out.plan.in_order():
-        parts.append(look_at(weights, target, batch.tokens, batch.learned, held_out.sight(batch)))
+    parts = [jax.device_get(training.score(weights, target, batch.tokens, batch.learned, held_out.sight(batch)))
+             for batch in held_out.plan.in_order()]  # fmt: skip
     counts = np.stack([part.tokens for part in parts])
-    share = counts / counts.sum(0)
-    means = [(np.stack([part[i] for part in parts]) * share).sum(0) for i in range(3)]
+    means = [(np.stack([part[i] for part in parts]) * counts).sum(0) / counts.sum(0) for i in range(3)]
     return Score(means[0], means[1], means[2], counts.sum(0))
 
 
@@ -151,17 +164,13 @@ def _said(
     return score(trainee.unroll(weights, target, tokens, known, schedule.depth), trainee.offset, judged, schedule.loss)
 
 
-def _scorer(trainee: Trainee, schedule: Schedule) -> Callable[..., Score]:
-    return jax.jit(functools.partial(_said, trainee, schedule))
-
-
 def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
-    """Muon for matrices, AdamW for the rest: warm-up, then linearly down to zero."""
-    warm = max(1, int(_WARMUP * schedule.steps))
-    rate = optax.join_schedules(
-        [optax.linear_schedule(0, schedule.rate, warm), optax.linear_schedule(schedule.rate, 0, schedule.steps - warm)],
-        [warm],
-    )
+    """Muon for matrices, AdamW for the rest: warm-up, then linearly down to zero; of no end, as it is."""
+    rate = optax.constant_schedule(schedule.rate)
+    if schedule.steps is not None:
+        warm = max(1, int(_WARMUP * schedule.steps))
+        down = optax.linear_schedule(schedule.rate, 0, schedule.steps - warm)
+        rate = optax.join_schedules([optax.linear_schedule(0, schedule.rate, warm), down], [warm])
     muon = optax.contrib.muon(rate, consistent_rms=0.2, adam_learning_rate=lambda step: rate(step) / 10)
     return optax.chain(optax.clip_by_global_norm(_CLIP), muon)
 
