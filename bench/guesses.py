@@ -149,3 +149,20 @@ def regret(
     from bench import regret
 
     regret.run(measured(new_tokens, pair, target, draft, prompts, output), batch, new_tokens, temperature, repeats)
+
+
+@app.command()
+def losses(
+    target: Target = None,
+    output: Output = None,
+    kind: Annotated[str, typer.Option("--kind", help="Of drafter, as jspec.train_drafter has them.")] = "eagle",
+    texts: Annotated[int, typer.Option("--texts", min=16, help="Of 256 tokens.")] = 4000,
+    steps: Annotated[int, typer.Option("--steps", min=1)] = 250,
+    depth: Annotated[int, typer.Option("--depth", min=1)] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", min=1)] = 3,
+) -> None:
+    """A drafter trained with every loss, from several seeds: what it would have accepted of held-out modules."""
+    from bench import losses
+
+    losses.run(measured(1, "bundled", target, "lookup" if target else None, None, output), kind, texts, steps, depth,
+               seeds)  # fmt: skip

@@ -1,0 +1,81 @@
+"""Losses against each other: the same drafter trained with each, from several seeds, for as many steps."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+import jspec
+from bench import plots
+from bench.report import publish
+from bench.subject import Subject
+from jspec.training.batches import Plan
+from jspec.training.fit import Schedule, Source, begin, fit, measure, predicted
+from jspec.training.kinds import KINDS, Trainee, trainee_of
+from jspec.training.losses import LOSSES
+from jspec.training.rows import Row, of_answer, parts
+from jspec.training.sight import StoredStates
+from pair.corpus import load_corpus
+
+_LENGTH, _STEP_TOKENS, _HELD_OUT = 256, 4096, 128
+
+
+def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: int) -> None:
+    """Train on Python source, and publish what of held-out modules the drafter would have accepted."""
+    target = subject.target
+    train, held_out = (_windows(subject.tokenizer, side) for side in load_corpus())
+    spread = np.random.default_rng(0)
+    train = [train[i] for i in spread.permutation(len(train))[:texts]]
+    held_out = [held_out[i] for i in spread.permutation(len(held_out))[:_HELD_OUT]]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainees = [trainee_of(KINDS[kind](target, None, depth, seed)) for seed in range(seeds)]
+        sources = [_source(target, side, trainees[0], Path(folder) / name)
+                   for side, name in ((train, "train"), (held_out, "held out"))]  # fmt: skip
+        for loss in LOSSES:
+            found = [_trained(target, one, sources, Schedule(steps, depth, loss), Path(folder) / f"{loss}-{seed}")
+                     for seed, one in enumerate(trainees)]  # fmt: skip
+            rows.append({"loss": loss} | _summary(found))
+    publish(
+        f"losses-{subject.name}-{kind}",
+        f"{kind} for {subject.name}: {steps} steps of {_STEP_TOKENS} tokens with every loss, {seeds} seeds",
+        rows,
+        plots.bars("loss", "accepted"),
+        notes=["accepted: sum min(p, q) of the first guess at temperature 1, on held-out modules; greedy: how often"
+               " both find the same token likeliest; tokens a round: of a chain of all depths; +-: standard error over"
+               " seeds."],
+        folder=subject.folder,
+        kind=kind, texts=texts, steps=steps, depth=depth, seeds=seeds,
+    )  # fmt: skip
+
+
+def _windows(tokenizer: Any, documents: list[Any]) -> list[Row]:
+    """All documents as texts of `_LENGTH` tokens."""
+    ids = (tokenizer(one.text, verbose=False)["input_ids"] for one in documents)
+    return [part for row in ids for part in parts(of_answer((), row), _LENGTH) if len(part.tokens) == _LENGTH]
+
+
+def _source(target: jspec.Llama, rows: list[Row], trainee: Trainee, folder: Path) -> Source:
+    plan = Plan(rows, _STEP_TOKENS, 0)
+    stored = StoredStates(folder, plan, trainee.features, "bench")
+    stored.write(target, lambda done, whole: typer.echo(f"read {done} of {whole} texts", err=True))
+    return Source(plan, stored)
+
+
+def _trained(target: Any, trainee: Trainee, sources: list[Source], schedule: Schedule, folder: Path) -> list[float]:
+    """Accepted and greedy of the first guess, and tokens a round at temperature 1 and greedily."""
+    weights = fit(trainee, target, *sources, schedule, folder)
+    found = measure(begin(trainee, schedule), weights, target, sources[1])
+    rates = found.acceptance.tolist(), found.agreement.tolist()
+    typer.echo(f"{schedule.loss}: accepted {rates[0][0]:.3f}, greedy {rates[1][0]:.3f}", err=True)
+    return [rates[0][0], rates[1][0], *(predicted(one) for one in rates)]
+
+
+def _summary(found: list[list[float]]) -> dict[str, float]:
+    values = np.array(found)
+    names = "accepted", "greedy", "tokens a round", "greedily"
+    errors = values.std(axis=0, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.zeros(values.shape[1])
+    pairs = zip(names, values.mean(axis=0), errors, strict=True)
+    return {head: float(value) for name, mean, error in pairs for head, value in ((name, mean), (f"+- {name}", error))}
