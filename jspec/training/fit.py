@@ -140,11 +140,11 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
 
 
 def measure(training: Training, weights: Weights, target: Any, held_out: Source) -> Score:
-    """The score on all that is held out; means over tokens."""
+    """The score on all that is held out; means over tokens, 0 where a depth has none."""
     parts = [jax.device_get(training.score(weights, target, batch.tokens, batch.learned, held_out.sight(batch)))
              for batch in held_out.plan.in_order()]  # fmt: skip
     counts = np.stack([part.tokens for part in parts])
-    means = [(np.stack([part[i] for part in parts]) * counts).sum(0) / counts.sum(0) for i in range(3)]
+    means = [(np.stack([part[i] for part in parts]) * counts).sum(0) / np.maximum(counts.sum(0), 1) for i in range(3)]
     return Score(means[0], means[1], means[2], counts.sum(0))
 
 
