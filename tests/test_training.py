@@ -192,6 +192,21 @@ def test_stored_states_are_those_that_are_computed(tmp_path):
         sight.StoredStates(tmp_path, train, (0, 2), "toy")
 
 
+def test_a_shard_that_was_deleted_is_written_anew(tmp_path, monkeypatch):
+    """And no other for it."""
+    monkeypatch.setattr(sight, "_SHARD_BYTES", 0)
+    train = batches.Plan(some_rows(4), 64, 0)
+    sight.StoredStates(tmp_path, train, (0,), "toy").write(TARGET, lambda *_: None)
+    shards = {file: file.read_bytes() for file in tmp_path.glob("*.safetensors")}
+    assert len(shards) == 4
+    min(shards).unlink()
+    store = sight.StoredStates(tmp_path, train, (0,), "toy")
+    store.write(TARGET, lambda *_: None)
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.safetensors")} == shards
+    for batch in train.in_order():
+        store.read(batch)
+
+
 def chats(file, count=24):
     lines = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "the the " * 4}]}
              for i in range(count)]  # fmt: skip

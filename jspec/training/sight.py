@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,7 +106,8 @@ class StoredStates:
         """Write a shard, whole or not at all."""
         if not pending:
             return
-        shard = self._folder / f"states-{len(list(self._folder.glob('*.safetensors'))):05}.safetensors"
+        names = (self._folder / f"states-{number:05}.safetensors" for number in itertools.count())
+        shard = next(name for name in names if not name.exists())  # one in the middle may have been deleted
         partial = shard.with_suffix(".partial")
         try:
             save_file(pending, partial)
