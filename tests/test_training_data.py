@@ -25,6 +25,14 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
     assert tokenizer.decode(row.tokens) == "user:a?<|end|>assistant:b<|end|>user:c?<|end|>assistant:the end<|end|>"
 
 
+def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
+    """JSON leaves the separators of Unicode as they are."""
+    file = tmp_path / "one.jsonl"
+    turns = [{"role": "user", "content": "a\u2028b\x85?"}, {"role": "assistant", "content": "the cat"}]
+    file.write_text(json.dumps({"messages": turns}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert len(rows.read(file, chatty(), 64)) == 1
+
+
 def test_a_text_is_read_in_parts(tmp_path):
     file = tmp_path / "plain.txt"
     file.write_text("the cat sat in a tree " * 20)

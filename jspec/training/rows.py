@@ -48,7 +48,7 @@ def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
         raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
     if file.suffix == ".jsonl":
         found = [_chat(line, tokenizer, f"{file}, line {number}")
-                 for number, line in enumerate(content.splitlines(), 1) if line.strip()]  # fmt: skip
+                 for number, line in enumerate(content.split("\n"), 1) if line.strip()]  # fmt: skip
     else:
         ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
         found = [of_answer((), ids)] if ids else []
