@@ -105,9 +105,13 @@ def test_every_kind_gets_better(tmp_path, kind):
 
 
 def test_only_what_is_learned_is_scored():
-    """Against a loop over positions: the law of the token t + 2, of those that can be guessed, where it is learned."""
+    """Against a loop over positions: the law of the token t + 2, where it is learned.
+
+    The target's likeliest token may be one that cannot be guessed: then the two do not agree.
+    """
     rng, ids = np.random.default_rng(0), np.array([1, 2, 5, 7])
-    logits, said = rng.normal(size=(2, 6, V)), rng.normal(size=(2, 2, 5, 4))
+    logits = rng.normal(size=(2, 6, V))
+    said = logits[:, 1:, ids] + 0.5 * rng.normal(size=(2, 2, 5, 4))  # often right, as far as it can be
     learned = rng.random((2, 6)) < 0.6
     judge = objective.judge(jnp.asarray(logits), jnp.asarray(ids), jnp.asarray(learned))
     found = objective.score(list(map(jnp.asarray, said)), 1, judge, "tvd")
@@ -117,10 +121,12 @@ def test_only_what_is_learned_is_scored():
             if learned[b, t + 2] and t >= depth:
                 p, q = (np.exp(x) / np.exp(x).sum() for x in (logits[b, t + 1], said[depth, b, t]))
                 kept.append(np.minimum(p[ids], q).sum())
-                same.append(p[ids].argmax() == q.argmax())
+                same.append(p.argmax() == ids[q.argmax()])
         np.testing.assert_allclose(found.acceptance[depth], np.mean(kept), rtol=1e-5)
         np.testing.assert_allclose(found.agreement[depth], np.mean(same), rtol=1e-5)
         assert found.tokens[depth] == len(kept)
+    none = objective.score([jnp.asarray(said[0])], 1, judge._replace(learned=jnp.zeros((2, 6), bool)), "tvd")
+    assert none.tokens[0] == 0 and none.acceptance[0] == 0  # it must not count in a mean
 
 
 def test_every_row_is_learned_from_once_an_epoch():

@@ -19,11 +19,13 @@ class Judge(NamedTuple):
     Attributes:
         log_probs: ``float32[B, S, D]``, at t of the token t + 1, of those D alone.
         covered: ``float32[B, S]``, what they have of the whole law.
+        likeliest: ``int32[B, S]``, which of the D is the target's likeliest token; D where none of them is.
         learned: ``bool[B, S]``, the tokens to be guessed.
     """
 
     log_probs: Array
     covered: Array
+    likeliest: Array
     learned: Array
 
 
@@ -33,7 +35,7 @@ class Score(NamedTuple):
     Attributes:
         loss: as asked for.
         acceptance: ``sum min(p, q)`` at temperature 1.
-        agreement: how often both find the same token likeliest.
+        agreement: how often both find the same token likeliest, of all V.
         tokens: how many.
     """
 
@@ -45,11 +47,13 @@ class Score(NamedTuple):
 
 def judge(logits: Array, draft_ids: Array | None, learned: Array) -> Judge:
     """Of the target's ``logits[B, S, V]``; `draft_ids`, ``int32[D]``, are the tokens that can be guessed."""
+    likeliest = logits.argmax(-1)
     if draft_ids is None:
-        return Judge(log_probs(logits), jnp.ones(logits.shape[:2]), learned)
+        return Judge(log_probs(logits), jnp.ones(logits.shape[:2]), likeliest, learned)
     few = jnp.take(logits, draft_ids, axis=-1)
+    known = jnp.take(draft_ids, few.argmax(-1)) == likeliest
     covered = jnp.exp(jax.nn.logsumexp(few, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
-    return Judge(log_probs(few), covered, learned)
+    return Judge(log_probs(few), covered, jnp.where(known, few.argmax(-1), draft_ids.size), learned)
 
 
 def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
@@ -71,8 +75,8 @@ def _score_one(
         return jnp.where(meant, values, 0).sum() / count
 
     kept = acceptance(log_p + jnp.log(covered)[..., None], log_q)
-    same = (log_p.argmax(-1) == log_q.argmax(-1)).astype(jnp.float32)
-    return mean(loss(log_p, log_q)), mean(kept), mean(same), count.astype(jnp.float32)
+    same = (judge.likeliest[:, offset : offset + size] == log_q.argmax(-1)).astype(jnp.float32)
+    return mean(loss(log_p, log_q)), mean(kept), mean(same), meant.sum(dtype=jnp.float32)
 
 
 def total(score: Score) -> Array:
