@@ -43,6 +43,16 @@ def test_a_text_is_read_in_parts(tmp_path):
     assert len(train) + len(held) == len(found) and held
 
 
+def test_held_out_questions_are_not_learned():
+    """Whoever answers them, and of the answers as many are greedy as not."""
+    found = [rows.of_answer([i % 64, 7], [i, i]) for i in range(640)]
+    train, held = rows.divide(found)
+    questions, known = ({int(row.tokens[0]) for row in part} for part in (held, train))
+    assert len(train) + len(held) == 640 and questions == {18, 37, 56} and not questions & known
+    with pytest.raises(ValueError, match="There is 1 text to learn from"):
+        rows.divide(found[::64])
+
+
 def test_rows_on_disk(tmp_path):
     some = [rows.of_answer([1, 2], [3]), rows.of_answer([], [4, 5])]
     rows.save(some, tmp_path / "rows.safetensors")
@@ -63,7 +73,7 @@ def test_the_target_writes_chats(tmp_path):
     frame = writing.frame_of(tokenizer)
     assert (tokenizer.decode(frame.before), tokenizer.decode(frame.after)) == ("user:", "<|end|>assistant:")
     found = writing.write_chats(TARGET, tokenizer, 3, batch=6, answer_tokens=12, temperatures=(0.0, 1.0))
-    assert len(found) == 6
+    assert 0 < len(found) <= 6 and all(one not in found[:i] for i, one in enumerate(found))
     for prompt, answer in found:
         text = tokenizer.decode(prompt)
         assert text.startswith("user:") and text.endswith("<|end|>assistant:") and 0 < len(answer) <= 12

@@ -50,12 +50,12 @@ def frame_of(tokenizer: Any) -> Frame:
 def write_chats(
     target: Any, tokenizer: Any, seed: int, *, batch: int, answer_tokens: int, temperatures: tuple[float, ...]
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and answers as ids; an answer ends with the token that ended it, or at `answer_tokens`.
+    """Prompts and answers as ids, none twice; an answer ends with the token that ended it, or at `answer_tokens`.
 
     Args:
         target: a `jspec.Llama` with its `tokenizer`.
         seed: another one gives other chats.
-        batch: how many; none at all where no question came to an end.
+        batch: how many at most; none at all where no question came to an end.
         temperatures: of the answers, by turns; questions are sampled at 1.
     """
     frame, ends = frame_of(tokenizer), eos_ids(target, tokenizer)
@@ -66,7 +66,8 @@ def write_chats(
     prompts = [whole[i % len(whole)] for i in range(batch)] if whole else []
     heat = np.resize(np.asarray(temperatures, np.float32), batch)
     answers = write(prompts, 2 * seed + 1, answer_tokens, heat) if whole else []
-    return list(zip(prompts, answers, strict=True))
+    chats = {(*prompt, -1, *answer): (prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)}
+    return list(chats.values())
 
 
 def _continue(
