@@ -17,7 +17,7 @@ from jspec.drafters.base import own_tree, tree_of
 from jspec.program import decode_program, traced
 
 SIZE, NEW, K = 3, 12, 2
-HEADS = (*drafters.HEADS, "vectors")
+HEADS = (*drafters.HEADS, "vectors", "eagle", "eagle 3")
 
 
 @pytest.fixture(scope="module")
