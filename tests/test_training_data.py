@@ -2,13 +2,15 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
 from test_training import chats, chatty
 
 import jspec
-from jspec.training import rows, writing
+from jspec.training import rows, sight, writing
 
 TARGET = toys.tiny_llama(0, 1, vocab_size=261)
 
@@ -97,6 +99,22 @@ def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "texts").iterdir()}
     with pytest.raises(ValueError, match="was begun with steps=1, and now it is 2; name another folder"):
         jspec.train_drafter(TARGET, chatty(), **options | {"steps": 2})
+    for target, data in ((toys.tiny_llama(1, 1, vocab_size=261), None), (TARGET, chats(tmp_path / "chats.jsonl"))):
+        with pytest.raises(ValueError, match="was begun with another " + ("data" if data else "target")):
+            jspec.train_drafter(target, chatty(), data=data, **options)
+
+
+def test_what_rows_and_targets_are_told_apart_by():
+    some = [rows.of_answer([1], [2, 3]), rows.of_answer([4], [5])]
+    others = [some[:1], some[::-1], [rows.of_answer([1, 2], [3]), some[1]],
+              [rows.of_answer([1], [2]), rows.of_answer([3, 4], [5])]]  # fmt: skip
+    assert len({rows.digest(one) for one in [some, *others]}) == 5
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET)
+    merged = toys.tiny_llama(0, 1, vocab_size=261)
+    weight = merged.layers[0].mlp.down_proj.weight
+    weight.set_value(weight[...].at[0, 0].add(1e-6))  # as of an adapter, which leaves all norms as they are
+    found = {sight.fingerprint(one) for one in (TARGET, half, merged, jspec.quantize(TARGET))}
+    assert len(found) == 4 and sight.fingerprint(toys.tiny_llama(0, 1, vocab_size=261)) in found
 
 
 MALFORMED = {

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.training.batches import Batch, Plan
 from jspec.training.kinds import Trainee, Weights
 from jspec.training.objective import Score, judge, score, total
+from jspec.training.rows import write_text
 from jspec.training.sight import Sight, StoredStates, look
 
 _WARMUP, _CLIP = 0.03, 1.0
@@ -218,4 +219,4 @@ def read_log(folder: Path) -> Iterator[Progress]:
 def _cut_log(file: Path, step: int) -> None:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     whole = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    file.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+    write_text(file, "".join(f"{line}\n" for line in whole))

@@ -1,6 +1,7 @@
 """What a drafter learns from: texts as token ids, and which of their tokens it is to guess."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -107,6 +108,22 @@ def load(file: Path) -> list[Row]:
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}); delete it, and its texts are written anew.") from error
     return [Row(*part) for part in zip(*parts, strict=True)]
+
+
+def digest(rows: Iterable[Row]) -> str:
+    """What two lists of rows have in common only if they are alike."""
+    found = hashlib.sha256()
+    for row in rows:
+        for part in (np.int64(len(row.tokens)), row.tokens, row.learned):
+            found.update(part.tobytes())
+    return found.hexdigest()
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:

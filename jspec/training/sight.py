@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jspec.training.batches import Batch, Plan
+from jspec.training.rows import digest, write_text
 
 _SHARD_BYTES = 256 * 2**20
 _DESCRIPTION = "states.json"
@@ -43,13 +44,27 @@ def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
     return Sight(states, hidden)
 
 
+def fingerprint(target: Any) -> str:
+    """Of a target's sizes, dtypes and weights; on all devices, and in whatever parts it lies on them, the same."""
+    leaves = jax.tree.leaves(target)
+    known = [(leaf.dtype.name, leaf.shape, int(bits)) for leaf, bits in zip(leaves, _bits(leaves), strict=True)]
+    return hashlib.sha256(f"{target.config} {known}".encode()).hexdigest()
+
+
+@jax.jit
+def _bits(leaves: list[Array]) -> list[Array]:
+    """Sums over the bits of numbers: of integers, in any order the same."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    return [jax.lax.bitcast_convert_type(leaf, kinds[leaf.dtype.itemsize]).sum(dtype=jnp.uint32) for leaf in leaves]
+
+
 class StoredStates:
     """A folder of safetensors files: of every row of a plan what `look` said, in bfloat16.
 
     Args:
         folder: made if it is not there; what an earlier run has written is kept.
         plan: whose rows.
-        about: what else the states depend on, such as the target's name.
+        about: what else the states depend on, see `fingerprint`.
 
     Raises:
         ValueError: the folder holds states of something else, or is damaged.
@@ -58,13 +73,10 @@ class StoredStates:
     def __init__(self, folder: Path, plan: Plan, features: tuple[int, ...], about: str):
         self._folder, self._plan, self._features = folder, plan, features
         folder.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        for row in plan.rows:
-            digest.update(row.tokens.tobytes())
-        wanted = {"about": about, "features": list(features), "rows": digest.hexdigest()}
+        wanted = {"about": about, "features": list(features), "rows": digest(plan.rows)}
         file = folder / _DESCRIPTION
         if not file.exists():
-            file.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+            write_text(file, json.dumps(wanted) + "\n")
         elif json.loads(file.read_text(encoding="utf-8")) != wanted:
             raise ValueError(f"{folder} holds states of other texts or of another target; name another folder, or "
                              "delete it.")  # fmt: skip

@@ -17,7 +17,7 @@ from jspec.training.fit import Progress, Schedule, Source, fit
 from jspec.training.kinds import KINDS, Trainee, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.rows import Row
-from jspec.training.sight import StoredStates
+from jspec.training.sight import StoredStates, fingerprint
 from jspec.training.writing import frame_of, write_chats
 from jspec.types import check_count
 
@@ -100,7 +100,7 @@ def train_drafter(
 
     Raises:
         ValueError: data that is empty or malformed, a target without a chat template where one is needed, an argument
-            out of range, or a folder of another recipe.
+            out of range, or a folder of another recipe, target or data.
         OSError: the disk is full; nothing is left half-written.
     """
     check_target(target)
@@ -113,17 +113,18 @@ def train_drafter(
         frame_of(tokenizer)  # what cannot be is said before anything is begun
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _check_folder(folder, chosen)
+    about = fingerprint(target)
+    _check_folder(folder, chosen, {"target": about, "data": None if given is None else texts.digest(given)})
     rows = _written(target, tokenizer, chosen, folder) if given is None else given
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
-    (folder / PROMPTS).write_text(json.dumps([_prompt(row) for row in held_out[:_PROMPTS]]) + "\n", encoding="utf-8")
+    texts.write_text(folder / PROMPTS, json.dumps([_prompt(row) for row in held_out[:_PROMPTS]]) + "\n")
     size = target.config.vocab_size
     few = texts.frequent(train, chosen.draft_vocab, size) if chosen.draft_vocab < size else None
     trainee = trainee_of(KINDS[kind](target, few if kind == "eagle" else None, chosen.depth, chosen.seed))
     plans = [Plan(part, chosen.step_tokens, chosen.seed, jax.device_count())
              for part in (train, held_out[:_HELD_OUT_ROWS])]  # fmt: skip
-    sources = [Source(plan, _stored(target, plan, trainee, folder / name) if store_states else None)
+    sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
     schedule = Schedule(chosen.steps, chosen.depth, chosen.loss, chosen.rate)
     return trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
@@ -135,13 +136,15 @@ def _prompt(row: Row) -> list[int]:
     return row.tokens[:given].tolist()
 
 
-def _check_folder(folder: Path, recipe: Recipe) -> None:
-    """A folder goes on with the recipe that it was begun with."""
-    file, wanted = folder / _RECIPE, dataclasses.asdict(recipe)
+def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) -> None:
+    """A folder goes on with the recipe, the target and the data that it was begun with."""
+    file, wanted = folder / _RECIPE, dataclasses.asdict(recipe) | about
     if not file.exists():
-        file.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+        texts.write_text(file, json.dumps(wanted, indent=1) + "\n")
     elif (known := json.loads(file.read_text(encoding="utf-8"))) != wanted:
         name = next(name for name in wanted if known.get(name) != wanted[name])
+        if name in about:
+            raise ValueError(f"{folder} was begun with another {name}; name another folder, or delete it.")
         raise ValueError(f"{folder} was begun with {name}={known.get(name)!r}, and now it is {wanted[name]!r}; name "
                          "another folder, or delete it.")  # fmt: skip
 
@@ -166,8 +169,7 @@ def _written(target: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> list[
     return found
 
 
-def _stored(target: Any, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:
-    about = f"{target.config} {float(np.asarray(target.norm.weight[...], np.float64).sum())!r}"
+def _stored(target: Any, about: str, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:
     stored = StoredStates(folder, plan, trainee.features, about)
     stored.write(target, lambda done, all_: _log.info("Reading: %d of %d texts", done, all_))
     return stored
