@@ -81,7 +81,7 @@ def train(
     rounded.save(folder / "drafter", **_SAVED[kind])
     typer.echo(f"Wrote {folder / 'drafter'}.")
     if measured:
-        _measure(model, drafter, folder, depth)
+        _measure(model, jspec.EagleDrafter.load(folder / "drafter", model), folder, depth)
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
 
 
 def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
-    """Print what `drafter` brings on this device behind held-out prompts."""
+    """Print what `drafter`, as it is in its files, brings on this device behind held-out prompts."""
     from rich.console import Console
 
     from jspec import report

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jspec.decode import generate, speculative_generate
-from jspec.prompts import encode
+from jspec.prompts import Batch, encode
 from jspec.sampling import SamplingParams
 from jspec.text import request_keys
 from jspec.training.fit import Progress, predicted
@@ -49,8 +49,12 @@ def measure(
     rates = look.agreement if temperature == 0 else look.acceptance
     rates = (rates + rates[-1:] * num_draft_tokens)[:num_draft_tokens]  # a model is alike at every depth
     seconds, tokens, rounds = np.zeros(2), 0, 0
-    for number, prompt in enumerate([prompts[0], *prompts]):
-        turns = [_timed(target, one, prompt, number, num_draft_tokens, temperature) for one in (None, drafter)]
+    batch = encode(None, [list(prompt) for prompt in prompts])  # of one width, so that nothing compiles later
+    for number, row in enumerate([0, *range(len(prompts))]):
+        one = Batch(batch.tokens[row : row + 1], batch.lengths[row : row + 1])
+        most = min(_NEW_TOKENS, target.config.max_position_embeddings - int(batch.lengths.max()))
+        turns = [_timed(target, drafted, one, number, num_draft_tokens, temperature, most)
+                 for drafted in (None, drafter)]  # fmt: skip
         if number:
             seconds += [turn[0] / int(turn[1].lengths[0]) for turn in turns]
             tokens += int(turns[1][1].lengths[0])
@@ -59,13 +63,10 @@ def measure(
 
 
 def _timed(
-    target: Any, drafter: Any, prompt: Sequence[int], seed: int, num_draft_tokens: int, temperature: float
+    target: Any, drafter: Any, prompt: Batch, seed: int, num_draft_tokens: int, temperature: float, most: int
 ) -> tuple[float, Output]:
-    batch = encode(None, [list(prompt)])
-    request = target, batch.tokens, batch.lengths, request_keys(seed, 1)
-    room = target.config.max_position_embeddings - len(prompt)
-    options: dict[str, Any] = {"max_new_tokens": min(_NEW_TOKENS, room),
-                               "sampling": SamplingParams(temperature=temperature)}  # fmt: skip
+    request = target, prompt.tokens, prompt.lengths, request_keys(seed, 1)
+    options: dict[str, Any] = {"max_new_tokens": most, "sampling": SamplingParams(temperature=temperature)}
     start = time.perf_counter()
     if drafter is None:
         out = generate(*request, **options)
