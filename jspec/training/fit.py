@@ -87,6 +87,7 @@ def fit(
     training = begin(trainee, schedule)
     first, state = _restored(folder, training.state)
     state, spread = _placed(state)
+    target = _everywhere(target)
     folder.mkdir(parents=True, exist_ok=True)
     _cut_log(folder / _LOG, first)
     recent: list[float] = []
@@ -182,6 +183,17 @@ def _placed(state: Any) -> tuple[Any, Callable[[Any], Any]]:
     by_row = NamedSharding(mesh, PartitionSpec("rows"))
     own = jax.tree.map(jnp.copy, state)  # the step takes its buffers
     return jax.device_put(own, NamedSharding(mesh, PartitionSpec())), functools.partial(jax.device_put, device=by_row)
+
+
+def _everywhere(target: Any) -> Any:
+    """A target that lies on some devices alone on all of them, once and not at every step."""
+    devices = jax.devices()
+    whole = NamedSharding(Mesh(np.array(devices), ("rows",)), PartitionSpec())
+
+    def placed(leaf: Array) -> Array:
+        return leaf if len(leaf.sharding.device_set) == len(devices) else jax.device_put(leaf, whole)
+
+    return jax.tree.map(placed, target)
 
 
 def _checkpointer(folder: Path) -> Any:
