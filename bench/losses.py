@@ -67,7 +67,8 @@ def _source(target: jspec.Llama, rows: list[Row], trainee: Trainee, folder: Path
 def _trained(target: Any, trainee: Trainee, sources: list[Source], schedule: Schedule, folder: Path) -> list[float]:
     """Accepted and greedy of the first guess, and tokens a round at temperature 1 and greedily."""
     weights = fit(trainee, target, *sources, schedule, folder)
-    found = measure(begin(trainee, schedule), weights, target, sources[1])
+    training = begin(trainee, schedule)
+    found = measure(training, training.state | {"weights": weights}, target, sources[1])
     rates = found.acceptance.tolist(), found.agreement.tolist()
     typer.echo(f"{schedule.loss}: accepted {rates[0][0]:.3f}, greedy {rates[1][0]:.3f}", err=True)
     return [rates[0][0], rates[1][0], *(predicted(one) for one in rates)]

@@ -98,10 +98,24 @@ def test_every_kind_gets_better(tmp_path, kind):
     train, held = batches.Plan(some_rows(16), 256, 0), batches.Plan(some_rows(4, seed=1), 256, 0)
     schedule = fit.Schedule(12, 2, "kl", rate=0.02, save_every=12)
     training = fit.begin(trainee, schedule)
-    before = fit.measure(training, trainee.weights, TARGET, fit.Source(held))
+    before = fit.measure(training, training.state, TARGET, fit.Source(held))
     weights = fit.fit(trainee, TARGET, fit.Source(train), fit.Source(held), schedule, tmp_path)
-    after = fit.measure(training, weights, TARGET, fit.Source(held))
+    after = fit.measure(training, training.state | {"weights": weights}, TARGET, fit.Source(held))
     assert after.loss[0] < before.loss[0]
+
+
+def test_the_output_head_of_few_tokens_is_an_argument():
+    """In the target's dtype: no constant as large, and no product in float32."""
+    target = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), LONG)
+    trainee = kinds.trainee_of(kinds.of_eagle(target, np.arange(100), 2, 0))
+    training = fit.begin(trainee, fit.Schedule(2, 2))
+    shapes = jax.ShapeDtypeStruct((2, 16), "int32"), jax.ShapeDtypeStruct((2, 16), "bool")
+    program = training.step.lower(training.state, target, *shapes, None).as_text()
+    assert "tensor<16x100xbf16>" in program
+    large = [line for line in program.splitlines() if "<16x100x" in line]
+    assert not [line for line in large if ("stablehlo.constant" in line and "0x" in line) or "HIGHEST" in line]
+    head = trainee.drafter(trainee.weights).head
+    np.testing.assert_array_equal(head.lm_head.weight[...], LONG.lm_head.weight[...][:, :100].astype(jnp.bfloat16))
 
 
 def test_only_what_is_learned_is_scored():

@@ -167,3 +167,9 @@ def test_recipes_that_are_none(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         jspec.train_drafter(TARGET, chatty(), folder=tmp_path / "run", **change)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_trained_is_said_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="the target's are int8; load it without quantising"):
+        jspec.train_drafter(jspec.quantize(TARGET), chatty(), "model", folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

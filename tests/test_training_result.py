@@ -17,9 +17,10 @@ def test_prompts_of_all_lengths_are_one_program(monkeypatch):
     shapes = []
 
     def noted(decode):
-        return lambda target, *request, **options: shapes.append(
-            (decode.__name__, request[-3].shape, options["max_new_tokens"])
-        ) or decode(target, *request, **options)
+        return lambda target, *request, **options: (
+            shapes.append((decode.__name__, request[-3].shape, options["max_new_tokens"]))
+            or decode(target, *request, **options)
+        )
 
     monkeypatch.setattr(result, "_NEW_TOKENS", 6)
     for decode in (generate, speculative_generate):

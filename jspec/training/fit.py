@@ -99,7 +99,7 @@ def fit(
         recent.append(float(total(found)))
         say(step + 1)
         if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
-            found = measure(training, state["weights"], target, held_out)
+            found = measure(training, state, target, held_out)
             progress = Progress(step + 1, float(np.mean(recent)), found.acceptance.tolist(), found.agreement.tolist())
             recent.clear()
             _save(folder, step + 1, state, progress)
@@ -111,9 +111,9 @@ class Training(NamedTuple):
     """A training before its first step.
 
     Attributes:
-        state: weights and the optimiser's moments.
+        state: weights, those that stay as they are, and the optimiser's moments.
         step: ``(state, Score)`` of a state, which it takes, and a batch: the score is that of the weights before.
-        score: the `Score` of weights and a batch.
+        score: the `Score` of a state and a batch.
 
     Of a batch both are told the target, tokens and what of them is learned, as in `Batch`, and the target's `Sight` of
     them or None.
@@ -126,24 +126,32 @@ class Training(NamedTuple):
 
 def begin(trainee: Trainee, schedule: Schedule) -> Training:
     """Both functions compiled once for every shape of batch."""
-    optimiser, said = _optimiser(schedule), functools.partial(_said, trainee, schedule)
+    optimiser = _optimiser(schedule)
 
-    def loss_of(weights: Weights, *batch: Any) -> tuple[Array, Score]:
-        found = said(weights, *batch)
+    def said(weights: Weights, fixed: Weights, *batch: Any) -> Score:
+        return _said(trainee, schedule, fixed | weights, *batch)
+
+    def loss_of(*rest: Any) -> tuple[Array, Score]:
+        found = said(*rest)
         return total(found), found
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Score]:
-        gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], *batch)
+        gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], state["fixed"], *batch)
         updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
-        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, found
+        return state | {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, found
 
-    return Training({"weights": trainee.weights, "moments": optimiser.init(trainee.weights)}, step, jax.jit(said))
+    @jax.jit
+    def score(state: dict[str, Any], *batch: Any) -> Score:
+        return said(state["weights"], state["fixed"], *batch)
+
+    weights = trainee.weights
+    return Training({"weights": weights, "fixed": trainee.fixed, "moments": optimiser.init(weights)}, step, score)
 
 
-def measure(training: Training, weights: Weights, target: Any, held_out: Source) -> Score:
+def measure(training: Training, state: dict[str, Any], target: Any, held_out: Source) -> Score:
     """The score on all that is held out; means over tokens, 0 where a depth has none."""
-    parts = [jax.device_get(training.score(weights, target, batch.tokens, batch.learned, held_out.sight(batch)))
+    parts = [jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.sight(batch)))
              for batch in held_out.plan.in_order()]  # fmt: skip
     counts = np.stack([part.tokens for part in parts])
     means = [(np.stack([part[i] for part in parts]) * counts).sum(0) / np.maximum(counts.sum(0), 1) for i in range(3)]
@@ -161,7 +169,8 @@ def _said(
 ) -> Score:  # fmt: skip
     known = look(target, tokens, trainee.features) if sight is None else sight
     known = Sight(*(jax.lax.stop_gradient(states).astype(target.dtype) for states in known))
-    weights = jax.tree.map(lambda leaf: leaf.astype(target.dtype), weights)
+    floating = {name for name, leaf in weights.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    weights = {name: leaf.astype(target.dtype) if name in floating else leaf for name, leaf in weights.items()}
     judged = judge(target.logits(known.hidden), trainee.draft_ids, learned)
     return score(trainee.unroll(weights, target, tokens, known, schedule.depth), trainee.offset, judged, schedule.loss)
 
@@ -210,7 +219,7 @@ def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]
     with _checkpointer(folder) as checkpoints:
         if checkpoints.latest is None:
             return 0, state
-        return checkpoints.latest.step, checkpoints.load(None, state)
+        return checkpoints.latest.step, state | checkpoints.load(None, _changing(state))
 
 
 def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) -> None:
@@ -218,7 +227,11 @@ def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) ->
     with (folder / _LOG).open("a", encoding="utf-8") as log:
         log.write(json.dumps(dataclasses.asdict(progress)) + "\n")
     with _checkpointer(folder) as checkpoints:
-        checkpoints.save(step, state, overwrite=True)
+        checkpoints.save(step, _changing(state), overwrite=True)
+
+
+def _changing(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name] for name in ("weights", "moments")}
 
 
 def read_log(folder: Path) -> Iterator[Progress]:

@@ -45,14 +45,17 @@ class Trainee:
 
     Attributes:
         weights: those that are trained, in float32.
+        fixed: all others, as they are.
         features: the target's states that it reads, besides what leaves the last layer.
         draft_ids: ``int32[D]``, the tokens it can guess; None for all.
         offset: at position t it guesses the token ``t + 1 + offset``.
-        unroll: of weights, target, ``tokens[B, S]`` and `Sight`, for a number of depths, the logits ``[B, S', D]``.
+        unroll: of weights, fixed ones too, target, ``tokens[B, S]`` and `Sight`, for a number of depths, the logits
+            ``[B, S', D]``.
         drafter: what decodes with such weights.
     """
 
     weights: Weights
+    fixed: Weights
     features: tuple[int, ...]
     draft_ids: Array | None
     offset: int
@@ -72,17 +75,19 @@ def trainee_of(drafter: Any) -> Trainee:
     unroll, offset = _UNROLLS[type(drafter)]
     leaves, form = jax.tree_util.tree_flatten_with_path(drafter)
     fixed = ("lm_head", "embed_tokens") if isinstance(drafter, EagleDrafter) else ()
+    named = {f"{i:03}": leaf for i, (_, leaf) in enumerate(leaves)}
     trained = {
-        f"{i:03}": leaf
-        for i, (path, leaf) in enumerate(leaves)
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not any(name in str(path) for name in fixed)
+        name
+        for (path, leaf), name in zip(leaves, named, strict=True)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not any(part in str(path) for part in fixed)
     }
 
     def made(weights: Weights) -> Any:
-        return form.unflatten([weights.get(f"{i:03}", leaf) for i, (_, leaf) in enumerate(leaves)])
+        return form.unflatten([weights.get(name, leaf) for name, leaf in named.items()])
 
     return Trainee(
-        weights={name: jnp.asarray(leaf, jnp.float32) for name, leaf in trained.items()},
+        weights={name: jnp.asarray(leaf, jnp.float32) for name, leaf in named.items() if name in trained},
+        fixed={name: leaf for name, leaf in named.items() if name not in trained},
         features=drafter.features if isinstance(drafter, EagleDrafter | KangarooDrafter) else (),
         draft_ids=_draft_ids(drafter),
         offset=offset,
@@ -134,11 +139,16 @@ def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) ->
     return PassDrafter(weight.mean(axis=1) + noise)
 
 
-def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
-    """A model of every sixth layer of the target, which begin as they are there."""
-    if target.embed_tokens.scale is not None:
+def check_kind(kind: str, target: Any) -> None:
+    """Raise ValueError unless `kind` can be trained for `target`."""
+    if kind == "model" and target.embed_tokens.scale is not None:
         raise ValueError("A draft model begins with layers of the target, and the target's are int8; load it without "
                          "quantising.")  # fmt: skip
+
+
+def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
+    """A model of every sixth layer of the target, which begin as they are there."""
+    check_kind("model", target)
     layers = range(0, len(target.layers), 6)
     config = dataclasses.replace(target.config, num_hidden_layers=len(layers))
     made = Llama(config, jnp.float32, rngs=nnx.Rngs(seed))

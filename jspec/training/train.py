@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jspec.checks import check_target
 from jspec.training import rows as texts
 from jspec.training.batches import Plan
 from jspec.training.fit import Progress, Schedule, Source, fit
-from jspec.training.kinds import KINDS, Trainee, trainee_of
+from jspec.training.kinds import KINDS, Trainee, check_kind, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.rows import Row
 from jspec.training.sight import StoredStates, fingerprint
@@ -106,6 +105,7 @@ def train_drafter(
     check_target(target)
     chosen = Recipe(kind=kind, **recipe)
     chosen.check()
+    check_kind(kind, target)
     if chosen.length > (positions := target.config.max_position_embeddings):
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
     given = None if data is None else texts.read(data, tokenizer, chosen.length)
