@@ -27,6 +27,19 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
     assert tokenizer.decode(row.tokens) == "user:a?<|end|>assistant:b<|end|>user:c?<|end|>assistant:the end<|end|>"
 
 
+def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
+    """It shows thoughts in the last answer only, so that the first is longer by itself than in the whole."""
+    tokenizer, file = chatty(), tmp_path / "one.jsonl"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    (row,) = rows.read(file, tokenizer, 512)
+    assert tokenizer.decode(row.tokens[row.learned]) == "(hm)the end<|end|>"
+
+
 def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
     """JSON leaves the separators of Unicode as they are."""
     file = tmp_path / "one.jsonl"

@@ -135,7 +135,10 @@ def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
 
 
 def _chat(line: str, tokenizer: Any, place: str) -> Row:
-    """A conversation, in which the assistant's turns are learned."""
+    """A conversation, in which the assistant's turns are learned.
+
+    Of a turn that the template shows otherwise where others follow (some leave out thoughts) only what is alike.
+    """
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -157,6 +160,13 @@ def _chat(line: str, tokenizer: Any, place: str) -> Row:
     learned = np.zeros(len(tokens), bool)
     for i in turns:
         check_conversation(messages[:i], place)
-        start, end = len(rendered(i, True)), len(rendered(i + 1, False))
+        start, end = (_num_alike(tokens, ids) for ids in (rendered(i, True), rendered(i + 1, False)))
         learned[start:end] = True
     return Row(tokens, learned)
+
+
+def _num_alike(tokens: np.ndarray, ids: Sequence[int]) -> int:
+    """With how many of `ids` the tokens begin."""
+    size = min(len(tokens), len(ids))
+    other = np.flatnonzero(tokens[:size] != np.array(ids[:size]))
+    return int(other[0]) if other.size else size
