@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import text_pair
 import toys
 from test_training import chats, chatty
 
@@ -66,6 +67,15 @@ def test_held_out_questions_are_not_learned():
     assert len(train) + len(held) == 640 and questions == {18, 37, 56} and not questions & known
     with pytest.raises(ValueError, match="There is 1 text to learn from"):
         rows.divide(found[::64])
+
+
+def test_every_part_of_a_text_starts_as_texts_do(tmp_path):
+    """Where the tokenizer has a token for that, which is given and not learned."""
+    file = tmp_path / "plain.txt"
+    file.write_text("the cat sat in a tree " * 20)
+    found = rows.read(file, text_pair.tokenizer(bos=True), 50)
+    assert all(row.tokens[0] == 0 and not row.learned[0] and row.learned[1:].all() for row in found)
+    assert max(len(row.tokens) for row in found) == 50
 
 
 def test_rows_on_disk(tmp_path):

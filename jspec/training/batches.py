@@ -26,17 +26,18 @@ class Batch:
 
 
 class Plan:
-    """Which rows make which batch: rows of like length together, `step_tokens` tokens or less in each.
+    """Which rows make which batch: rows of like length together.
 
     Args:
         rows: all there are.
-        step_tokens: of a batch, padding included.
+        step_tokens: of a batch at most, padding included, but for one row a device.
         seed: of the order, which is another one in every epoch.
         devices: rows of a batch are a multiple of this.
     """
 
     def __init__(self, rows: Sequence[Row], step_tokens: int, seed: int, devices: int = 1):
         self.rows, self._seed = rows, seed
+        self._order: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # of the epoch that was asked for last
         self._widths = np.array([-(-len(row.tokens) // _TILE) * _TILE for row in rows])
         self._sizes = {int(width): max(devices, step_tokens // int(width) // devices * devices)
                        for width in np.unique(self._widths)}  # fmt: skip
@@ -49,7 +50,9 @@ class Plan:
     def batch(self, step: int) -> Batch:
         """The batch of a step, from 0 on."""
         epoch, number = divmod(step, self.steps)
-        return self.of_rows(*self._epoch(epoch)[number])
+        if self._order[0] != epoch:
+            self._order = epoch, self._epoch(epoch)
+        return self.of_rows(*self._order[1][number])
 
     def in_order(self, known: Collection[int] = ()) -> Iterator[Batch]:
         """All rows but those `known`, once, the shortest first."""

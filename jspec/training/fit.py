@@ -82,7 +82,8 @@ def fit(
 ) -> Weights:
     """Train, going on from what `folder` holds; ``say`` is told every step, and every look.
 
-    A run that was stopped at any moment and is started again makes the same steps as one that was not.
+    A run that was stopped at any moment and is started again, on as many devices, makes the same steps as one that was
+    not.
     """
     training = begin(trainee, schedule)
     first, state = _restored(folder, training.state)
@@ -90,17 +91,20 @@ def fit(
     target = _everywhere(target)
     folder.mkdir(parents=True, exist_ok=True)
     _cut_log(folder / _LOG, first)
-    recent: list[float] = []
+    recent: list[Array] = []
     assert schedule.steps is not None, "a training without end has no plan"
     for step in range(first, schedule.steps):
         batch = source.plan.batch(step)
         asked = spread((batch.tokens, batch.learned, source.sight(batch)))
         state, found = training.step(state, target, *asked)
-        recent.append(float(total(found)))
+        recent.append(total(found))
+        jax.block_until_ready(recent[:-1][-1:])  # the step before: this one runs while the next batch is read
         say(step + 1)
         if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
-            progress = Progress(step + 1, float(np.mean(recent)), found.acceptance.tolist(), found.agreement.tolist())
+            progress = Progress(
+                step + 1, float(np.mean(jax.device_get(recent))), found.acceptance.tolist(), found.agreement.tolist()
+            )
             recent.clear()
             _save(folder, step + 1, state, progress)
             say(progress)
@@ -168,9 +172,11 @@ def _said(
     sight: Sight | None,
 ) -> Score:  # fmt: skip
     known = look(target, tokens, trainee.features) if sight is None else sight
+    # Of float16 small gradients would be 0.
+    dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype
     known = Sight(*(jax.lax.stop_gradient(states).astype(target.dtype) for states in known))
     floating = {name for name, leaf in weights.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
-    weights = {name: leaf.astype(target.dtype) if name in floating else leaf for name, leaf in weights.items()}
+    weights = {name: leaf.astype(dtype) if name in floating else leaf for name, leaf in weights.items()}
     judged = judge(target.logits(known.hidden), trainee.draft_ids, learned)
     return score(trainee.unroll(weights, target, tokens, known, schedule.depth), trainee.offset, judged, schedule.loss)
 
@@ -181,7 +187,7 @@ def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
     if schedule.steps is not None:
         warm = max(1, int(_WARMUP * schedule.steps))
         down = optax.linear_schedule(schedule.rate, 0, schedule.steps - warm)
-        rate = optax.join_schedules([optax.linear_schedule(0, schedule.rate, warm), down], [warm])
+        rate = optax.join_schedules([optax.linear_schedule(schedule.rate / warm, schedule.rate, warm), down], [warm])
     muon = optax.contrib.muon(rate, consistent_rms=0.2, adam_learning_rate=lambda step: rate(step) / 10)
     return optax.chain(optax.clip_by_global_norm(_CLIP), muon)
 

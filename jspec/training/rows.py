@@ -51,12 +51,21 @@ def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
         found = [_chat(line, tokenizer, f"{file}, line {number}")
                  for number, line in enumerate(content.split("\n"), 1) if line.strip()]  # fmt: skip
     else:
-        ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-        found = [of_answer((), ids)] if ids else []
+        found = list(_pieces(content, tokenizer, length))
     rows = [part for row in found for part in parts(row, length)]
     if not rows:
         raise ValueError(f"{file} has no text to learn from; give at least one that has more than a token.")
     return rows
+
+
+def _pieces(content: str, tokenizer: Any, length: int) -> Iterator[Row]:
+    """A text in pieces, each behind the token that starts a text, if the tokenizer puts one there (BOS)."""
+    ids, bare = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (content, "a"))
+    whole = tokenizer("a", verbose=False)["input_ids"]
+    given = whole[: len(whole) - len(bare)] if whole[len(whole) - len(bare) :] == bare else []
+    size = length - len(given)
+    for first in range(0, len(ids), size):
+        yield of_answer(given, ids[first : first + size])
 
 
 def parts(row: Row, length: int) -> Iterator[Row]:

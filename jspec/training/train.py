@@ -41,7 +41,7 @@ class Recipe:
         step_tokens: tokens a step, padding included.
         length: longest text, in tokens; longer ones are read in parts.
         written_tokens: how many tokens of answers the target writes where there is no data.
-        draft_vocab: how many of the most frequent tokens can be guessed.
+        draft_vocab: how many of the most frequent tokens an EAGLE head can guess; others guess every token.
         seed: of the weights, the order and what the target writes.
     """
 
@@ -95,7 +95,7 @@ def train_drafter(
         recipe: fields of `jspec.training.train.Recipe`, such as ``steps=2000``.
 
     Returns:
-        The drafter.
+        The drafter, in the target's dtype.
 
     Raises:
         ValueError: data that is empty or malformed, a target without a chat template where one is needed, an argument
@@ -127,7 +127,8 @@ def train_drafter(
     sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
     schedule = Schedule(chosen.steps, chosen.depth, chosen.loss, chosen.rate)
-    return trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
+    weights = fit(trainee, target, sources[0], sources[1], schedule, folder, say)
+    return trainee.drafter({name: leaf.astype(target.dtype) for name, leaf in weights.items()})
 
 
 def _prompt(row: Row) -> list[int]:
