@@ -38,7 +38,8 @@ RULES = ((False, "rejection"), (True, "rejection"), (False, "traversal"), (True,
 
 @pytest.mark.parametrize(("name", "tree", "replacement", "rule"), [
     ("model", "depth first", True, "traversal"), ("early exit", "2-2-1", False, "rejection"),
-    ("retrieval", "3-2", False, "traversal"), ("unigram", "2-2-1", True, "k-seq"),
+    *(pytest.param(*one, marks=pytest.mark.slow)
+      for one in (("retrieval", "3-2", False, "traversal"), ("unigram", "2-2-1", True, "k-seq"))),
 ])  # fmt: skip
 def test_three_tokens_have_the_target_joint_law(report, name, tree, replacement, rule):
     check_law(report, name, tree, rule, 8_192, replacement)
@@ -134,7 +135,7 @@ def test_a_larger_dynamic_tree_needs_no_more_rounds(report, toy, prompts):
     assert rounds[3] > rounds[8] > rounds[24]
 
 
-@pytest.mark.parametrize("accept", ["rejection", "coupled", "traversal"])
+@pytest.mark.parametrize("accept", ["rejection", "coupled", pytest.param("traversal", marks=pytest.mark.slow)])
 def test_a_request_is_decoded_alone_as_in_a_batch(toy, prompts, accept):
     tokens, lengths, keys = prompts([9, 1, 5])
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
