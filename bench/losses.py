@@ -12,7 +12,7 @@ from bench import plots
 from bench.report import publish
 from bench.subject import Subject
 from jspec.training.batches import Plan
-from jspec.training.fit import Schedule, Source, begin, fit, measure, predicted
+from jspec.training.fit import Schedule, Source, fit, predicted, read_log
 from jspec.training.kinds import KINDS, Trainee, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.rows import Row, of_answer, parts
@@ -66,10 +66,9 @@ def _source(target: jspec.Llama, rows: list[Row], trainee: Trainee, folder: Path
 
 def _trained(target: Any, trainee: Trainee, sources: list[Source], schedule: Schedule, folder: Path) -> list[float]:
     """Accepted and greedy of the first guess, and tokens a round at temperature 1 and greedily."""
-    weights = fit(trainee, target, *sources, schedule, folder)
-    training = begin(trainee, schedule)
-    found = measure(training, training.state | {"weights": weights}, target, sources[1])
-    rates = found.acceptance.tolist(), found.agreement.tolist()
+    fit(trainee, target, *sources, schedule, folder)
+    *_, last = read_log(folder)
+    rates = last.acceptance, last.agreement
     typer.echo(f"{schedule.loss}: accepted {rates[0][0]:.3f}, greedy {rates[1][0]:.3f}", err=True)
     return [rates[0][0], rates[1][0], *(predicted(one) for one in rates)]
 

@@ -65,6 +65,13 @@ class Eagle(nnx.Module):
         """Of activations and cache."""
         return self.post_attention_layernorm.weight.dtype
 
+    @property
+    def target_ids(self) -> Array | None:
+        """``int32[D]``: the target's ids of the tokens it can guess, in its own order; None for all of them."""
+        if self.draft_ids is None:
+            return None
+        return jnp.argsort(self.draft_ids[...], stable=True)[: self.config.draft_vocab_size]
+
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache of `slots` positions for `batch` rows."""
         layer = self.config.layer
@@ -100,10 +107,7 @@ class Eagle(nnx.Module):
         Returns:
             States ``[B, S, E]`` for the tokens after, of which `logits` and the next `forward` are made; and the cache.
         """
-        slots = start[:, None] + jnp.arange(embeddings.shape[1])
-        positions = slots
-        if branches is not None:
-            slots, positions = slots + branches.read, start[:, None] + branches.offsets
+        slots, positions = Branches.places(start, embeddings.shape[1], branches)
         layer = self.config.layer
         tables = rope_tables(positions, layer.rope, layer.head_dim)
         x, read = self._into_layer(embeddings, states)

@@ -33,8 +33,7 @@ def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
     if found.draft_ids is not None:
         leaves["draft_ids"].set_value(jnp.asarray(found.draft_ids))
         if lacking:
-            tokens = np.argsort(found.draft_ids, kind="stable")[: config.draft_vocab_size]
-            leaves["lm_head.weight"].set_value(head_columns(target, tokens).astype(chosen))
+            leaves["lm_head.weight"].set_value(head_columns(target, head.target_ids).astype(chosen))
     # What was chosen here is no wish about files.
     head.origin = found.origin if dtype is None else dataclasses.replace(found.origin, dtype=None)
     return head

@@ -152,10 +152,7 @@ class Llama(nnx.Module):
         Returns:
             Hidden states ``[B, S, E]``; those that `features` names, ``[B, S, F, E]``; and the cache.
         """
-        slots = start[:, None] + jnp.arange(tokens.shape[1])
-        positions = slots
-        if branches is not None:
-            slots, positions = slots + branches.read, start[:, None] + branches.offsets
+        slots, positions = Branches.places(start, tokens.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         x = self.embed_tokens(tokens).astype(self.dtype)
         if embeddings is not None:

@@ -41,6 +41,14 @@ class Branches:
         return self.visible.shape[-1] - self.visible.shape[-2]
 
     @staticmethod
+    def places(start: Array, size: int, branches: "Branches | None") -> tuple[Array, Array]:
+        """Slots and positions ``int32[B, S]`` of a pass of `size` tokens, whose node 0 or first token is at `start`."""
+        slots = start[:, None] + jnp.arange(size)
+        if branches is None:
+            return slots, slots
+        return slots + branches.read, start[:, None] + branches.offsets
+
+    @staticmethod
     def argument(branches: "Branches | None") -> dict[str, "Branches"]:
         """What a pass over them adds to a model's arguments: nothing for a chain, which every model can read."""
         return {} if branches is None else {"branches": branches}

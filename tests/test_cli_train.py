@@ -1,5 +1,7 @@
 """`jspec train` from the command line: what it writes is a drafter that `jspec generate` takes."""
 
+import dataclasses
+import inspect
 import json
 
 import pytest
@@ -8,6 +10,8 @@ from test_training import chats
 
 import jspec
 from convert.head_files import kind_of
+from jspec.cli.train import train
+from jspec.training.train import Recipe
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -51,3 +55,10 @@ def test_mistakes(run, sources, tmp_path, options, message):
     code, _, err = run("train", sources[0], "--output", tmp_path / "run", "--length", 64, *options)
     assert code in (1, 2) and message in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_commands_recipe_is_that_of_the_function():
+    """Defaults stand twice, for the command line is read before jax is imported."""
+    asked = inspect.signature(train).parameters
+    for field in dataclasses.fields(Recipe):
+        assert asked[field.name].default == field.default, field.name

@@ -10,6 +10,7 @@ import text_pair
 import toys
 from test_training import chats, chatty
 
+import convert
 import jspec
 from jspec.training import rows, sight, writing
 
@@ -70,12 +71,14 @@ def test_held_out_questions_are_not_learned():
 
 
 def test_every_part_of_a_text_starts_as_texts_do(tmp_path):
-    """Where the tokenizer has a token for that, which is given and not learned."""
+    """Where the tokenizer has a token for that; and some of them are held out."""
     file = tmp_path / "plain.txt"
     file.write_text("the cat sat in a tree " * 20)
     found = rows.read(file, text_pair.tokenizer(bos=True), 50)
-    assert all(row.tokens[0] == 0 and not row.learned[0] and row.learned[1:].all() for row in found)
+    assert all(row.tokens[0] == 0 and row.learned.all() for row in found)
     assert max(len(row.tokens) for row in found) == 50
+    train, held = rows.divide(found)
+    assert len(train) + len(held) == len(found) > 2 and train and held
 
 
 def test_rows_on_disk(tmp_path):
@@ -170,14 +173,13 @@ def test_data_that_is_none(tmp_path):
     with pytest.raises(ValueError, match=r"is not UTF-8 text \(byte 3\)"):
         rows.read(strange, chatty(), 64)
     with pytest.raises(ValueError, match="There is 1 text to learn from, and one must be held out"):
-        rows.divide(some := [rows.of_answer([], [1, 2, 3])])
+        rows.divide([rows.of_answer([], [1, 2, 3])])
     plain = chatty()
     plain.chat_template = None
     with pytest.raises(ValueError, match="is a chat, and the target has no chat template"):
         rows.read(chats(tmp_path / "chats.jsonl"), plain, 64)
     with pytest.raises(ValueError, match="The target has no chat template, and without one it cannot write chats"):
         jspec.train_drafter(TARGET, plain, folder=tmp_path / "run")
-    assert some
 
 
 @pytest.mark.parametrize(
@@ -196,3 +198,13 @@ def test_what_cannot_be_trained_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="the target's are int8; load it without quantising"):
         jspec.train_drafter(jspec.quantize(TARGET), chatty(), "model", folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_where_there_is_no_room_nothing_is_left(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("convert.to_hf.save_file", full)
+    with pytest.raises(convert.CheckpointError, match=r"could not be written .*No space left"):
+        rows.save([rows.of_answer([1], [2, 3])], tmp_path / "rows.safetensors")
+    assert not list(tmp_path.iterdir())

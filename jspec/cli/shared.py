@@ -50,22 +50,29 @@ def wrong_options() -> Iterator[None]:
 
 
 @contextmanager
-def status_line() -> Iterator[Callable[[str], None]]:
-    """``say(what)`` shows what the command is doing, and so does what jspec logs: one line, on a terminal only."""
-    from rich.console import Console
-
-    log, line = logging.getLogger("jspec"), Console(stderr=True).status("Importing")
+def logged_to(say: Callable[[str], None]) -> Iterator[None]:
+    """What jspec logs in the block is told to `say`."""
+    log = logging.getLogger("jspec")
     handler = logging.Handler()
-    handler.emit = lambda record: line.update(record.getMessage())
+    handler.emit = lambda record: say(record.getMessage())
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
-        with line:
-            yield line.update
+        yield
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """``say(what)`` shows what the command is doing, and so does what jspec logs: one line, on a terminal only."""
+    from rich.console import Console
+
+    line = Console(stderr=True).status("Importing")
+    with line, logged_to(line.update):
+        yield line.update
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Sources:
         return tokenizer
 
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
-        """The target and its drafter, None for none; `dtype` and `quantize` are for both."""
+        """The target and its drafter, None for none; `dtype` and `quantize` are for both, but no head is int8."""
         from jspec import EagleDrafter, MedusaDrafter, load
 
         if kind := head_kind(self.draft):

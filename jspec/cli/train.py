@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jspec.cli.shared import UsageError, option, prepare_environment, status_line
+from jspec.cli.shared import UsageError, logged_to, option, prepare_environment, status_line
 from jspec.cli.sources import NONE, sources
 
 if TYPE_CHECKING:
@@ -81,12 +81,15 @@ def train(
     rounded.save(folder / "drafter", **_SAVED[kind])
     typer.echo(f"Wrote {folder / 'drafter'}.")
     if measured:
-        _measure(model, jspec.EagleDrafter.load(folder / "drafter", model), folder, depth)
+        _measure(model, type(drafter).load(folder / "drafter", model), folder, depth)
 
 
 @contextmanager
 def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
-    """``tell(step or progress)`` moves a bar, and prints a line at every look at held-out texts."""
+    """``tell(step or progress)`` moves a bar, and prints a line at every look at held-out texts.
+
+    Before the first step the bar says what jspec logs: texts are written and read.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -94,17 +97,18 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
     from jspec.report import training_line
 
     console = Console(highlight=False)
-    columns = TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar, status_line():
-        task = bar.add_task("Training", total=steps)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Beginning", total=steps)
 
         def tell(news: "Progress | int") -> None:
             if isinstance(news, int):
-                bar.update(task, completed=news)
+                bar.update(task, completed=news, description="Training")
             else:
                 console.print(training_line(news), soft_wrap=True)
 
-        yield tell
+        with logged_to(lambda said: bar.update(task, description=said)):
+            yield tell
 
 
 def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
@@ -117,6 +121,9 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
     from jspec.training.train import PROMPTS
 
     prompts = json.loads((folder / PROMPTS).read_text(encoding="utf-8"))
+    if not prompts:
+        typer.echo("No held-out prompt leaves half of the target's positions free, so nothing is measured.")
+        return
     *_, last = read_log(folder)
     with status_line() as say:
         say("Measuring")

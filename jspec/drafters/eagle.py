@@ -110,8 +110,8 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         """
         head, batch = self._head, len(tokens)
         check_target_of(head.config, target)
-        cache, states = head.new_cache(batch, num_slots), jnp.zeros((batch, 1, head.config.layer.hidden_size))
-        states = states.astype(head.dtype)
+        cache = head.new_cache(batch, num_slots)
+        states = jnp.zeros((batch, 1, head.config.layer.hidden_size), head.dtype)
         if tokens.shape[1] > 1:
             pairs = head.embed(tokens[:, 1:], target), head.fuse(features[:, :-1], target)
             narrow = head.new_cache(batch, tokens.shape[1] - 1)

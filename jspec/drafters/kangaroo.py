@@ -54,10 +54,8 @@ class Adapter(nnx.Module):
             x: ``[B, S, E]``, what leaves the layer of the exit.
             cache, start, branches: as for `jspec.Llama.forward`.
         """
-        x, slots = x.astype(self.dtype), start[:, None] + jnp.arange(x.shape[1])
-        positions = slots
-        if branches is not None:
-            slots, positions = slots + branches.read, start[:, None] + branches.offsets
+        x = x.astype(self.dtype)
+        slots, positions = Branches.places(start, x.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         attend, normed = self.self_attn, self.input_layernorm(x)
         mixed, keys, values = attend(normed, cache.keys[0], cache.values[0], slots, tables, None, branches)

@@ -39,7 +39,7 @@ class Schedule:
     steps: int | None
     depth: int = 4
     loss: str = "lk"
-    rate: float = 2e-3
+    rate: float = 6e-3
     save_every: int = 50
 
 

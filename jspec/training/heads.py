@@ -43,12 +43,16 @@ def hydra(drafter: HydraDrafter, target: Any, tokens: Array, sight: Sight, depth
         read = later(read, 1)
 
 
+def _causal(size: int) -> Branches:
+    """A text as a tree of one branch: the fused kernels, which read plain texts, have no gradients."""
+    return Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
+
+
 def kangaroo(drafter: KangarooDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
     """At t of the token t + 1; of guesses it reads what the target would have, so that no depth is like another."""
     batch, size = tokens.shape
-    branches = Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
     cache, start = drafter.adapter.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
-    x, _ = drafter.adapter(sight.states[:, :, 0], cache, start, branches)
+    x, _ = drafter.adapter(sight.states[:, :, 0], cache, start, _causal(size))
     yield target.head.logits(x.astype(target.dtype))
 
 
@@ -67,9 +71,8 @@ def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, d
 def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
     """At t of the token t + 1; a model reads guesses as it does the text."""
     batch, size = tokens.shape
-    branches = Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
     cache, start = drafter.model.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
-    hidden, _ = drafter.model.forward(tokens, cache, start, branches=branches)
+    hidden, _ = drafter.model.forward(tokens, cache, start, branches=_causal(size))
     yield drafter.model.logits(hidden)
 
 

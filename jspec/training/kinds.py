@@ -89,17 +89,11 @@ def trainee_of(drafter: Any) -> Trainee:
         weights={name: jnp.asarray(leaf, jnp.float32) for name, leaf in named.items() if name in trained},
         fixed={name: leaf for name, leaf in named.items() if name not in trained},
         features=drafter.features if isinstance(drafter, EagleDrafter | KangarooDrafter) else (),
-        draft_ids=_draft_ids(drafter),
+        draft_ids=drafter.head.target_ids if isinstance(drafter, EagleDrafter) else None,
         offset=offset,
         unroll=lambda weights, *rest: unroll(made(weights), *rest),
         drafter=made,
     )
-
-
-def _draft_ids(drafter: Any) -> Array | None:
-    if not isinstance(drafter, EagleDrafter) or drafter.head.draft_ids is None:
-        return None
-    return jnp.argsort(drafter.head.draft_ids[...], stable=True)[: drafter.head.config.draft_vocab_size]
 
 
 def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from convert.errors import CheckpointError
+from convert.to_hf import write_file
 from jspec.prompts import check_conversation
 
 _HELD_OUT = 19  # of so many texts one is held out; odd, for every other answer is a greedy one
@@ -65,7 +67,9 @@ def _pieces(content: str, tokenizer: Any, length: int) -> Iterator[Row]:
     given = whole[: len(whole) - len(bare)] if whole[len(whole) - len(bare) :] == bare else []
     size = length - len(given)
     for first in range(0, len(ids), size):
-        yield of_answer(given, ids[first : first + size])
+        # Counted as learned, for a text's first token is never guessed; given, it would be a question, the same for
+        # all, of which none can be held out.
+        yield of_answer((), [*given, *ids[first : first + size]])
 
 
 def parts(row: Row, length: int) -> Iterator[Row]:
@@ -95,13 +99,11 @@ def divide(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def save(rows: Iterable[Row], file: Path) -> None:
-    """Write rows as they are, whole or not at all."""
+    """Write rows as they are."""
     rows = list(rows)
-    partial = file.with_suffix(".partial")
-    save_file({"tokens": np.concatenate([row.tokens for row in rows]),
-               "learned": np.concatenate([row.learned for row in rows]),
-               "lengths": np.array([len(row.tokens) for row in rows])}, partial)  # fmt: skip
-    partial.rename(file)
+    write_arrays(file, {"tokens": np.concatenate([row.tokens for row in rows]),
+                        "learned": np.concatenate([row.learned for row in rows]),
+                        "lengths": np.array([len(row.tokens) for row in rows])})  # fmt: skip
 
 
 def load(file: Path) -> list[Row]:
@@ -126,6 +128,21 @@ def digest(rows: Iterable[Row]) -> str:
         for part in (np.int64(len(row.tokens)), row.tokens, row.learned):
             found.update(part.tobytes())
     return found.hexdigest()
+
+
+def write_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write a safetensors file whole or not at all.
+
+    Raises:
+        convert.CheckpointError: there is no room.
+    """
+    partial = file.with_suffix(".partial")
+    try:
+        write_file(partial, arrays, None)
+    except CheckpointError:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.rename(file)
 
 
 def write_text(file: Path, text: str) -> None:

@@ -14,10 +14,9 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jspec.training.batches import Batch, Plan
-from jspec.training.rows import digest, write_text
+from jspec.training.rows import digest, write_arrays, write_text
 
 _SHARD_BYTES = 256 * 2**20
 _DESCRIPTION = "states.json"
@@ -86,7 +85,7 @@ class StoredStates:
         """Compute what is missing; ``say(done, all)`` counts rows.
 
         Raises:
-            OSError: the disk is full; what was written before stays.
+            convert.CheckpointError: the disk is full; what was written before stays.
         """
         pending: dict[str, np.ndarray] = {}
         for batch in self._plan.in_order(self._places.keys()):
@@ -115,19 +114,12 @@ class StoredStates:
         return Sight(jnp.asarray(whole[:, :, :-1]), jnp.asarray(whole[:, :, -1]))
 
     def _flush(self, pending: dict[str, np.ndarray]) -> None:
-        """Write a shard, whole or not at all."""
+        """Write a shard of what is pending."""
         if not pending:
             return
         names = (self._folder / f"states-{number:05}.safetensors" for number in itertools.count())
         shard = next(name for name in names if not name.exists())  # one in the middle may have been deleted
-        partial = shard.with_suffix(".partial")
-        try:
-            save_file(pending, partial)
-        except (SafetensorError, OSError) as error:
-            partial.unlink(missing_ok=True)
-            raise OSError(f"{partial} could not be written ({error}); make room, or train without stored states.") \
-                from error  # fmt: skip
-        partial.rename(shard)
+        write_arrays(shard, pending)
         self._places |= dict.fromkeys(map(int, pending), shard)
         pending.clear()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jspec.checks import check_target
 from jspec.training import rows as texts
@@ -23,11 +24,10 @@ from jspec.types import check_count
 _log = logging.getLogger("jspec")
 _WRITERS, _ANSWER = 64, 256  # chats at once, and how long an answer may be
 _HEAT = (0.0, 1.0)  # temperatures of the answers, for both have to be guessed
-_DRAFT_VOCAB = 8192
 _HELD_OUT_ROWS = 64
 _ROUNDS = 1_000_000  # of writing, for one seed
 _RECIPE = "recipe.json"
-PROMPTS = "prompts.json"  # of held-out texts, for measuring what comes out
+PROMPTS = "prompts.json"  # of held-out texts, for measuring what comes out, with room for as much again
 _PROMPTS, _TEXT_PROMPT = 8, 32
 
 
@@ -47,13 +47,13 @@ class Recipe:
 
     kind: str = "eagle"
     steps: int = 1000
-    depth: int = 4
-    loss: str = "lk"
-    rate: float = 6e-3
+    depth: int = Schedule.depth
+    loss: str = Schedule.loss
+    rate: float = Schedule.rate
     step_tokens: int = 4096
     length: int = 512
     written_tokens: int = 500_000
-    draft_vocab: int = _DRAFT_VOCAB
+    draft_vocab: int = 8192
     seed: int = 0
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ def train_drafter(
     Raises:
         ValueError: data that is empty or malformed, a target without a chat template where one is needed, an argument
             out of range, or a folder of another recipe, target or data.
-        OSError: the disk is full; nothing is left half-written.
+        OSError, convert.CheckpointError: the disk is full; nothing is left half-written.
     """
     check_target(target)
     chosen = Recipe(kind=kind, **recipe)
@@ -118,7 +118,8 @@ def train_drafter(
     rows = _written(target, tokenizer, chosen, folder) if given is None else given
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
-    texts.write_text(folder / PROMPTS, json.dumps([_prompt(row) for row in held_out[:_PROMPTS]]) + "\n")
+    prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
+    texts.write_text(folder / PROMPTS, json.dumps(prompts[:_PROMPTS]) + "\n")
     size = target.config.vocab_size
     few = texts.frequent(train, chosen.draft_vocab, size) if chosen.draft_vocab < size else None
     trainee = trainee_of(KINDS[kind](target, few if kind == "eagle" else None, chosen.depth, chosen.seed))
@@ -128,7 +129,8 @@ def train_drafter(
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
     schedule = Schedule(chosen.steps, chosen.depth, chosen.loss, chosen.rate)
     weights = fit(trainee, target, sources[0], sources[1], schedule, folder, say)
-    return trainee.drafter({name: leaf.astype(target.dtype) for name, leaf in weights.items()})
+    drafter = trainee.drafter(weights)
+    return jax.tree.map(lambda leaf: leaf.astype(target.dtype) if leaf.dtype == jnp.float32 else leaf, drafter)
 
 
 def _prompt(row: Row) -> list[int]:
