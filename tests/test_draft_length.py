@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import toys
+from few import by_default
 from test_early_exit import LENGTHS, TOKENS, K, drafted
 from test_matrix import check_texts, pair, text_p_values
 
@@ -28,8 +29,9 @@ LENGTH_RULES = (
 
 @pytest.mark.parametrize(("length", "name", "rule"), [
     (LENGTH_RULES[0], "retrieval", "rejection"), (LENGTH_RULES[4], "mixture", "block"),
-    (jspec.Heuristic(2), "cascade", "rejection"), (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
-    pytest.param(LENGTH_RULES[1], "mixture", "block", marks=pytest.mark.slow),  # as ByConfidence, which moves
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        (jspec.Heuristic(2), "cascade", "rejection"), (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
+        (LENGTH_RULES[1], "mixture", "block"))),
 ], ids=str)  # fmt: skip
 def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
     p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length)
@@ -194,8 +196,7 @@ def test_a_wanted_acceptance_is_found(report):
     assert (np.diff(thresholds) > 0.05).all()
 
 
-@pytest.mark.parametrize("length", [*LENGTH_RULES[:4], pytest.param(LENGTH_RULES[4], marks=pytest.mark.slow)],
-                         ids=lambda length: type(length).__name__)  # fmt: skip
+@pytest.mark.parametrize("length", by_default(LENGTH_RULES, LENGTH_RULES[1:2]), ids=lambda one: type(one).__name__)
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
     """Whatever the sampling parameters, limits and ends of text."""
     target, drafter = toy(0), jspec.ModelDrafter(toy(0, distance=0.1))

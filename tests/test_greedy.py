@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from few import by_default
 
 import jspec
 from jspec.weights import PAIR
@@ -64,7 +65,7 @@ def test_the_toy_text_is_worth_comparing(case, report):
     assert len(np.unique(plain)) > 40
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_draft_tokens", by_default((1, 3, 5, 8), (3,)))
 def test_speculative_text_is_plain_text(case, toy, num_draft_tokens, report):
     """With a draft that is never, sometimes and always right; one program serves the three."""
     target, batch, plain, gaps = case

@@ -136,6 +136,7 @@ def test_float16_does_not_overflow_before_the_scale():
 LAW_PROMPTS, LAW_SETTINGS = ((5,), (2, 7), (1, 4, 4, 0, 6, 3, 2)), ({}, {"temperature": 0.5, "top_p": 0.9}, {})
 
 
+@pytest.mark.slow
 def test_an_int8_draft_leaves_the_law_of_the_target(report, draws=32_768, chunk=1024):
     target, drafts = test_law.llama_pair()
     draft = jspec.quantize(drafts["related"], "int8")

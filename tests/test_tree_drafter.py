@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from few import by_default
 from test_matrix import check_texts, pair, ragged, text_p_values
 
 import jspec
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 BRANCHING = ("model", "unigram", "bigram", "retrieval", "early exit", "mixture")
 # With a cache of its own, and with something for every branch; the others are as simple, or both.
 FEW = ("model", "retrieval")
-MOST = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in BRANCHING]
+MOST = by_default(BRANCHING, FEW)
 TREES = {"3-2": Tree.branching((3, 2)), "2-2-1": Tree.branching((2, 2, 1)), "depth first": Tree((0, 1, 2, 1, 0, 5, 5))}
 
 
@@ -37,9 +38,10 @@ RULES = ((False, "rejection"), (True, "rejection"), (False, "traversal"), (True,
 
 
 @pytest.mark.parametrize(("name", "tree", "replacement", "rule"), [
-    ("model", "depth first", True, "traversal"), ("early exit", "2-2-1", False, "rejection"),
+    ("model", "depth first", True, "traversal"),
     *(pytest.param(*one, marks=pytest.mark.slow)
-      for one in (("retrieval", "3-2", False, "traversal"), ("unigram", "2-2-1", True, "k-seq"))),
+      for one in (("early exit", "2-2-1", False, "rejection"), ("retrieval", "3-2", False, "traversal"),
+                  ("unigram", "2-2-1", True, "k-seq"))),
 ])  # fmt: skip
 def test_three_tokens_have_the_target_joint_law(report, name, tree, replacement, rule):
     check_law(report, name, tree, rule, 8_192, replacement)
@@ -102,7 +104,7 @@ def check_dynamic(report, toy, prompts, name, requests, width=3):
     assert out.stats.rounds.sum() < plain.stats.rounds.sum()
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", by_default(BRANCHING, FEW[:1]))
 def test_dynamic_trees_decode_as_plain_decoding(report, toy, prompts, name):
     check_dynamic(report, toy, prompts, name, 50)
 
@@ -124,6 +126,7 @@ def test_a_search_of_width_one_is_a_chain(toy, prompts):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_larger_dynamic_tree_needs_no_more_rounds(report, toy, prompts):
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([1 + i % 9 for i in range(20)])
     rounds = {}
@@ -135,7 +138,7 @@ def test_a_larger_dynamic_tree_needs_no_more_rounds(report, toy, prompts):
     assert rounds[3] > rounds[8] > rounds[24]
 
 
-@pytest.mark.parametrize("accept", ["rejection", "coupled", pytest.param("traversal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accept", by_default(("rejection", "coupled", "traversal"), ("rejection",)))
 def test_a_request_is_decoded_alone_as_in_a_batch(toy, prompts, accept):
     tokens, lengths, keys = prompts([9, 1, 5])
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))

@@ -24,7 +24,8 @@ def check_law(report, name, draws, rules, batches=None):
     check_texts(report, found, draws, len(NAMES))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_three_tokens_have_the_target_joint_law(report, name):
     check_law(report, name, 8_192, ["rejection"])
 

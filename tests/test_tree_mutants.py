@@ -10,6 +10,7 @@ import oracle
 import pytest
 import test_mutants
 import toys
+from few import by_default
 
 import jspec
 from jspec import Tree, TreeDrafter, keys
@@ -166,7 +167,7 @@ def law(mutant=None):
     return test_mutants.law({}, drafter=drafter, length=2)
 
 
-@pytest.mark.parametrize("mutant", IN_TEXTS)
+@pytest.mark.parametrize("mutant", by_default(IN_TEXTS, (all_nodes_visible, wrong_path_kept)))
 def test_coupled_texts_catch_it(report, monkeypatch, toy, prompts, mutant):
     mutant(monkeypatch.setattr)
     different = coupled_texts(toy, prompts)
@@ -174,7 +175,7 @@ def test_coupled_texts_catch_it(report, monkeypatch, toy, prompts, mutant):
     assert different
 
 
-@pytest.mark.parametrize("mutant", IN_LAWS)
+@pytest.mark.parametrize("mutant", by_default(IN_LAWS, (equal_children_merged,)))
 def test_laws_catch_it(report, monkeypatch, mutant):
     mutant(monkeypatch.setattr)
     p, seen = law(mutant)
@@ -182,6 +183,7 @@ def test_laws_catch_it(report, monkeypatch, mutant):
     assert p < oracle.ALPHA
 
 
+@pytest.mark.slow
 def test_without_a_bug_nothing_is_caught(toy, prompts):
     assert coupled_texts(toy, prompts) == 0
     assert law()[0] > oracle.ALPHA
