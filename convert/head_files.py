@@ -1,6 +1,8 @@
 """What the files of all trained heads have in common: a directory, in which pickles are not opened."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,12 @@ import numpy as np
 
 from convert.destination import new_directory
 from convert.errors import CheckpointError, listing
+from convert.json_file import read_object
 from convert.safetensors_reader import PICKLES, SINGLE, Tensor, opened
 from convert.source import resolve
 from convert.to_hf import write_file
+
+OWN = "jspec_drafter"  # model_type of drafters that no other program reads
 
 
 def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
@@ -39,7 +44,11 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
 
 
 def kind_of(directory: Path) -> str | None:
-    """Which heads the safetensors files of `directory` hold by their names, "eagle" or "medusa"; None if no such."""
+    """Which trained drafter the files of `directory` hold: what jspec's own config.json says, or "eagle" or "medusa" by
+    the names of their tensors; None if no such."""
+    config = directory / "config.json"
+    if config.is_file() and (raw := read_object(config)).get("model_type") == OWN:
+        return str(raw.get("kind"))
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
         with opened(file) as handle:
@@ -47,6 +56,32 @@ def kind_of(directory: Path) -> str | None:
     if names & {"fc.weight", "fusion_fc.weight"}:
         return "eagle"
     return "medusa" if names & {"0.0.linear.weight", "blocks.0.layers.0.weight"} else None
+
+
+def read_own(directory: Path, kind: str) -> dict[str, Any]:
+    """The config.json of one of jspec's own drafters.
+
+    Raises:
+        CheckpointError: it is of another kind, or none.
+    """
+    raw = read_object(directory / "config.json")
+    if (raw.get("model_type"), raw.get("kind")) != (OWN, kind):
+        raise CheckpointError(f"{directory / 'config.json'} says model_type {raw.get('model_type')!r} and kind "
+                              f"{raw.get('kind')!r}; expected {OWN!r} and {kind!r}.")  # fmt: skip
+    return raw
+
+
+@contextmanager
+def new_own(destination: Path, kind: str, fields: dict[str, Any]) -> Iterator[Path]:
+    """A new directory with the config.json of one of jspec's own drafters, for its weights; atomic.
+
+    Raises:
+        CheckpointError: `destination` exists or cannot be written.
+    """
+    with new_directory(destination) as directory:
+        yield directory
+        text = json.dumps({"model_type": OWN, "kind": kind} | fields, indent=2)
+        (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _snippet(pickled: str, single: str) -> str:

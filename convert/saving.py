@@ -1,15 +1,18 @@
 """Writes a checkpoint as a converted (Orbax) directory or as a Hugging Face directory."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 
-from convert import dtypes, layout, manifest, store, to_hf
+from convert import dtypes, layout, llama_json, manifest, store, to_hf
+from convert.architectures import FAMILIES
 from convert.checkpoint import Checkpoint
-from convert.config import read_config
+from convert.config import LlamaConfig, read_config
 from convert.destination import carry, new_directory
 from convert.errors import CheckpointError
-from convert.keymap import shapes
+from convert.keymap import hf_shapes, shapes
+from convert.safetensors_reader import SINGLE
 
 
 def _checked(checkpoint: Checkpoint, destination: Path) -> dict[str, np.ndarray]:
@@ -67,4 +70,29 @@ def save_hf(checkpoint: Checkpoint, destination: str | Path) -> Path:
     with new_directory(destination) as directory:
         to_hf.write(directory, arrays, checkpoint.config, files)
         carry(checkpoint.directory, directory)
+    return destination
+
+
+def save_new(
+    config: LlamaConfig, arrays: dict[str, np.ndarray], destination: str | Path, source: Path | None = None
+) -> Path:
+    """Writes a Hugging Face directory of a model that comes from no files: config.json and model.safetensors; atomic.
+
+    Args:
+        source: a checkpoint whose tokenizer it shares: those files are copied, too.
+
+    Raises:
+        CheckpointError: `destination` exists or cannot be written, or no config.json means the model.
+    """
+    if config.qkv_bias:
+        raise CheckpointError("biases on q, k and v alone are Qwen2's, whose config.json is not written here.")
+    destination, dtype = Path(destination), next(iter(arrays.values())).dtype.name
+    fields = llama_json.fields(config) | {"dtype": dtype, "torch_dtype": dtype}
+    fields["architectures"] = [FAMILIES[fields["model_type"]].class_name]
+    files = {SINGLE: {"metadata": {"format": "pt"}, "tensors": list(hf_shapes(config))}}
+    with new_directory(destination) as directory:
+        to_hf.write(directory, arrays, config, files)
+        if source is not None:
+            carry(source, directory)
+        (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return destination

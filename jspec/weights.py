@@ -12,6 +12,8 @@ from flax import nnx
 from convert import dtypes
 from convert.config import LlamaConfig
 from convert.loading import stream
+from convert.saving import save_new
+from convert.source import resolve
 from jspec.devices import is_before_ampere
 from jspec.half import check_fits_float16
 from jspec.layout import lay_out
@@ -104,6 +106,15 @@ def from_arrays(
         raise ValueError(f"arrays lacks {sorted(leaves)[0]}; expected every name of convert.shapes(config).")
     lay_out(model)
     return model
+
+
+def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) -> Path:
+    """See `jspec.ModelDrafter.save`."""
+    if model.embed_tokens.scale is not None:
+        raise ValueError("The model is int8, and files of it are not written; save it without quantising.")
+    state = nnx.to_flat_state(nnx.state(model))
+    arrays = {".".join(map(str, path)): np.ascontiguousarray(np.asarray(leaf[...]).T) for path, leaf in state}
+    return save_new(model.config, arrays, destination, None if tokenizer is None else resolve(tokenizer))
 
 
 def demo_pair(dtype: Any = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:

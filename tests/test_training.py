@@ -13,7 +13,7 @@ import toys
 import jspec
 from jspec.cache import prefill_with_features
 from jspec.drafters.base import Context, TargetView, features_of
-from jspec.training import batches, fit, kinds, losses, objective, rows, sight
+from jspec.training import batches, boost, fit, kinds, losses, objective, rows, sight, train
 from jspec.tree import Level, Tree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -241,6 +241,25 @@ def chatty():
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     return tokenizer
+
+
+def test_each_of_several_models_learns_where_those_before_it_are_wrong(tmp_path, prompts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "fit", lambda trainee, target, source, *rest: asked.append(source) or fit.fit(
+        trainee, target, source, *rest))  # fmt: skip
+    data, recipe = chats(tmp_path / "chats.jsonl"), {"steps": 2, "depth": 2, "step_tokens": 512, "boost": 2}
+    several = jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "run", **recipe)
+    first, second = ({row.tokens.tobytes(): row for row in source.plan.rows} for source in asked)
+    assert set(second) <= set(first) and len(several.drafts) == 2
+    for text, row in first.items():
+        laws = [model(row.tokens[None])[0] for model in (LONG, several.drafts[0].model)]
+        wrong = np.append(False, (laws[0].argmax(-1) != laws[1].argmax(-1))[:-1]) & row.learned
+        np.testing.assert_array_equal(second[text].learned if text in second else False, wrong)
+    batch = prompts([4, 2], vocab_size=V)
+    out = jspec.speculative_generate(LONG, several, *batch, max_new_tokens=12, accept="coupled")
+    np.testing.assert_array_equal(out.tokens, jspec.generate(LONG, *batch, max_new_tokens=12).tokens)
+    with pytest.raises(ValueError, match="The draft models so far guess all that the target says; train fewer"):
+        boost.left_over(LONG, jspec.ModelDrafter(LONG), asked[0].plan.rows, 512)
 
 
 def test_a_trained_drafter_guesses_better_and_leaves_the_text_alone(tmp_path, prompts):

@@ -55,9 +55,9 @@ def llama_config(num_layers, vocab_size=8, **details):
     """A Llama of `vocab_size` tokens, hidden size 16, two query heads on one key/value head.
 
     Args:
-        details: what it has of other families, such as qk_norm.
+        details: other fields, such as qk_norm.
     """
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=24,
@@ -73,8 +73,8 @@ def llama_config(num_layers, vocab_size=8, **details):
         rope=RopeConfig(),
         bos_token_id=None,
         eos_token_ids=(),
-        **details,
     )
+    return dataclasses.replace(config, **details)
 
 
 def tiny_llama(seed, num_layers=2, related_to=None, closeness=0.9, **details):

@@ -47,11 +47,11 @@ class Sources:
 
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
         """The target and its drafter, None for none; `dtype` and `quantize` are for both, but no head is int8."""
-        from jspec import EagleDrafter, MedusaDrafter, load
+        from jspec import load
 
         if kind := head_kind(self.draft):
-            target, drafter = load(self.target, dtype, quantize), MedusaDrafter if kind == "medusa" else EagleDrafter
-            return target, drafter.load(self.draft, target, dtype)
+            target = load(self.target, dtype, quantize)
+            return target, drafter_class(kind).load(self.draft, target, dtype)
         if is_model(self.draft):
             return load(self.target, dtype, quantize), load(self.draft, dtype, quantize)
         drafter = without_model(self.draft)  # what can be wrong in a moment comes first
@@ -136,8 +136,24 @@ def is_model(draft: str) -> bool:
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 
+def drafter_class(kind: str) -> Any:
+    """Of trained drafters of that kind, as `jspec.train_drafter` and config.json call it.
+
+    Raises:
+        UsageError: there is no such kind.
+    """
+    import jspec
+
+    classes = {"eagle": jspec.EagleDrafter, "medusa": jspec.MedusaDrafter, "hydra": jspec.HydraDrafter,
+               "blockwise": jspec.BlockwiseDrafter, "kangaroo": jspec.KangarooDrafter, "pass": jspec.PassDrafter,
+               "several": jspec.MultiDrafter}  # fmt: skip
+    if kind not in classes:
+        raise UsageError(f"--draft holds a drafter of kind {kind!r}; expected one of {', '.join(classes)}.")
+    return classes[kind]
+
+
 def head_kind(draft: str) -> str | None:
-    """Which trained heads a draft of that name is the directory of, "eagle" or "medusa"."""
+    """Which kind of trained drafter a draft of that name is the directory of; None for a plain model's."""
     from convert import head_files
 
     return head_files.kind_of(Path(draft)) if is_model(draft) and Path(draft).is_dir() else None

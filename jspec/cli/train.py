@@ -14,8 +14,13 @@ from jspec.cli.sources import NONE, sources
 if TYPE_CHECKING:
     from jspec.training.fit import Progress
 
-# Kinds of which the drafters can be written, and how. An EAGLE head's own output head is a part of the target's.
-_SAVED: dict[str, dict[str, bool]] = {"eagle": {"own_head": False}, "medusa": {}}
+_Stored = Annotated[
+    bool,
+    typer.Option(
+        "--store/--no-store", help="Keep on disk what the target makes of the texts, or compute it in every step."
+    ),
+]
+_Measured = Annotated[bool, typer.Option("--measure/--no-measure", help="Measure on this device what comes out.")]
 
 
 def train(
@@ -23,7 +28,9 @@ def train(
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
     ] = None,
-    kind: Annotated[str, option("--kind", "KIND", "What to train: eagle or medusa.")] = "eagle",
+    kind: Annotated[
+        str, option("--kind", "KIND", "What to train: eagle, medusa, hydra, blockwise, kangaroo, pass or model.")
+    ] = "eagle",
     data: Annotated[
         Path | None,
         option(
@@ -42,24 +49,18 @@ def train(
     draft_vocab: Annotated[
         int, option("--draft-vocab", "N", "Guess the N tokens that are most frequent, and no others.", min=2)
     ] = 8192,
+    boost: Annotated[
+        int, option("--boost", "K", "Train K draft models, each where those before it are wrong.", min=1)
+    ] = 1,
     seed: Annotated[int, option("--seed", "N", "Of weights, order and what is written.", min=0)] = 0,
-    stored: Annotated[
-        bool,
-        typer.Option(
-            "--store/--no-store", help="Keep on disk what the target makes of the texts, or compute it in every step."
-        ),
-    ] = True,
-    measured: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure on this device what comes out.")
-    ] = True,
+    stored: _Stored = True,
+    measured: _Measured = True,
 ) -> None:
     """Train a drafter for TARGET and write it to DIR/drafter.
 
     It learns to guess what TARGET says, from texts or from chats that TARGET writes itself. The output stays exactly
     TARGET's whatever comes out: a better drafter is a faster one.
     """
-    if kind not in _SAVED:
-        raise UsageError(f"--kind {kind} has no files; choose one of {', '.join(_SAVED)}, or use jspec.train_drafter.")
     if (folder / "drafter").exists():
         raise UsageError(f"{folder / 'drafter'} is there already; give another --output, or delete it.")
     where = sources(target, NONE)
@@ -69,19 +70,25 @@ def train(
         import jax.numpy as jnp
 
         import jspec
+        from jspec.training.train import Recipe
 
+        recipe = {"steps": steps, "depth": depth, "loss": loss, "rate": rate, "step_tokens": step_tokens,
+                  "length": length, "written_tokens": written_tokens, "draft_vocab": draft_vocab, "seed": seed,
+                  "boost": boost}  # fmt: skip
+        Recipe(kind, **recipe).check()
         say("Loading")
         tokenizer, (model, _) = where.tokenizer(), where.load()
     with _bar(steps) as tell:
         drafter = jspec.train_drafter(
-            model, tokenizer, kind, data, folder=folder, store_states=stored, say=tell, steps=steps, depth=depth,
-            loss=loss, rate=rate, step_tokens=step_tokens, length=length, written_tokens=written_tokens,
-            draft_vocab=draft_vocab, seed=seed)  # fmt: skip
+            model, tokenizer, kind, data, folder=folder, store_states=stored, say=tell, **recipe
+        )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
-    rounded.save(folder / "drafter", **_SAVED[kind])
-    typer.echo(f"Wrote {folder / 'drafter'}.")
+    # Of an EAGLE head the output head is the target's; a model has the target's tokenizer, and can be one by itself.
+    saved = {jspec.EagleDrafter: {"own_head": False}, jspec.ModelDrafter: {"tokenizer": where.target}}
+    path = rounded.save(folder / "drafter", **saved.get(type(rounded), {}))
+    typer.echo(f"Wrote {path}.")
     if measured:
-        _measure(model, type(drafter).load(folder / "drafter", model), folder, depth)
+        _measure(model, type(drafter).load(path, model), folder, depth)
 
 
 @contextmanager
@@ -116,6 +123,7 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
     from rich.console import Console
 
     from jspec import report
+    from jspec.drafters.base import own_tree
     from jspec.training.fit import read_log
     from jspec.training.result import measure
     from jspec.training.train import PROMPTS
@@ -127,6 +135,8 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
     *_, last = read_log(folder)
     with status_line() as say:
         say("Measuring")
+        tree = own_tree(drafter)
+        lengths = {min(2, depth), depth} if tree is None else {tree.max_depth}
         found = [measure(model, drafter, prompts, last, k, temperature)
-                 for temperature in (0.0, 1.0) for k in sorted({min(2, depth), depth})]  # fmt: skip
+                 for temperature in (0.0, 1.0) for k in sorted(lengths)]  # fmt: skip
     Console(highlight=False).print(report.training_table(found), soft_wrap=True)

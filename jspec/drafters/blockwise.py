@@ -1,7 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false
 """Blockwise parallel decoding: one layer behind the target's last makes several states, all read by its own head."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ from flax import nnx
 from jax import Array
 
 from convert.config import LlamaConfig
+from convert.fields import Fields
 from jspec.drafters.heads import ParallelHeadsDrafter
+from jspec.drafters.own_files import InOwnFiles
 from jspec.layers import Linear
 from jspec.types import check_count, pytree
 
@@ -35,7 +37,7 @@ class BlockwiseLayer(nnx.Module):
 
 
 @pytree
-class BlockwiseDrafter(ParallelHeadsDrafter):
+class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
     """Drafts with one feed-forward layer on the target's last state, and the target's own output head.
 
     Stern et al. 2018, "Blockwise Parallel Decoding": the target is p_1, which draws the next token, and head i is
@@ -49,6 +51,8 @@ class BlockwiseDrafter(ParallelHeadsDrafter):
 
     layer: BlockwiseLayer
     vocab_size = None
+    KIND = "blockwise"
+    SIZES: ClassVar[dict[str, type]] = {"num_heads": int, "inner_size": int}
 
     @classmethod
     def untrained(
@@ -61,11 +65,15 @@ class BlockwiseDrafter(ParallelHeadsDrafter):
 
     @property
     def hidden_size(self) -> int:
-        return self.layer.up.weight[...].shape[0]
+        return self.layer.up.weight.shape[0]
 
     @property
     def num_heads(self) -> int:
-        return self.layer.down.weight[...].shape[1] // self.hidden_size
+        return self.layer.down.weight.shape[1] // self.hidden_size
+
+    def described(self) -> Fields:
+        inner = self.layer.up.weight.shape[1]
+        return {"num_heads": self.num_heads, "inner_size": inner, "hidden_size": self.hidden_size}
 
     def logits(self, x: Array, target: Any, depth: int) -> Array:
         states = self.layer(x)[:, :, :depth].astype(target.dtype)

@@ -1,7 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false
 """Hydra: heads as Medusa's, each of which reads what those before it have drafted."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,11 @@ from flax import nnx
 from jax import Array
 
 from convert.config import LlamaConfig
+from convert.fields import Fields
 from jspec.drafters.base import Context
 from jspec.drafters.heads import HeadsDrafter, LastState
 from jspec.drafters.medusa import ResBlock
+from jspec.drafters.own_files import InOwnFiles
 from jspec.layers import Embed, Linear
 from jspec.tree import Level
 from jspec.types import check_count, pytree
@@ -49,7 +51,7 @@ class HydraHead(nnx.Module):
 
 
 @pytree
-class HydraDrafter(HeadsDrafter):
+class HydraDrafter(HeadsDrafter, InOwnFiles):
     """Drafts with H heads, one after another: head i reads the target's last state and the i + 1 tokens behind it.
 
     Ankner et al. 2024, "Hydra", section 3: of the tokens, the text's last one first, it reads the target's own
@@ -64,6 +66,8 @@ class HydraDrafter(HeadsDrafter):
 
     heads: tuple[HydraHead, ...]
     unrolled = True
+    KIND = "hydra"
+    SIZES: ClassVar[dict[str, type]] = {"num_heads": int, "num_blocks": int, "own_head": bool}
 
     @classmethod
     def untrained(
@@ -78,15 +82,20 @@ class HydraDrafter(HeadsDrafter):
     @property
     def vocab_size(self) -> int | None:
         head = self.heads[0].lm_head
-        return None if head is None else head.weight[...].shape[1]
+        return None if head is None else head.weight.shape[1]
 
     @property
     def hidden_size(self) -> int:
-        return self.heads[0].linear.weight[...].shape[1]
+        return self.heads[0].linear.weight.shape[1]
 
     @property
     def num_heads(self) -> int:
         return len(self.heads)
+
+    def described(self) -> Fields:
+        return {"num_heads": self.num_heads, "num_blocks": 1 + len(self.heads[0].blocks),
+                "own_head": self.vocab_size is not None, "hidden_size": self.hidden_size,
+                "vocab_size": self.vocab_size}  # fmt: skip
 
     def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)

@@ -3,24 +3,30 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from convert import llama_json
 from convert.config import LlamaConfig
+from convert.fields import Fields
 from jspec.acceptance.path import at_path
 from jspec.cache import KVCache, empty_cache, enlarged
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
 from jspec.drafters.early_exit import check_layers, run_layers
 from jspec.drafters.heads import check_hidden_size
+from jspec.drafters.own_files import InOwnFiles
 from jspec.layers import Attention, RMSNorm, add_and_norm
 from jspec.rope import rope_tables
 from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, check_count, pytree
+
+_ATTENTION = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
+              "rope_theta", "rope_scaling")  # fmt: skip
 
 
 class Adapter(nnx.Module):
@@ -81,7 +87,7 @@ class _Drafting:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["adapter"], meta_fields=["num_layers"])
 @dataclasses.dataclass(frozen=True)
-class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting]):
+class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     """Drafts with the target's first layers, a trained adapter and the target's output head.
 
     Liu et al. 2024, "Kangaroo", section 3: the adapter, one attention and two norms, makes of what leaves a shallow
@@ -98,6 +104,8 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting]):
     num_layers: int
     vocab_size = None
     max_positions = None
+    KIND = "kangaroo"
+    SIZES: ClassVar[dict[str, type]] = {"num_layers": int}
 
     def __post_init__(self) -> None:
         check_count("num_layers", self.num_layers)
@@ -106,6 +114,11 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting]):
     def untrained(cls, target: Any, num_layers: int, *, rngs: nnx.Rngs) -> "KangarooDrafter":
         """A random adapter, to be trained for `target` or to be given weights."""
         return cls(Adapter(target.config, target.dtype, rngs), num_layers)
+
+    def described(self) -> Fields:
+        """The adapter's attention is the target's: its heads, norms and rope."""
+        fields = llama_json.fields(self.adapter.config)
+        return {"num_layers": self.num_layers} | {name: fields[name] for name in _ATTENTION}
 
     @property
     def features(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
 """A separate, smaller language model as the drafter, with its own KV cache."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,6 +13,7 @@ from jspec.drafters.base import Context, embeddings_of, features_of, last_tokens
 from jspec.llama import Llama
 from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, pytree
+from jspec.weights import load, save
 
 
 @pytree
@@ -19,6 +21,23 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
     """Drafts with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
 
     model: Any
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+        """The model of a directory, or of a hub id, as `jspec.load` reads it; `target` is not looked at."""
+        return cls(load(path, dtype))
+
+    def save(self, path: str | Path, tokenizer: str | Path | None = None) -> Path:
+        """Write the model to a new Hugging Face directory: config.json and model.safetensors.
+
+        Args:
+            tokenizer: a directory, GGUF file or hub id whose tokenizer files are copied, such as the target's.
+
+        Raises:
+            convert.CheckpointError: `path` exists or cannot be written, or no config.json means the model (Qwen2).
+            ValueError: it is int8.
+        """
+        return save(self.model, path, tokenizer)
 
     @property
     def vocab_size(self) -> int:

@@ -4,17 +4,22 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from convert import head_files
+from convert.fields import integer
 from jspec.acceptance.walk import is_guess, length_of_prefix
 from jspec.drafters.base import Context, as_draft, shared_vocabulary
-from jspec.drafters.model import as_part
+from jspec.drafters.model import ModelDrafter, as_part
 from jspec.tree import Tree
 from jspec.types import Draft, Verdict, check_count
+
+_KIND = "several"  # in config.json
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts"], meta_fields=["num_draft_tokens"])
@@ -44,6 +49,34 @@ class MultiDrafter:
         drafts = tuple(as_part(f"drafts[{i}]", draft) for i, draft in enumerate(self.drafts))
         object.__setattr__(self, "drafts", drafts)
         check_count("num_draft_tokens", self.num_draft_tokens)
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+        """What `save` wrote; `dtype` as for `jspec.load`, and `target` is not looked at.
+
+        Raises:
+            convert.CheckpointError: these are no such files, or damaged ones.
+        """
+        raw = head_files.read_own(path := Path(path), _KIND)
+        drafts = [ModelDrafter.load(path / str(i), target, dtype) for i in range(integer(raw, "num_drafts"))]
+        return cls(drafts, integer(raw, "num_draft_tokens"))
+
+    def save(self, path: str | Path) -> Path:
+        """Write models to a new directory, each to a Hugging Face directory in it (`ModelDrafter.save`).
+
+        Raises:
+            convert.CheckpointError: `path` exists or cannot be written.
+            TypeError: one of the drafters is no model.
+        """
+        fields = {"num_drafts": len(self.drafts), "num_draft_tokens": self.num_draft_tokens}
+        for draft in self.drafts:
+            if not isinstance(draft, ModelDrafter):
+                raise TypeError(f"Of several drafters only models are saved together, and one is a "
+                                f"{type(draft).__name__}; save it by itself.")  # fmt: skip
+        with head_files.new_own(Path(path), _KIND, fields) as directory:
+            for i, draft in enumerate(self.drafts):
+                draft.save(directory / str(i))
+        return Path(path)
 
     @property
     def tree(self) -> Tree:

@@ -3,16 +3,20 @@
 
 import functools
 import numbers
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
+from convert.fields import Fields
 from jspec.acceptance.walk import end_of
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
 from jspec.drafters.heads import at_depth
+from jspec.drafters.own_files import InOwnFiles
 from jspec.tree import Level, Tree
 from jspec.types import Draft, Verdict, check_count, pytree
 
@@ -52,7 +56,7 @@ class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
 
 
 @pytree
-class PassDrafter:
+class PassDrafter(InOwnFiles):
     """Drafts what the target itself says of the M places behind the next token, where it reads vectors for tokens.
 
     Monea et al. 2023, "PaSS: Parallel Speculative Sampling": all that is trained are these look-ahead embeddings. The
@@ -68,6 +72,17 @@ class PassDrafter:
     embeddings: Array
     vocab_size = None
     max_positions = None
+    KIND = "pass"
+    SIZES: ClassVar[dict[str, type]] = {"num_vectors": int}
+
+    @classmethod
+    def untrained(cls, target: Any, num_vectors: int = 2, *, rngs: nnx.Rngs) -> "PassDrafter":
+        """Vectors that begin as the mean of all embeddings, and a little apart."""
+        check_count("num_vectors", num_vectors)
+        embed = target.embed_tokens
+        weight = embed.weight[...].astype(jnp.float32) * (1 if embed.scale is None else embed.scale[...])
+        noise = 0.1 * weight.std() * jax.random.normal(rngs.params(), (num_vectors, len(weight)))
+        return cls((weight.mean(axis=1) + noise).astype(target.dtype))
 
     @classmethod
     def of_token(cls, target: Any, token_id: int, count: int) -> "PassDrafter":
@@ -81,6 +96,9 @@ class PassDrafter:
         if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral) or not 0 <= token_id < size:
             raise ValueError(f"token_id must be one of the target's tokens, 0 to {size - 1}; got {token_id!r}.")
         return cls(target.embed_tokens(jnp.full((1, count), token_id))[0].astype(target.dtype))
+
+    def described(self) -> Fields:
+        return {"num_vectors": len(self.embeddings), "hidden_size": self.embeddings.shape[1]}
 
     @property
     def tree(self) -> Tree:

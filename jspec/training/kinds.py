@@ -127,10 +127,8 @@ def of_kangaroo(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int
 
 
 def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:
-    """Vectors that begin as the mean of all embeddings, and a little apart."""
-    weight = _wide(target.embed_tokens)
-    noise = 0.1 * weight.std() * jax.random.normal(jax.random.key(seed), (depth, len(weight)))
-    return PassDrafter(weight.mean(axis=1) + noise)
+    """Vectors a little apart."""
+    return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
 def check_kind(kind: str, target: Any) -> None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jspec.decode import generate, speculative_generate
+from jspec.drafters.base import own_tree
 from jspec.prompts import Batch, encode
 from jspec.sampling import SamplingParams
 from jspec.text import request_keys
@@ -71,6 +72,7 @@ def _timed(
     if drafter is None:
         out = generate(*request, **options)
     else:
-        out = speculative_generate(target, drafter, *request[1:], num_draft_tokens=num_draft_tokens, **options)
+        how_far = {} if own_tree(drafter) else {"num_draft_tokens": num_draft_tokens}
+        out = speculative_generate(target, drafter, *request[1:], **how_far, **options)
     out = jax.block_until_ready(out)
     return time.perf_counter() - start, out

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jspec.checks import check_target
+from jspec.drafters import MultiDrafter
 from jspec.training import rows as texts
 from jspec.training.batches import Plan
+from jspec.training.boost import left_over
 from jspec.training.fit import Progress, Schedule, Source, fit
 from jspec.training.kinds import KINDS, Trainee, check_kind, trainee_of
 from jspec.training.losses import LOSSES
@@ -43,6 +45,7 @@ class Recipe:
         written_tokens: how many tokens of answers the target writes where there is no data.
         draft_vocab: how many of the most frequent tokens an EAGLE head can guess; others guess every token.
         seed: of the weights, the order and what the target writes.
+        boost: how many draft models, each trained where those before it are wrong (kind "model").
     """
 
     kind: str = "eagle"
@@ -55,6 +58,7 @@ class Recipe:
     written_tokens: int = 500_000
     draft_vocab: int = 8192
     seed: int = 0
+    boost: int = 1
 
     def check(self) -> None:
         """Raise ValueError for what cannot be."""
@@ -62,8 +66,12 @@ class Recipe:
             raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}.")
         if self.loss not in LOSSES:
             raise ValueError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}.")
-        for name in ("steps", "depth", "step_tokens", "length", "written_tokens", "draft_vocab"):
+        for name in ("steps", "depth", "step_tokens", "length", "written_tokens", "draft_vocab", "boost"):
             check_count(name, getattr(self, name))
+        if self.boost > 1 and self.kind != "model":
+            raise ValueError(
+                f'boost is {self.boost}, and kind {self.kind!r}; several are trained of kind "model" alone.'
+            )
         if not 0 < self.rate < 1:
             raise ValueError(f"rate is {self.rate!r}; expected a number above 0 and below 1.")
 
@@ -95,7 +103,7 @@ def train_drafter(
         recipe: fields of `jspec.training.train.Recipe`, such as ``steps=2000``.
 
     Returns:
-        The drafter, in the target's dtype.
+        The drafter, in the target's dtype; with ``boost=K`` a `jspec.MultiDrafter` of K models.
 
     Raises:
         ValueError: data that is empty or malformed, a target without a chat template where one is needed, an argument
@@ -120,16 +128,28 @@ def train_drafter(
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
     texts.write_text(folder / PROMPTS, json.dumps(prompts[:_PROMPTS]) + "\n")
-    size = target.config.vocab_size
-    few = texts.frequent(train, chosen.draft_vocab, size) if chosen.draft_vocab < size else None
-    trainee = trainee_of(KINDS[kind](target, few if kind == "eagle" else None, chosen.depth, chosen.seed))
-    plans = [Plan(part, chosen.step_tokens, chosen.seed, jax.device_count())
-             for part in (train, held_out[:_HELD_OUT_ROWS])]  # fmt: skip
+    parts, drafters = [train, held_out[:_HELD_OUT_ROWS]], list[Any]()
+    for number in range(chosen.boost):
+        if drafters:
+            parts = [left_over(target, drafters[-1], part, chosen.step_tokens) for part in parts]
+        own = folder / f"boost-{number + 1}" if number else folder
+        drafters.append(_fitted(target, about, parts, chosen, own, store_states, say))
+    return MultiDrafter(drafters, chosen.depth) if chosen.boost > 1 else drafters[0]
+
+
+def _fitted(
+    target: Any, about: str, parts: Sequence[list[Row]], recipe: Recipe, folder: Path, store_states: bool,
+    say: Callable[[Progress | int], None],
+) -> Any:  # fmt: skip
+    """A drafter trained on the first of both `parts`, the other one held out."""
+    size, kind = target.config.vocab_size, recipe.kind
+    few = texts.frequent(parts[0], recipe.draft_vocab, size) if recipe.draft_vocab < size else None
+    trainee = trainee_of(KINDS[kind](target, few if kind == "eagle" else None, recipe.depth, recipe.seed))
+    plans = [Plan(part, recipe.step_tokens, recipe.seed, jax.device_count()) for part in parts]
     sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
-    schedule = Schedule(chosen.steps, chosen.depth, chosen.loss, chosen.rate)
-    weights = fit(trainee, target, sources[0], sources[1], schedule, folder, say)
-    drafter = trainee.drafter(weights)
+    schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate)
+    drafter = trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
     return jax.tree.map(lambda leaf: leaf.astype(target.dtype) if leaf.dtype == jnp.float32 else leaf, drafter)
 
 
