@@ -148,7 +148,8 @@ def _fitted(
     plans = [Plan(part, recipe.step_tokens, recipe.seed, jax.device_count()) for part in parts]
     sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
-    schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate)
+    looks = max(1, min(Schedule.save_every, recipe.steps // 10))  # at least ten in a short run
+    schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate, looks)
     drafter = trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
     return jax.tree.map(lambda leaf: leaf.astype(target.dtype) if leaf.dtype == jnp.float32 else leaf, drafter)
 
