@@ -166,3 +166,40 @@ def losses(
 
     losses.run(measured(1, "bundled", target, "lookup" if target else None, None, output), kind, texts, steps, depth,
                seeds)  # fmt: skip
+
+
+@app.command()
+def training(
+    target: Target = None,
+    output: Output = None,
+    kinds: Annotated[
+        str, typer.Option("--kinds", help="Of drafters, by commas.")
+    ] = "eagle,medusa,hydra,blockwise,kangaroo,pass,model",
+    step_tokens: Annotated[int, typer.Option("--step-tokens", min=256)] = 2048,
+    depth: Annotated[int, typer.Option("--depth", min=1)] = 4,
+    draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=2, help="Of an EAGLE head.")] = 8192,
+    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 5,
+) -> None:
+    """A step of training: tokens a second, where the time goes, and memory."""
+    from bench import training
+
+    subject = measured(1, "bundled", target, "lookup" if target else None, None, output)
+    training.run(subject, kinds.split(","), step_tokens, depth, draft_vocab, repeats)
+
+
+@app.command()
+def online(
+    target: Target = None,
+    output: Output = None,
+    kind: Annotated[str, typer.Option("--kind", help="Of drafter, as jspec.train_drafter has them.")] = "eagle",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Of training before it serves.")] = 200,
+    requests: Annotated[int, typer.Option("--requests", min=1)] = 40,
+    batch: Annotated[int, typer.Option("--batch", min=1)] = 8,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 96,
+    rate: Annotated[float, typer.Option("--rate", help="Of learning while serving.")] = 1e-3,
+) -> None:
+    """Acceptance on a domain that is new to the drafter, request by request, learning and not."""
+    from bench import online
+
+    subject = measured(new_tokens, "bundled", target, "lookup" if target else None, None, output)
+    online.run(subject, kind, steps, requests, batch, new_tokens, rate)

@@ -213,6 +213,21 @@ def interrupts(figure: Figure, rows: Rows) -> None:
     _finish(axes, "moment of the signal, seconds into the phase", "seconds until the end")
 
 
+def training(figure: Figure, rows: Rows) -> None:
+    """Of `bench.training`: what a step is made of, one bar a kind of drafter."""
+    parts = {name: [row[f"{name}, ms"] for row in rows] for name in ("target", "forward", "back")}
+    _stack(figure, [row["kind"] for row in rows], parts, "ms a step")
+
+
+def online(figure: Figure, rows: Rows) -> None:
+    """Of `bench.online`: acceptance against what was served, with learning and without."""
+    axes = figure.subplots()
+    for name in ("as it was", "learning"):
+        axes.plot([row["tokens served"] for row in rows], [row[name] for row in rows], "o-", label=name)
+    axes.set_ylim(bottom=0)
+    _finish(axes, "tokens served", "accepted of judged guesses")
+
+
 def _groups(rows: Rows, key: str) -> dict[Any, list[dict[str, Any]]]:
     """The rows of each value of `key`, in order of appearance."""
     return {value: [row for row in rows if row[key] == value] for value in dict.fromkeys(row[key] for row in rows)}

@@ -1,4 +1,4 @@
-"""The benchmark of losses: what it makes of its runs, and the command."""
+"""The benchmarks of training: what they make of their runs, and the commands."""
 
 import json
 
@@ -25,3 +25,23 @@ def test_every_loss_is_trained_with(tmp_path):
     assert done.exit_code == 0, done.output
     (file,) = tmp_path.glob("*.json")
     assert [row["loss"] for row in json.loads(file.read_text())["rows"]] == ["kl", "reverse-kl", "jsd", "tvd", "lk"]
+
+
+def test_what_a_step_is_made_of(tmp_path):
+    few = ["--kinds", "blockwise", "--step-tokens", "256", "--depth", "2", "--repeats", "1", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, ["training", *few])
+    assert done.exit_code == 0, done.output
+    (file,) = tmp_path.glob("*.json")
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["kind"] == "blockwise" and row["tokens/s"] > 0 and row["kept, MB"] > 4 * row["trained, M"]
+
+
+@pytest.mark.slow
+def test_a_domain_that_is_new(tmp_path):
+    few = ["--steps", "2", "--requests", "2", "--batch", "2", "--new-tokens", "8", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, ["online", *few])
+    assert done.exit_code == 0, done.output
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["tokens served"] for row in rows] == [16, 32]
+    assert rows[0]["learning"] == rows[0]["as it was"]  # the first request is before all learning

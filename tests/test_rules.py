@@ -270,6 +270,7 @@ def judged(rule, keys, start, draft, laws):
     return thresholds, after, receipts
 
 
+@pytest.mark.slow
 def test_receipts_add_up_over_the_text(report, quick_compile):
     """One row a text: its receipt is the sum over its tokens, each judged at the state the text had reached."""
     rule = jspec.TopK(1)
@@ -315,6 +316,7 @@ def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact(quick_compile):
     assert np.isnan(texts(Silent(), seed=3, draws=8)[2].stats.distortion).all()
 
 
+@pytest.mark.slow
 def test_more_leniency_keeps_more_drafts(report, quick_compile):
     """The direction of table 5 of Leviathan et al. 2023."""
     rates = [np.mean(np.asarray(texts(rule, seed=4, draws=20_000)[2].stats.accepted))

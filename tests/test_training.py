@@ -243,6 +243,7 @@ def chatty():
     return tokenizer
 
 
+@pytest.mark.slow
 def test_each_of_several_models_learns_where_those_before_it_are_wrong(tmp_path, prompts, monkeypatch):
     asked = []
     monkeypatch.setattr(train, "fit", lambda trainee, target, source, *rest: asked.append(source) or fit.fit(

@@ -116,6 +116,7 @@ def test_dynamic_trees_decode_as_plain_decoding_at_length(report, toy, prompts, 
     check_dynamic(report, toy, prompts, name, 300, width)
 
 
+@pytest.mark.slow
 def test_a_search_of_width_one_is_a_chain(toy, prompts):
     """Greedily: the draft's likeliest token, and behind it the likeliest again."""
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([3, 5, 2])
@@ -152,7 +153,7 @@ def test_a_request_is_decoded_alone_as_in_a_batch(toy, prompts, accept):
 
 
 @pytest.mark.parametrize(("name", "accept"), [
-    ("model", "rejection"), ("early exit", "coupled"),
+    ("model", "rejection"), pytest.param("early exit", "coupled", marks=pytest.mark.slow),
     *(pytest.param(name, rule, marks=pytest.mark.slow) for name in BRANCHING for rule in ("rejection", "traversal")),
 ])  # fmt: skip
 def test_a_tree_that_is_a_chain_decodes_as_the_chain(toy, prompts, name, accept):

@@ -115,8 +115,8 @@ def test_ranks_share_what_a_fan_adds():
     np.testing.assert_allclose(tree_tuning._by_rank([1, 2, 4], np.array([0.5, 0.75, 0.85])), [0.5, 0.25, 0.05, 0.05])
 
 
-@pytest.mark.parametrize("rule", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("rejection", "coupled")),
-                                  "traversal"])  # fmt: skip
+@pytest.mark.parametrize("rule", ["rejection", "coupled", "traversal"])
+@pytest.mark.slow
 def test_trees_are_decoded(rule, monkeypatch):
     """A draft that is the target; a tree of which is as good as a chain and no better."""
     target, _ = toys.markov_pair(0)

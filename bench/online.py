@@ -1,0 +1,91 @@
+"""Learning while serving: acceptance on a domain that the drafter was not trained on, request by request."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+import jspec
+from bench import plots
+from bench.report import publish
+from bench.subject import Subject, ragged
+from jspec import text
+from jspec.training.batches import Plan
+from jspec.training.fit import Schedule, Source, fit
+from jspec.training.kinds import KINDS, trainee_of
+from jspec.training.rows import Row, of_answer
+from pair.corpus import Document, load_corpus
+
+_PROMPT, _LENGTH, _STEP_TOKENS = 64, 256, 4096
+
+
+def run(subject: Subject, kind: str, steps: int, requests: int, batch: int, new_tokens: int, rate: float) -> None:
+    """Train on Python's library without its unit tests, then continue unit tests, learning and not."""
+    target, tokenizer = subject.target, subject.tokenizer
+    train, held_out = load_corpus()
+    library = [row for one in train if not _is_test(one) for row in _windows(tokenizer, one, _LENGTH)]
+    prompts = [ids for one in held_out + train if _is_test(one) for ids in _starts(tokenizer, one)]
+    prompts = [prompts[i] for i in np.random.default_rng(0).permutation(len(prompts))[: requests * batch]]
+    drafter = _trained(target, kind, library, steps)
+    served = {
+        "as it was": _served(subject, drafter, prompts, batch, new_tokens, None),
+        "learning": _served(subject, drafter, prompts, batch, new_tokens, rate),
+    }
+    rows = [
+        {"tokens served": (number + 1) * batch * new_tokens} | {name: rates[number] for name, rates in served.items()}
+        for number in range(requests)
+    ]
+    publish(
+        f"online-{subject.name}-{kind}",
+        f"{kind} for {subject.name}, trained without unit tests, serves unit tests",
+        rows,
+        plots.online,
+        notes=["accepted of judged guesses at temperature 1, K = 3, request by request, with the same keys; one step of"
+               f" learning a request of {batch} texts."],
+        folder=subject.folder, kind=kind, steps=steps, rate=rate,
+        **{f"last quarter, {name}": float(np.mean(rates[-max(1, requests // 4) :])) for name, rates in served.items()},
+    )  # fmt: skip
+
+
+def _is_test(one: Document) -> bool:
+    return "test" in Path(one.path).parts
+
+
+def _windows(tokenizer: Any, one: Document, length: int) -> list[Row]:
+    ids = tokenizer(one.text, verbose=False)["input_ids"]
+    return [of_answer((), ids[i : i + length]) for i in range(0, len(ids) - length + 1, length)]
+
+
+def _starts(tokenizer: Any, one: Document) -> list[list[int]]:
+    """One prompt out of the middle of every long module."""
+    ids = tokenizer(one.text, verbose=False)["input_ids"]
+    return [ids[len(ids) // 2 :][:_PROMPT]] if len(ids) > 4 * _PROMPT else []
+
+
+def _trained(target: jspec.Llama, kind: str, rows: list[Row], steps: int) -> Any:
+    trainee = trainee_of(KINDS[kind](target, None, 3, 0))
+    source, held_out = Source(Plan(rows[:-16], _STEP_TOKENS, 0)), Source(Plan(rows[-16:], _STEP_TOKENS, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        weights = fit(trainee, target, source, held_out, Schedule(steps, 3), Path(folder),
+                      lambda news: None if isinstance(news, int) else typer.echo(news, err=True))  # fmt: skip
+    return trainee.drafter(weights)
+
+
+def _served(
+    subject: Subject, drafter: Any, prompts: list[list[int]], batch: int, new_tokens: int, rate: float | None
+) -> list[float]:
+    """Accepted of judged guesses, request by request; with a rate the drafter learns from each."""
+    length, accepted = _PROMPT + new_tokens, []
+    learner = rate and jspec.online.Learner(subject.target, drafter, rate=rate, depth=3, batch=batch, length=length)
+    for number, start in enumerate(range(0, len(prompts) - batch + 1, batch)):
+        asked = prompts[start : start + batch]
+        tokens, lengths, _ = ragged(asked)
+        out = jspec.speculative_generate(
+            subject.target, learner.drafter if learner else drafter, tokens, lengths, text.request_keys(number, batch),
+            max_new_tokens=new_tokens, num_draft_tokens=3)  # fmt: skip
+        accepted.append(float(out.stats.accepted.sum() / out.stats.judged.sum()))
+        if learner:
+            learner.learn(asked, out)
+    return accepted

@@ -1,0 +1,73 @@
+"""Training: how many tokens a second, where the time of a step goes, and what it holds in memory."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import typer
+
+from bench import plots
+from bench.report import publish
+from bench.subject import Subject
+from bench.timing import in_turns
+from jspec.training.batches import Batch, side_by_side
+from jspec.training.fit import Schedule, begin
+from jspec.training.kinds import KINDS, trainee_of
+from jspec.training.rows import of_answer
+from jspec.training.sight import Sight, look
+
+LENGTH = 256
+
+
+def run(subject: Subject, kinds: list[str], step_tokens: int, depth: int, draft_vocab: int, repeats: int) -> None:
+    """A step of every kind on the same batch of random tokens; cost does not depend on them."""
+    target, rng = subject.target, np.random.default_rng(0)
+    rows = rng.integers(target.config.vocab_size, size=(max(1, step_tokens // LENGTH), LENGTH))
+    batch = side_by_side([of_answer((), row.tolist()) for row in rows], len(rows), LENGTH)
+    found = []
+    for kind in kinds:
+        typer.echo(f"{kind} ...", err=True)
+        found.append({"kind": kind} | _measured(target, kind, batch, depth, draft_vocab, repeats))
+    publish(
+        f"training-{subject.name}",
+        f"Training for {subject.name}: a step of {batch.tokens.size} tokens, depth {depth}",
+        found,
+        plots.training,
+        notes=["tokens/s: the whole step, its input stored, and with the target reading in every step; target: its"
+               " pass over the batch; forward: what the drafter says and the loss; back: gradients and the optimiser."
+               " Memory: what the step holds beside its arguments, and what training keeps: weights and moments."],
+        folder=subject.folder, depth=depth, draft_vocab=draft_vocab, length=LENGTH, repeats=repeats,
+    )  # fmt: skip
+
+
+def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int, repeats: int) -> dict[str, Any]:
+    few = np.arange(min(draft_vocab, target.config.vocab_size)) if kind == "eagle" else None
+    trainee = trainee_of(KINDS[kind](target, few, depth, 0))
+    training = begin(trainee, Schedule(None, depth))
+    sight = jax.block_until_ready(look(target, batch.tokens, trainee.features))
+    state = jax.tree.map(jax.numpy.copy, training.state)
+
+    def step(seen: Sight | None) -> Any:
+        nonlocal state
+        state, score = training.step(state, target, batch.tokens, batch.learned, seen)
+        return score
+
+    seconds = in_turns({
+        "target": lambda: look(target, batch.tokens, trainee.features),
+        "forward": lambda: training.score(training.state, target, batch.tokens, batch.learned, sight),
+        "step": lambda: step(sight),
+        "unstored": lambda: step(None),
+    }, repeats)  # fmt: skip
+    median = {name: float(np.median(values)) for name, values in seconds.items()}
+    compiled = training.step.lower(state, target, batch.tokens, batch.learned, sight).compile()
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves({name: state[name] for name in ("weights", "moments")}))
+    return {
+        "trained, M": sum(leaf.size for leaf in trainee.weights.values()) / 1e6,
+        "tokens/s": batch.tokens.size / median["step"],
+        "unstored": batch.tokens.size / median["unstored"],
+        "target, ms": 1e3 * median["target"],
+        "forward, ms": 1e3 * median["forward"],
+        "back, ms": 1e3 * max(0.0, median["step"] - median["forward"]),
+        "temporary, MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+        "kept, MB": kept / 1e6,
+    }
