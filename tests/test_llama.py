@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jspec
 from convert import RopeConfig
+from jspec import layers
 
 # Positions of the longest row: past the original context of the llama3 rope below, so that all its branches matter.
 LENGTHS = np.array([48, 1, 17, 33])
@@ -157,6 +159,23 @@ def test_bfloat16_weights_stay_bfloat16_and_logits_are_float32(tmp_path):
     assert logits.dtype == jnp.float32
     # Eight bits of mantissa through two layers: a rough agreement, where a mistaken dtype gives none.
     assert np.abs(np.asarray(logits) - expected).mean() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 2)])
+def test_a_product_in_bfloat16_is_rounded_once(shape):
+    """And so are its gradients; of a float32 result nothing is rounded."""
+    rng = np.random.default_rng(0)
+    x, given = (jnp.asarray(rng.normal(size=(*shape, size)), jnp.bfloat16) for size in (24, 40))
+    linear = layers.Linear(24, 40, False, jnp.bfloat16, nnx.Rngs(0))
+    weight = linear.weight[...]
+    found, back = jax.jit(lambda x, weight, given: (lambda y, vjp: (y, vjp(given)))(
+        *jax.vjp(lambda x, w: layers._project(w, None, x), x, weight)))(x, weight, given)  # fmt: skip
+    wide_x, wide_w, wide_given = (np.asarray(part, np.float64) for part in (x, weight, given))
+    for got, exact in ((found, wide_x @ wide_w), (back[0], wide_given @ wide_w.T),
+                       (back[1], np.einsum("bsi,bso->io", wide_x, wide_given))):  # fmt: skip
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2.0**-8, atol=1e-6)
+    np.testing.assert_allclose(layers._project(weight, None, x, jnp.float32), wide_x @ wide_w, rtol=1e-5, atol=1e-6)
 
 
 def test_no_layers_are_no_layers(toy):

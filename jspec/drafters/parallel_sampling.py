@@ -79,8 +79,7 @@ class PassDrafter(InOwnFiles):
     def untrained(cls, target: Any, num_vectors: int = 2, *, rngs: nnx.Rngs) -> "PassDrafter":
         """Vectors that begin as the mean of all embeddings, and a little apart."""
         check_count("num_vectors", num_vectors)
-        embed = target.embed_tokens
-        weight = embed.weight[...].astype(jnp.float32) * (1 if embed.scale is None else embed.scale[...])
+        weight = target.embed_tokens.wide()
         noise = 0.1 * weight.std() * jax.random.normal(rngs.params(), (num_vectors, len(weight)))
         return cls((weight.mean(axis=1) + noise).astype(target.dtype))
 

@@ -105,7 +105,7 @@ def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) 
     """Heads that begin as the target's own (Cai et al. 2024, section 2.2.1)."""
     drafter = MedusaDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
     for head in drafter.heads:
-        head.lm_head.weight.set_value(_wide(target.head))
+        head.lm_head.weight.set_value(target.head.wide())
         linear = head.blocks[0].linear
         linear.weight.set_value(jnp.zeros_like(linear.weight[...]))
     return drafter
@@ -150,12 +150,6 @@ def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -
         if own is not None:
             nnx.update(own, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), nnx.state(source)))
     return ModelDrafter(made)
-
-
-def _wide(embed: Any) -> Array:
-    """``float32[E, V]`` of an embedding or output head, be it int8."""
-    weight = embed.weight[...].astype(jnp.float32)
-    return weight if embed.scale is None else weight * embed.scale[...]
 
 
 # Untrained, for a target: with the tokens it can guess (None for all), as deep as asked for, by a seed.
