@@ -71,7 +71,7 @@ Dtype = Annotated[
         *("float32", "bfloat16", "float16"),
     ),
 ]  # fmt: skip
-Quantize = Annotated[Any, choice("--quantize", "Round the weights of target and draft.", "int8")]
+Quantize = Annotated[Any, choice("--quantize", "Round the weights of target and draft, but for trained heads.", "int8")]
 Temperature = Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)]
 TopK = Annotated[int, option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0)]
 TopP = Annotated[float, option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1)]

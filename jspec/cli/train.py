@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jspec.cli import options as o
 from jspec.cli.shared import UsageError, logged_to, option, prepare_environment, status_line
 from jspec.cli.sources import NONE, sources
 
@@ -52,6 +53,7 @@ def train(
     boost: Annotated[
         int, option("--boost", "K", "Train K draft models, each where those before it are wrong.", min=1)
     ] = 1,
+    dtype: o.Dtype = None,
     seed: Annotated[int, option("--seed", "N", "Of weights, order and what is written.", min=0)] = 0,
     stored: _Stored = True,
     measured: _Measured = True,
@@ -77,7 +79,7 @@ def train(
                   "boost": boost}  # fmt: skip
         Recipe(kind, **recipe).check()
         say("Loading")
-        tokenizer, (model, _) = where.tokenizer(), where.load()
+        tokenizer, (model, _) = where.tokenizer(), where.load(dtype)
     with _bar(steps) as tell:
         drafter = jspec.train_drafter(
             model, tokenizer, kind, data, folder=folder, store_states=stored, say=tell, **recipe
@@ -123,6 +125,7 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
     from rich.console import Console
 
     from jspec import report
+    from jspec.drafters import MultiDrafter
     from jspec.drafters.base import own_tree
     from jspec.training.fit import read_log
     from jspec.training.result import measure
@@ -133,6 +136,8 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
         typer.echo("No held-out prompt leaves half of the target's positions free, so nothing is measured.")
         return
     *_, last = read_log(folder)
+    if isinstance(drafter, MultiDrafter):
+        typer.echo("Of several models, what is foreseen is of the first alone.")
     with status_line() as say:
         say("Measuring")
         tree = own_tree(drafter)
