@@ -7,6 +7,7 @@ import typer
 from bench.options import (
     Batch,
     Draft,
+    Kind,
     Length,
     Lengths,
     NewTokens,
@@ -16,8 +17,10 @@ from bench.options import (
     Repeats,
     Target,
     Temperature,
+    known_kinds,
     measured,
     need_template,
+    without_draft,
 )
 
 app = typer.Typer()
@@ -155,7 +158,7 @@ def regret(
 def losses(
     target: Target = None,
     output: Output = None,
-    kind: Annotated[str, typer.Option("--kind", help="Of drafter, as jspec.train_drafter has them.")] = "eagle",
+    kind: Kind = "eagle",
     texts: Annotated[int, typer.Option("--texts", min=16, help="Of 256 tokens.")] = 4000,
     steps: Annotated[int, typer.Option("--steps", min=1)] = 250,
     depth: Annotated[int, typer.Option("--depth", min=1)] = 3,
@@ -164,8 +167,7 @@ def losses(
     """A drafter trained with every loss, from several seeds: what it would have accepted of held-out modules."""
     from bench import losses
 
-    losses.run(measured(1, "bundled", target, "lookup" if target else None, None, output), kind, texts, steps, depth,
-               seeds)  # fmt: skip
+    losses.run(without_draft(1, target, output), kind, texts, steps, depth, seeds)
 
 
 @app.command()
@@ -173,7 +175,7 @@ def training(
     target: Target = None,
     output: Output = None,
     kinds: Annotated[
-        str, typer.Option("--kinds", help="Of drafters, by commas.")
+        str, typer.Option("--kinds", callback=known_kinds, help="Of drafters, by commas.")
     ] = "eagle,medusa,hydra,blockwise,kangaroo,pass,model",
     step_tokens: Annotated[int, typer.Option("--step-tokens", min=256)] = 2048,
     depth: Annotated[int, typer.Option("--depth", min=1)] = 4,
@@ -183,15 +185,14 @@ def training(
     """A step of training: tokens a second, where the time goes, and memory."""
     from bench import training
 
-    subject = measured(1, "bundled", target, "lookup" if target else None, None, output)
-    training.run(subject, kinds.split(","), step_tokens, depth, draft_vocab, repeats)
+    training.run(without_draft(1, target, output), kinds.split(","), step_tokens, depth, draft_vocab, repeats)
 
 
 @app.command()
 def online(
     target: Target = None,
     output: Output = None,
-    kind: Annotated[str, typer.Option("--kind", help="Of drafter, as jspec.train_drafter has them.")] = "eagle",
+    kind: Kind = "eagle",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Of training before it serves.")] = 200,
     requests: Annotated[int, typer.Option("--requests", min=1)] = 40,
     batch: Annotated[int, typer.Option("--batch", min=1)] = 8,
@@ -201,5 +202,4 @@ def online(
     """Acceptance on a domain that is new to the drafter, request by request, learning and not."""
     from bench import online
 
-    subject = measured(new_tokens, "bundled", target, "lookup" if target else None, None, output)
-    online.run(subject, kind, steps, requests, batch, new_tokens, rate)
+    online.run(without_draft(new_tokens, target, output), kind, steps, requests, batch, new_tokens, rate)

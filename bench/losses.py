@@ -19,13 +19,14 @@ from jspec.training.rows import Row, of_answer, parts
 from jspec.training.sight import StoredStates
 from pair.corpus import load_corpus
 
-_LENGTH, _STEP_TOKENS, _HELD_OUT = 256, 4096, 128
+LENGTH, STEP_TOKENS = 256, 4096
+_HELD_OUT = 128
 
 
 def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: int) -> None:
     """Train on Python source, and publish what of held-out modules the drafter would have accepted."""
     target = subject.target
-    train, held_out = (_windows(subject.tokenizer, side) for side in load_corpus())
+    train, held_out = (windows(subject.tokenizer, side) for side in load_corpus())
     spread = np.random.default_rng(0)
     train = [train[i] for i in spread.permutation(len(train))[:texts]]
     held_out = [held_out[i] for i in spread.permutation(len(held_out))[:_HELD_OUT]]
@@ -40,7 +41,7 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
             rows.append({"loss": loss} | _summary(found))
     publish(
         f"losses-{subject.name}-{kind}",
-        f"{kind} for {subject.name}: {steps} steps of {_STEP_TOKENS} tokens with every loss, {seeds} seeds",
+        f"{kind} for {subject.name}: {steps} steps of {STEP_TOKENS} tokens with every loss, {seeds} seeds",
         rows,
         plots.bars("loss", "accepted"),
         notes=["accepted: sum min(p, q) of the first guess at temperature 1, on held-out modules; greedy: how often"
@@ -51,14 +52,14 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
     )  # fmt: skip
 
 
-def _windows(tokenizer: Any, documents: list[Any]) -> list[Row]:
-    """All documents as texts of `_LENGTH` tokens."""
+def windows(tokenizer: Any, documents: list[Any]) -> list[Row]:
+    """All documents as texts of `LENGTH` tokens."""
     ids = (tokenizer(one.text, verbose=False)["input_ids"] for one in documents)
-    return [part for row in ids for part in parts(of_answer((), row), _LENGTH) if len(part.tokens) == _LENGTH]
+    return [part for row in ids for part in parts(of_answer((), row), LENGTH) if len(part.tokens) == LENGTH]
 
 
 def _source(target: jspec.Llama, rows: list[Row], trainee: Trainee, folder: Path) -> Source:
-    plan = Plan(rows, _STEP_TOKENS, 0)
+    plan = Plan(rows, STEP_TOKENS, 0)
     stored = StoredStates(folder, plan, trainee.features, "bench")
     stored.write(target, lambda done, whole: typer.echo(f"read {done} of {whole} texts", err=True))
     return Source(plan, stored)

@@ -9,23 +9,25 @@ import typer
 
 import jspec
 from bench import plots
+from bench.losses import STEP_TOKENS, windows
 from bench.report import publish
 from bench.subject import Subject, ragged
 from jspec import text
+from jspec.report import training_line
 from jspec.training.batches import Plan
-from jspec.training.fit import Schedule, Source, fit
+from jspec.training.fit import Progress, Schedule, Source, fit
 from jspec.training.kinds import KINDS, trainee_of
-from jspec.training.rows import Row, of_answer
+from jspec.training.rows import Row
 from pair.corpus import Document, load_corpus
 
-_PROMPT, _LENGTH, _STEP_TOKENS = 64, 256, 4096
+_PROMPT = 64
 
 
 def run(subject: Subject, kind: str, steps: int, requests: int, batch: int, new_tokens: int, rate: float) -> None:
     """Train on Python's library without its unit tests, then continue unit tests, learning and not."""
     target, tokenizer = subject.target, subject.tokenizer
     train, held_out = load_corpus()
-    library = [row for one in train if not _is_test(one) for row in _windows(tokenizer, one, _LENGTH)]
+    library = windows(tokenizer, [one for one in train if not _is_test(one)])
     prompts = [ids for one in held_out + train if _is_test(one) for ids in _starts(tokenizer, one)]
     prompts = [prompts[i] for i in np.random.default_rng(0).permutation(len(prompts))[: requests * batch]]
     drafter = _trained(target, kind, library, steps)
@@ -35,7 +37,7 @@ def run(subject: Subject, kind: str, steps: int, requests: int, batch: int, new_
     }
     rows = [
         {"tokens served": (number + 1) * batch * new_tokens} | {name: rates[number] for name, rates in served.items()}
-        for number in range(requests)
+        for number in range(len(prompts) // batch)
     ]
     publish(
         f"online-{subject.name}-{kind}",
@@ -53,11 +55,6 @@ def _is_test(one: Document) -> bool:
     return "test" in Path(one.path).parts
 
 
-def _windows(tokenizer: Any, one: Document, length: int) -> list[Row]:
-    ids = tokenizer(one.text, verbose=False)["input_ids"]
-    return [of_answer((), ids[i : i + length]) for i in range(0, len(ids) - length + 1, length)]
-
-
 def _starts(tokenizer: Any, one: Document) -> list[list[int]]:
     """One prompt out of the middle of every long module."""
     ids = tokenizer(one.text, verbose=False)["input_ids"]
@@ -66,11 +63,15 @@ def _starts(tokenizer: Any, one: Document) -> list[list[int]]:
 
 def _trained(target: jspec.Llama, kind: str, rows: list[Row], steps: int) -> Any:
     trainee = trainee_of(KINDS[kind](target, None, 3, 0))
-    source, held_out = Source(Plan(rows[:-16], _STEP_TOKENS, 0)), Source(Plan(rows[-16:], _STEP_TOKENS, 0))
+    source, held_out = Source(Plan(rows[:-16], STEP_TOKENS, 0)), Source(Plan(rows[-16:], STEP_TOKENS, 0))
     with tempfile.TemporaryDirectory() as folder:
-        weights = fit(trainee, target, source, held_out, Schedule(steps, 3), Path(folder),
-                      lambda news: None if isinstance(news, int) else typer.echo(news, err=True))  # fmt: skip
+        weights = fit(trainee, target, source, held_out, Schedule(steps, 3), Path(folder), _show_looks)
     return trainee.drafter(weights)
+
+
+def _show_looks(news: Progress | int) -> None:
+    if not isinstance(news, int):
+        typer.echo(training_line(news), err=True)
 
 
 def _served(
@@ -78,7 +79,9 @@ def _served(
 ) -> list[float]:
     """Accepted of judged guesses, request by request; with a rate the drafter learns from each."""
     length, accepted = _PROMPT + new_tokens, []
-    learner = rate and jspec.online.Learner(subject.target, drafter, rate=rate, depth=3, batch=batch, length=length)
+    learner = None
+    if rate is not None:
+        learner = jspec.online.Learner(subject.target, drafter, rate=rate, depth=3, batch=batch, length=length)
     for number, start in enumerate(range(0, len(prompts) - batch + 1, batch)):
         asked = prompts[start : start + batch]
         tokens, lengths, _ = ragged(asked)

@@ -48,6 +48,18 @@ Chatty = Annotated[
     str, typer.Option("--target", metavar="SRC", help="A model made for chats: a name of jspec models, or your own.")
 ]
 Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Of each of the four kinds.")]
+
+
+def known_kinds(names: str) -> str:
+    """Refuse kinds of drafters, by commas, that cannot be trained."""
+    from jspec.training.kinds import KINDS
+
+    if wrong := [name for name in names.split(",") if name not in KINDS]:
+        raise typer.BadParameter(f"{wrong[0]!r} cannot be trained; expected one of {', '.join(KINDS)}.")
+    return names
+
+
+Kind = Annotated[str, typer.Option("--kind", callback=known_kinds, help="Of drafter, as jspec.train_drafter has them.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go, instead of bench/results."),
@@ -80,6 +92,11 @@ def measured(
 def answering(new_tokens: int, target: str, output: Path | None) -> "Subject":
     """A target that answers chats, and lookup; a mistake ends the command with one sentence."""
     return need_template(measured(new_tokens, "bundled", target, "lookup", None, output))
+
+
+def without_draft(new_tokens: int, target: str | None, output: Path | None) -> "Subject":
+    """A target of which no draft is wanted, the bundled one unless given; a mistake ends the command."""
+    return measured(new_tokens, "bundled", target, "lookup" if target else None, None, output)
 
 
 def need_template(subject: "Subject") -> "Subject":

@@ -1,5 +1,6 @@
 """Training: how many tokens a second, where the time of a step goes, and what it holds in memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,20 +47,20 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
     training = begin(trainee, Schedule(None, depth))
     sight = jax.block_until_ready(look(target, batch.tokens, trainee.features))
     state = jax.tree.map(jax.numpy.copy, training.state)
+    stored = training.step.lower(state, target, batch.tokens, batch.learned, sight).compile()
 
-    def step(seen: Sight | None) -> Any:
+    def step(made: Callable[..., Any], seen: Sight | None) -> Any:
         nonlocal state
-        state, score = training.step(state, target, batch.tokens, batch.learned, seen)
+        state, score = made(state, target, batch.tokens, batch.learned, seen)
         return score
 
     seconds = in_turns({
         "target": lambda: look(target, batch.tokens, trainee.features),
         "forward": lambda: training.score(training.state, target, batch.tokens, batch.learned, sight),
-        "step": lambda: step(sight),
-        "unstored": lambda: step(None),
+        "step": lambda: step(stored, sight),
+        "unstored": lambda: step(training.step, None),
     }, repeats)  # fmt: skip
     median = {name: float(np.median(values)) for name, values in seconds.items()}
-    compiled = training.step.lower(state, target, batch.tokens, batch.learned, sight).compile()
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves({name: state[name] for name in ("weights", "moments")}))
     return {
         "trained, M": sum(leaf.size for leaf in trainee.weights.values()) / 1e6,
@@ -68,6 +69,6 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
         "target, ms": 1e3 * median["target"],
         "forward, ms": 1e3 * median["forward"],
         "back, ms": 1e3 * max(0.0, median["step"] - median["forward"]),
-        "temporary, MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+        "temporary, MB": stored.memory_analysis().temp_size_in_bytes / 1e6,
         "kept, MB": kept / 1e6,
     }

@@ -108,11 +108,11 @@ def check_acceptance(report, draws):
 
 
 def test_one_round_has_the_target_law(report):
-    check_round_law(report, 100_000)
+    check_round_law(report, 200_000)
 
 
 def test_acceptance_is_the_overlap_of_the_laws(report):
-    check_acceptance(report, 100_000)
+    check_acceptance(report, 200_000)
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def check_joint_law(report, batches, draws, chunk=1024):
 
 
 def test_three_tokens_have_the_target_joint_law(report):
-    check_joint_law(report, FEW_BATCHES, 16_384)
+    check_joint_law(report, FEW_BATCHES, 65_536)
 
 
 @pytest.mark.slow

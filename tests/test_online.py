@@ -16,14 +16,14 @@ TARGET, V = toys.tiny_llama(0, 3), 8
 TARGET.lm_head.weight.set_value(3 * TARGET.lm_head.weight[...])
 
 
-@pytest.mark.parametrize("kind", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
-def test_what_was_served_is_learned_from(prompts, kind, report):
+@pytest.mark.parametrize(("kind", "requests"), [("eagle", 12), pytest.param("medusa", 36, marks=pytest.mark.slow)])
+def test_what_was_served_is_learned_from(prompts, kind, requests, report):
     made = {"eagle": lambda: EagleDrafter(eagle_heads.eagle(TARGET)), "medusa": lambda: heads.medusa(TARGET, 3)}
     began = made[kind]()
     before = jax.tree.map(np.asarray, began)
     learner = jspec.online.Learner(TARGET, began, rate=0.02, depth=3, batch=8, length=32)
     accepted = []
-    for request in range(12):
+    for request in range(requests):
         batch = prompts([1 + i % 4 for i in range(8)], seed=request, vocab_size=V)
         asked = [row[:size].tolist() for row, size in zip(batch[0], batch[1], strict=True)]
         options = {"max_new_tokens": 24, "accept": "coupled"}
@@ -33,8 +33,8 @@ def test_what_was_served_is_learned_from(prompts, kind, report):
         learner.learn(asked, out)
     said = [float(score.acceptance[0]) for score in learner.scores]
     report(accepted=f"{accepted[0]:.2f} to {accepted[-1]:.2f}", said=f"{said[0]:.2f} to {said[-1]:.2f}")
-    assert len(said) == 12 and np.mean(said[-3:]) > np.mean(said[:2]) + 0.05
-    assert np.mean(accepted[-3:]) > np.mean(accepted[:2]) + 0.05
+    assert len(said) == requests and np.mean(said[-3:]) > np.mean(said[:2]) + 0.1
+    assert np.mean(accepted[-3:]) > np.mean(accepted[:2]) + 0.1
     jax.tree.map(np.testing.assert_array_equal, before, began)  # who began with it still has it
 
 
