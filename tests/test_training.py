@@ -263,6 +263,26 @@ def test_each_of_several_models_learns_where_those_before_it_are_wrong(tmp_path,
         boost.left_over(LONG, jspec.ModelDrafter(LONG), asked[0].plan.rows, 512)
 
 
+@pytest.mark.slow
+def test_several_models_go_on_where_they_stopped(tmp_path):
+    seen = []
+
+    def stop(news):
+        seen.append(news)
+        if seen.count(2) == 2:  # the second step of the second model
+            raise KeyboardInterrupt
+
+    data = chats(tmp_path / "chats.jsonl")
+    options = {"steps": 3, "depth": 2, "step_tokens": 512, "boost": 2}
+    with pytest.raises(KeyboardInterrupt):
+        jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "stopped", say=stop, **options)
+    again, more = [], options | {"say": lambda news: again.append(news)}
+    went_on = jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "stopped", **more)
+    assert [one for one in again if isinstance(one, int)] == [2, 3]  # of the second alone, whose first step is kept
+    whole = jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "whole", **options)
+    jax.tree.map(np.testing.assert_array_equal, went_on, whole)
+
+
 def test_a_trained_drafter_guesses_better_and_leaves_the_text_alone(tmp_path, prompts):
     looks, data = [], chats(tmp_path / "chats.jsonl")
     options = {"depth": 3, "step_tokens": 512, "draft_vocab": 200, "rate": 0.02}
