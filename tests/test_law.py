@@ -233,7 +233,7 @@ def check_joint_law(report, batches, draws, chunk=1024):
 
 
 def test_three_tokens_have_the_target_joint_law(report):
-    check_joint_law(report, FEW_BATCHES, 65_536)
+    check_joint_law(report, FEW_BATCHES, 16_384)
 
 
 @pytest.mark.slow
