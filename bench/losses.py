@@ -60,7 +60,7 @@ def windows(tokenizer: Any, documents: list[Any]) -> list[Row]:
 
 def _source(target: jspec.Llama, rows: list[Row], trainee: Trainee, folder: Path) -> Source:
     plan = Plan(rows, STEP_TOKENS, 0)
-    stored = StoredStates(folder, plan, trainee.features, "bench")
+    stored = StoredStates(folder, plan, trainee.features, "bench", trainee.draft_ids is not None)
     stored.write(target, lambda done, whole: typer.echo(f"read {done} of {whole} texts", err=True))
     return Source(plan, stored)
 

@@ -110,14 +110,17 @@ class Eagle(nnx.Module):
         slots, positions = Branches.places(start, embeddings.shape[1], branches)
         layer = self.config.layer
         tables = rope_tables(positions, layer.rope, layer.head_dim)
-        x, read = self._into_layer(embeddings, states)
+        x, read = self.into_layer(embeddings, states)
         mixed, keys, values = self.self_attn(read, cache.keys[0], cache.values[0], slots, tables, None, branches)
+        return self.out_of_layer(x, mixed), KVCache((keys,), (values,))
+
+    def out_of_layer(self, x: Array, mixed: Array) -> Array:
+        """What `forward` returns, of the residual stream and what attention has mixed."""
         x = x + self.self_attn.o_proj(mixed)
         x = x + self.mlp.down_proj(self.mlp(self.post_attention_layernorm(x)))
-        x = self.norm(x) if self.norm is not None and self.config.norm_output else x
-        return x, KVCache((keys,), (values,))
+        return self.norm(x) if self.norm is not None and self.config.norm_output else x
 
-    def _into_layer(self, embeddings: Array, states: Array) -> tuple[Array, Array]:
+    def into_layer(self, embeddings: Array, states: Array) -> tuple[Array, Array]:
         """The residual stream, and what attention reads."""
         if self.input_layernorm is None or self.hidden_norm is None:
             x = self.fc(jnp.concatenate([embeddings, states], axis=-1))

@@ -18,7 +18,7 @@ from jspec.rope import rotate
 from jspec.tree import Branches
 
 
-def _einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
+def einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
     """`jnp.einsum` giving `dtype`; float32 means float32 on every backend, though GPUs and TPUs round by default."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
@@ -47,29 +47,32 @@ def _project(weight: Array, scale: nnx.Param | None, x: Array, dtype: Any = None
 
 def _product(weight: Array, x: Array, dtype: Any) -> Array:
     if weight.dtype == jnp.float32:
-        rows = _einsum("io,ri->or", weight, x.reshape(-1, x.shape[-1]), dtype)
+        rows = einsum("io,ri->or", weight, x.reshape(-1, x.shape[-1]), dtype)
         return rows.T.reshape(*x.shape[:-1], -1)
-    product = functools.partial(_einsum, "bsi,io->bso", dtype=dtype)
-    if dtype is None and weight.dtype == x.dtype == jnp.bfloat16:
-        return lax.platform_dependent(x, weight, cpu=_rounded_product, default=product)
+    product = functools.partial(einsum, "bsi,io->bso", dtype=dtype)
+    if weight.dtype == x.dtype == jnp.bfloat16:
+        return lax.platform_dependent(x, weight, cpu=functools.partial(_product_of_halves, dtype), default=product)
     return product(x, weight)
 
 
-@jax.custom_vjp
-def _rounded_product(x: Array, weight: Array) -> Array:
-    """A product in bfloat16: XLA's CPU kernels know of none but that with a float32 result, up to six times as fast."""
-    return _einsum("bsi,io->bso", x, weight, jnp.float32).astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product_of_halves(dtype: Any, x: Array, weight: Array) -> Array:
+    """A product of bfloat16: XLA's CPU kernels know of none but that with a float32 result, up to six times as fast."""
+    return einsum("bsi,io->bso", x, weight, jnp.float32).astype(dtype or x.dtype)
 
 
-def _rounded_gradient(known: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
-    """Products of bfloat16 too; by itself it would be one of float32."""
+def _gradients_of_halves(dtype: Any, known: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
+    """Products of bfloat16 too; by themselves they would be of float32."""
     x, weight = known
-    of_x, of_weight = (_einsum("bso,io->bsi", given, weight, jnp.float32),
-                       _einsum("bsi,bso->io", x, given, jnp.float32))  # fmt: skip
+    given = given.astype(x.dtype)
+    of_x = einsum("bso,io->bsi", given, weight, jnp.float32)
+    of_weight = einsum("bsi,bso->io", x, given, jnp.float32)
     return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
 
 
-_rounded_product.defvjp(lambda x, weight: (_rounded_product(x, weight), (x, weight)), _rounded_gradient)
+_product_of_halves.defvjp(
+    lambda dtype, x, weight: (_product_of_halves(dtype, x, weight), (x, weight)), _gradients_of_halves
+)
 
 
 def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Array) -> Array:
@@ -120,9 +123,12 @@ class Embed(nnx.Module):
         weight = self.weight[...].astype(jnp.float32)
         return weight if self.scale is None else weight * self.scale[...]
 
-    def logits(self, x: Array) -> Array:
-        """``float32[B, S, V]`` from hidden states ``[B, S, E]``."""
-        return _project(self.weight[...], self.scale, x, jnp.float32)
+    def logits(self, x: Array, tokens: Array | None = None) -> Array:
+        """``float32[B, S, V]`` from hidden states ``[B, S, E]``; or of ``tokens[D]`` alone, ``float32[B, S, D]``."""
+        if tokens is None:
+            return _project(self.weight[...], self.scale, x, jnp.float32)
+        scale = None if self.scale is None else nnx.Param(jnp.take(self.scale[...], tokens))
+        return _project(jnp.take(self.weight[...], tokens, axis=1), scale, x, jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -185,10 +191,12 @@ class Attention(nnx.Module):
         qkv = self.qkv_proj(x)
         if past is None and branches is None and self.q_norm is None:  # the kernel knows none of them
             return choice.attention(_attend_projected, qkv, tables, keys, values, slots, self.sizes)
+        return _write_and_attend(*self.split(qkv), tables, keys, values, slots, past, branches)
+
+    def split(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]``, not rotated yet, of what `qkv_proj` gives."""
         q, k, v = _split(qkv, self.sizes)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return _write_and_attend(q, k, v, tables, keys, values, slots, past, branches)
+        return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
 
 
 def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
@@ -248,15 +256,16 @@ def _attend(q: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     q = q.reshape(batch, groups, heads // groups, steps, size)
 
     def score(keys: Array, mask: Array) -> Array:
-        scores = _einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
+        scores = einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
         return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
     scores = [score(keys, mask) for keys, _, mask in parts]
     ends = np.cumsum([part.shape[-1] for part in scores])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    mixed = [_einsum("bgrst,bgtd->bgrsd", part, values)
+    # Wide until they are added up; and into bfloat16 XLA's CPU kernels cannot multiply, see `_product_of_halves`.
+    mixed = [einsum("bgrst,bgtd->bgrsd", part, values, jnp.float32)
              for part, (_, values, _) in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)]  # fmt: skip
-    return sum(mixed[1:], mixed[0]).reshape(batch, heads, steps, size)
+    return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(batch, heads, steps, size)
 
 
 class MLP(nnx.Module):

@@ -118,16 +118,19 @@ def test_the_output_head_of_few_tokens_is_an_argument():
     np.testing.assert_array_equal(head.lm_head.weight[...], LONG.lm_head.weight[...][:, :100].astype(jnp.bfloat16))
 
 
-def test_only_what_is_learned_is_scored():
+@pytest.mark.parametrize("stored", [False, True])
+def test_only_what_is_learned_is_scored(stored):
     """Against a loop over positions: the law of the token t + 2, where it is learned.
 
     The target's likeliest token may be one that cannot be guessed: then the two do not agree.
     """
     rng, ids = np.random.default_rng(0), np.array([1, 2, 5, 7])
-    logits = rng.normal(size=(2, 6, V))
+    states = jnp.asarray(rng.normal(size=(2, 6, 16)), jnp.float32)
+    logits = np.asarray(TARGET.logits(states))
     said = logits[:, 1:, ids] + 0.5 * rng.normal(size=(2, 2, 5, 4))  # often right, as far as it can be
     learned = rng.random((2, 6)) < 0.6
-    judge = objective.judge(jnp.asarray(logits), jnp.asarray(ids), jnp.asarray(learned))
+    known = sight.Sight(states[:, :, None], states, sight.laws_of(TARGET, states) if stored else None)
+    judge = objective.judge(TARGET, known, jnp.asarray(ids), jnp.asarray(learned))
     found = objective.score(list(map(jnp.asarray, said)), 1, judge, "tvd")
     for depth in range(2):
         kept, same = [], []
@@ -190,26 +193,31 @@ def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_stored_states_are_those_that_are_computed(tmp_path):
+@pytest.mark.parametrize("few", [False, True])
+def test_stored_states_are_those_that_are_computed(tmp_path, few):
     """But for bfloat16; and they are not computed twice."""
     train = batches.Plan(some_rows(10), 64, 0)
-    store = sight.StoredStates(tmp_path, train, (0, 2), "toy")
+    store = sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
     store.write(TARGET, lambda *_: None)
-    again = sight.StoredStates(tmp_path, train, (0, 2), "toy")
+    again = sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
     again.write(None, lambda *_: None)
     for batch in train.in_order():
         found, expected = again.read(batch), sight.look(TARGET, batch.tokens, (0, 2))
+        laws = sight.laws_of(TARGET, found.hidden.astype(jnp.float32))
         for number, row in enumerate(batch.numbers):
             size = len(train.rows[row].tokens) if row >= 0 else 0
-            for ours, theirs in zip(found, expected, strict=True):
+            for ours, theirs in zip(found[:2], expected[:2], strict=True):
                 np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=0.01)
+            for ours, theirs in zip(found.laws or (), laws, strict=False):
+                np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=1e-6)
+    assert (found.laws is not None) == few
     run(tmp_path / "run", 3, stored=True)
     with pytest.raises(ValueError, match="holds states of other texts or of another target; name another folder"):
-        sight.StoredStates(tmp_path, train, (0, 1), "toy")
+        sight.StoredStates(tmp_path, train, (0, 1), "toy", few)
     shard = next(tmp_path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:50])
     with pytest.raises(ValueError, match=r"is damaged .*; delete it, and it is written anew"):
-        sight.StoredStates(tmp_path, train, (0, 2), "toy")
+        sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
 
 
 def test_a_shard_that_was_deleted_is_written_anew(tmp_path, monkeypatch):

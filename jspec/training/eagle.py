@@ -2,16 +2,20 @@
 """EAGLE heads in training: what one says of whole texts, step by step as in a draft."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 
 from jspec.eagle import Eagle, EagleConfig, head_columns
-from jspec.tree import Branches
+from jspec.layers import einsum
+from jspec.rope import rope_tables, rotate
+from jspec.training.heads import later
 
 
 def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
@@ -66,24 +70,46 @@ def unroll(head: Eagle, target: Any, tokens: Array, states: Array, depth: int) -
     Yields:
         ``float32[B, S - 1, D]``: at t of the token t + 2.
     """
-    batch, size = len(tokens), tokens.shape[1] - 1
     embeddings, told = head.embed(tokens[:, 1:], target), head.fuse(states[:, :-1], target)
-    cache, start = head.new_cache(batch, depth * size), jnp.zeros(batch, jnp.int32)
-    for step in range(depth):
-        branches = Branches(np.arange(size), _visible(size, step))
-        told, cache = head.forward(embeddings, told, cache, start, branches=branches)
+    layer, positions = head.config.layer, jnp.arange(tokens.shape[1] - 1)[None]
+    tables = rope_tables(positions, layer.rope, layer.head_dim)
+    seen: list[tuple[Array, Array]] = []
+    for _ in range(depth):
+        x, read = head.into_layer(embeddings, told)
+        q, k, v = head.self_attn.split(head.self_attn.qkv_proj(read))
+        seen.append((rotate(k, tables), v))
+        told = head.out_of_layer(x, _attend(rotate(q, tables), seen))
         yield head.draft_logits(told, target)
-        told = jnp.pad(told, ((0, 0), (1, 0), (0, 0)))[:, :-1]  # the token after reads it
+        told = later(told, 1)  # the token after reads it
 
 
-def _visible(size: int, step: int) -> np.ndarray:
-    """``bool[S, (step + 1) S]``: what each position sees when the last `step` before it, and itself, are drafts.
+def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:
+    """Attention where the last tokens before each position, and itself, are drafts: all but the first of `seen`.
 
-    Of the first pass all up to there; of pass i the one position which comes i later.
+    Of the first pass a position sees all up to there, of each other one the one position that belongs to its draft: so
+    there is one matrix of scores and, for each later pass, a column.
+
+    Args:
+        q: ``[B, H, S, D]``.
+        seen: keys and values ``[B, G, S, D]`` of every pass so far.
+
+    Returns:
+        ``[B, S, H D]``.
     """
-    at = np.arange(size)
-    seen = [at <= at[:, None] - step]
-    seen += [at == at[:, None] - step + i for i in range(1, step + 1)]
-    whole = np.concatenate(seen, axis=1)
-    whole[at, step * size + at] = True  # where a text has just begun, too
-    return whole
+    (batch, heads, size, width), drafts = q.shape, len(seen) - 1
+    keys, values = seen[0]
+    q = q.reshape(batch, keys.shape[1], -1, size, width)
+    # A key of pass i meets the query that comes `drafts - i` later, and stands in a column beside the text's.
+    own = [[later(part.swapaxes(1, 2), drafts - i).swapaxes(1, 2)[:, :, None] for part in pair]
+           for i, pair in enumerate(seen[1:], 1)]  # fmt: skip
+    mask = np.tril(np.ones((size, size), bool), -drafts)
+    begun = np.arange(size)[:, None] >= drafts - np.arange(1, drafts + 1)  # where a text has just begun, fewer drafts
+    parts = [einsum("bgrsd,bgtd->bgrst", q, keys, jnp.float32)]
+    parts += [(q.astype(jnp.float32) * key).sum(-1, keepdims=True) for key, _ in own]
+    scores = jnp.concatenate(parts, axis=-1) / math.sqrt(width)
+    scores = jnp.where(np.hstack([mask, begun]), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    mixed = einsum("bgrst,bgtd->bgrsd", weights[..., :size], values, jnp.float32)
+    for i, (_, value) in enumerate(own):
+        mixed += weights[..., size + i, None].astype(jnp.float32) * value
+    return mixed.astype(q.dtype).reshape(batch, heads, size, width).swapaxes(1, 2).reshape(batch, size, -1)

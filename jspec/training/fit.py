@@ -86,6 +86,12 @@ def fit(
     not.
     """
     training = begin(trainee, schedule)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
+        state, found = training.step(state, *batch)
+        return state, total(found)  # what else is measured of it is not computed
+
     first, state = _restored(folder, training.state)
     state, spread = _placed(state)
     target = _everywhere(target)
@@ -93,20 +99,20 @@ def fit(
     _cut_log(folder / _LOG, first)
     recent: list[Array] = []
     assert schedule.steps is not None, "a training without end has no plan"
-    for step in range(first, schedule.steps):
-        batch = source.plan.batch(step)
+    for number in range(first, schedule.steps):
+        batch = source.plan.batch(number)
         asked = spread((batch.tokens, batch.learned, source.sight(batch)))
-        state, found = training.step(state, target, *asked)
-        recent.append(total(found))
+        state, loss = step(state, target, *asked)
+        recent.append(loss)
         jax.block_until_ready(recent[:-1][-1:])  # the step before: this one runs while the next batch is read
-        say(step + 1)
-        if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
+        say(number + 1)
+        if (number + 1) % schedule.save_every == 0 or number + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
             progress = Progress(
-                step + 1, float(np.mean(jax.device_get(recent))), found.acceptance.tolist(), found.agreement.tolist()
+                number + 1, float(np.mean(jax.device_get(recent))), found.acceptance.tolist(), found.agreement.tolist()
             )
             recent.clear()
-            _save(folder, step + 1, state, progress)
+            _save(folder, number + 1, state, progress)
             say(progress)
     return state["weights"]
 
@@ -174,10 +180,11 @@ def _said(
     known = look(target, tokens, trainee.features) if sight is None else sight
     # Of float16 small gradients would be 0.
     dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype
-    known = Sight(*(jax.lax.stop_gradient(states).astype(target.dtype) for states in known))
+    known = jax.lax.stop_gradient(known)
+    known = known._replace(states=known.states.astype(target.dtype), hidden=known.hidden.astype(target.dtype))
     floating = {name for name, leaf in weights.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     weights = {name: leaf.astype(dtype) if name in floating else leaf for name, leaf in weights.items()}
-    judged = judge(target.logits(known.hidden), trainee.draft_ids, learned)
+    judged = judge(target, known, trainee.draft_ids, learned)
     return score(trainee.unroll(weights, target, tokens, known, schedule.depth), trainee.offset, judged, schedule.loss)
 
 

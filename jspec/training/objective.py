@@ -2,13 +2,14 @@
 """What training makes small, and what is measured of it: a head's laws against the target's, depth by depth."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jspec.training.losses import LOSSES, acceptance, log_probs
+from jspec.training.sight import Laws, Sight, laws_of
 
 _DECAY = 0.8  # of a later depth, which is reached less often (EAGLE-3)
 
@@ -45,15 +46,17 @@ class Score(NamedTuple):
     tokens: Array
 
 
-def judge(logits: Array, draft_ids: Array | None, learned: Array) -> Judge:
-    """Of the target's ``logits[B, S, V]``; `draft_ids`, ``int32[D]``, are the tokens that can be guessed."""
-    likeliest = logits.argmax(-1)
+def judge(target: Any, known: Sight, draft_ids: Array | None, learned: Array) -> Judge:
+    """Of what the target makes of a text; `draft_ids`, ``int32[D]``, are the tokens that can be guessed."""
     if draft_ids is None:
-        return Judge(log_probs(logits), jnp.ones(logits.shape[:2]), likeliest, learned)
-    few = jnp.take(logits, draft_ids, axis=-1)
-    known = jnp.take(draft_ids, few.argmax(-1)) == likeliest
-    covered = jnp.exp(jax.nn.logsumexp(few, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
-    return Judge(log_probs(few), covered, jnp.where(known, few.argmax(-1), draft_ids.size), learned)
+        logits: Array = target.logits(known.hidden)
+        return Judge(log_probs(logits), jnp.ones(learned.shape), logits.argmax(-1), learned)
+    laws: Laws = laws_of(target, known.hidden) if known.laws is None else known.laws
+    few: Array = target.head.logits(target.norm(known.hidden), draft_ids)
+    guess = few.argmax(-1)
+    covered = jnp.minimum(1, jnp.exp(jax.nn.logsumexp(few, axis=-1) - laws.log_mass))
+    same = jnp.take(draft_ids, guess) == laws.likeliest
+    return Judge(log_probs(few), covered, jnp.where(same, guess, draft_ids.size), learned)
 
 
 def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:

@@ -67,7 +67,10 @@ def _timed(
     target: Any, drafter: Any, prompt: Batch, seed: int, num_draft_tokens: int, temperature: float, most: int
 ) -> tuple[float, Output]:
     request = target, prompt.tokens, prompt.lengths, request_keys(seed, 1)
-    options: dict[str, Any] = {"max_new_tokens": most, "sampling": SamplingParams(temperature=temperature)}
+    # To the ends of their texts: of what would come behind them nothing was learned.
+    ends = tuple(i for i in target.config.eos_token_ids if i < target.config.vocab_size)
+    options: dict[str, Any] = {"max_new_tokens": most, "eos_ids": ends,
+                               "sampling": SamplingParams(temperature=temperature)}  # fmt: skip
     start = time.perf_counter()
     if drafter is None:
         out = generate(*request, **options)

@@ -28,10 +28,30 @@ class Sight(NamedTuple):
     Attributes:
         states: ``[B, S, F, E]``, those that the drafter reads.
         hidden: ``[B, S, E]``, what leaves the last layer.
+        laws: what is known of the laws behind `hidden`, if anything is.
     """
 
     states: Array
     hidden: Array
+    laws: "Laws | None" = None
+
+
+class Laws(NamedTuple):
+    """Of the target's laws, over all V tokens, what a drafter that guesses fewer is measured with.
+
+    Attributes:
+        likeliest: ``int32[B, S]``, the likeliest token.
+        log_mass: ``float32[B, S]``, the log of the sum of the exponentials of all logits.
+    """
+
+    likeliest: Array
+    log_mass: Array
+
+
+def laws_of(target: Any, hidden: Array) -> Laws:
+    """Of the target's states ``[B, S, E]`` in its own dtype."""
+    logits = target.logits(hidden)
+    return Laws(logits.argmax(-1), jax.nn.logsumexp(logits, axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames="features")
@@ -64,22 +84,28 @@ class StoredStates:
         folder: made if it is not there; what an earlier run has written is kept.
         plan: whose rows.
         about: what else the states depend on, see `fingerprint`.
+        few: whether the drafter guesses some tokens only, so that it needs `Laws` of all.
 
     Raises:
         ValueError: the folder holds states of something else, or is damaged.
     """
 
-    def __init__(self, folder: Path, plan: Plan, features: tuple[int, ...], about: str):
-        self._folder, self._plan, self._features = folder, plan, features
+    def __init__(self, folder: Path, plan: Plan, features: tuple[int, ...], about: str, few: bool = False):
+        self._folder, self._plan, self._features, self._few = folder, plan, features, few
         folder.mkdir(parents=True, exist_ok=True)
-        wanted = {"about": about, "features": list(features), "rows": digest(plan.rows)}
+        wanted = {"about": about, "features": list(features), "rows": digest(plan.rows), "laws": few}
         file = folder / _DESCRIPTION
         if not file.exists():
             write_text(file, json.dumps(wanted) + "\n")
         elif json.loads(file.read_text(encoding="utf-8")) != wanted:
             raise ValueError(f"{folder} holds states of other texts or of another target; name another folder, or "
                              "delete it.")  # fmt: skip
-        self._places = {int(name): shard for shard in sorted(folder.glob("*.safetensors")) for name in _names(shard)}
+        self._places = {
+            int(name): shard
+            for shard in sorted(folder.glob("*.safetensors"))
+            for name in _names(shard)
+            if name.isdecimal()
+        }
 
     def write(self, target: Any, say: Callable[[int, int], None]) -> None:
         """Compute what is missing; ``say(done, all)`` counts rows.
@@ -91,9 +117,14 @@ class StoredStates:
         for batch in self._plan.in_order(self._places.keys()):
             sight = jax.device_get(look(target, jnp.asarray(batch.tokens), self._features))
             whole = np.concatenate([sight.states, sight.hidden[:, :, None]], axis=2).astype(ml_dtypes.bfloat16)
-            for number, states in zip(batch.numbers, whole, strict=True):
+            kept = {"": whole}
+            if self._few:  # of the states as they will be read
+                laws = jax.jit(laws_of)(target, jnp.asarray(whole[:, :, -1], target.dtype))
+                kept |= {f".{name}": np.asarray(part) for name, part in laws._asdict().items()}
+            for place, number in enumerate(batch.numbers):
                 if number >= 0:
-                    pending[str(number)] = states[: len(self._plan.rows[number].tokens)].copy()
+                    size = len(self._plan.rows[number].tokens)
+                    pending |= {f"{number}{name}": part[place, :size].copy() for name, part in kept.items()}
             if sum(part.nbytes for part in pending.values()) > _SHARD_BYTES:
                 self._flush(pending)
                 say(len(self._places), len(self._plan.rows))
@@ -101,17 +132,17 @@ class StoredStates:
 
     def read(self, batch: Batch) -> Sight:
         """What was written of the rows of a batch."""
-        whole: np.ndarray | None = None
+        whole: dict[str, np.ndarray] = {}
         for place, number in enumerate(batch.numbers):
             if number < 0:
                 continue
             with safe_open(self._places[int(number)], framework="numpy") as handle:
-                states = handle.get_tensor(str(number))
-            if whole is None:
-                whole = np.zeros((*batch.tokens.shape, *states.shape[1:]), states.dtype)
-            whole[place, : len(states)] = states
-        assert whole is not None, "a batch has at least one row"
-        return Sight(jnp.asarray(whole[:, :, :-1]), jnp.asarray(whole[:, :, -1]))
+                for name in ("", ".likeliest", ".log_mass") if self._few else ("",):
+                    part = handle.get_tensor(f"{number}{name}")
+                    whole.setdefault(name, np.zeros((*batch.tokens.shape, *part.shape[1:]), part.dtype))
+                    whole[name][place, : len(part)] = part
+        states, *laws = map(jnp.asarray, whole.values())
+        return Sight(states[:, :, :-1], states[:, :, -1], Laws(*laws) if laws else None)
 
     def _flush(self, pending: dict[str, np.ndarray]) -> None:
         """Write a shard of what is pending."""
@@ -120,7 +151,7 @@ class StoredStates:
         names = (self._folder / f"states-{number:05}.safetensors" for number in itertools.count())
         shard = next(name for name in names if not name.exists())  # one in the middle may have been deleted
         write_arrays(shard, pending)
-        self._places |= dict.fromkeys(map(int, pending), shard)
+        self._places |= {int(name): shard for name in pending if name.isdecimal()}
         pending.clear()
 
 

@@ -195,6 +195,6 @@ def _written(target: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> list[
 
 
 def _stored(target: Any, about: str, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:
-    stored = StoredStates(folder, plan, trainee.features, about)
+    stored = StoredStates(folder, plan, trainee.features, about, trainee.draft_ids is not None)
     stored.write(target, lambda done, all_: _log.info("Reading: %d of %d texts", done, all_))
     return stored
