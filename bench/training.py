@@ -1,5 +1,6 @@
 """Training: how many tokens a second, where the time of a step goes, and what it holds in memory."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,9 @@ from bench.subject import Subject
 from bench.timing import in_turns
 from jspec.training.batches import Batch, side_by_side
 from jspec.training.fit import Schedule, begin
-from jspec.training.kinds import KINDS, trainee_of
+from jspec.training.kinds import KINDS, Trainee, trainee_of
 from jspec.training.rows import of_answer
-from jspec.training.sight import Sight, look
+from jspec.training.sight import Sight, laws_of, look
 
 LENGTH = 256
 
@@ -45,7 +46,8 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
     few = np.arange(min(draft_vocab, target.config.vocab_size)) if kind == "eagle" else None
     trainee = trainee_of(KINDS[kind](target, few, depth, 0))
     training = begin(trainee, Schedule(None, depth))
-    sight = jax.block_until_ready(look(target, batch.tokens, trainee.features))
+    read = jax.jit(functools.partial(_read, trainee))
+    sight = jax.block_until_ready(read(target, batch.tokens))
     state = jax.tree.map(jax.numpy.copy, training.state)
     stored = training.step.lower(state, target, batch.tokens, batch.learned, sight).compile()
 
@@ -55,7 +57,7 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
         return score
 
     seconds = in_turns({
-        "target": lambda: look(target, batch.tokens, trainee.features),
+        "target": lambda: read(target, batch.tokens),
         "forward": lambda: training.score(training.state, target, batch.tokens, batch.learned, sight),
         "step": lambda: step(stored, sight),
         "unstored": lambda: step(training.step, None),
@@ -72,3 +74,9 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
         "temporary, MB": stored.memory_analysis().temp_size_in_bytes / 1e6,
         "kept, MB": kept / 1e6,
     }
+
+
+def _read(trainee: Trainee, target: Any, tokens: Any) -> Sight:
+    """What is stored of a batch."""
+    sight = look(target, tokens, trainee.features)
+    return sight if trainee.draft_ids is None else sight._replace(laws=laws_of(target, sight.hidden))

@@ -85,7 +85,7 @@ class Learner:
 
     def _step(self, rows: list[Row]) -> None:
         batch = side_by_side(rows, self._batch, self._length)  # as wide as texts may be: one program
-        self._state, score = self._training.step(self._state, self._target, batch.tokens, batch.learned, None)
+        self._state, score = self._training.scored_step(self._state, self._target, batch.tokens, batch.learned, None)
         self.scores.append(jax.device_get(score))
         learned = self._trainee.drafter(self._state["weights"])
         self.drafter = jax.tree.map(lambda leaf, dtype: jnp.array(leaf, dtype), learned, self._dtypes)

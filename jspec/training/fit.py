@@ -86,12 +86,6 @@ def fit(
     not.
     """
     training = begin(trainee, schedule)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
-        state, found = training.step(state, *batch)
-        return state, total(found)  # what else is measured of it is not computed
-
     first, state = _restored(folder, training.state)
     state, spread = _placed(state)
     target = _everywhere(target)
@@ -102,7 +96,7 @@ def fit(
     for number in range(first, schedule.steps):
         batch = source.plan.batch(number)
         asked = spread((batch.tokens, batch.learned, source.sight(batch)))
-        state, loss = step(state, target, *asked)
+        state, loss = training.step(state, target, *asked)
         recent.append(loss)
         jax.block_until_ready(recent[:-1][-1:])  # the step before: this one runs while the next batch is read
         say(number + 1)
@@ -122,7 +116,8 @@ class Training(NamedTuple):
 
     Attributes:
         state: weights, those that stay as they are, and the optimiser's moments.
-        step: ``(state, Score)`` of a state, which it takes, and a batch: the score is that of the weights before.
+        step: ``(state, loss)`` of a state, which it takes, and a batch: the loss is that of the weights before.
+        scored_step: the same with the whole `Score` in the place of the loss, which takes longer.
         score: the `Score` of a state and a batch.
 
     Of a batch both are told the target, tokens and what of them is learned, as in `Batch`, and the target's `Sight` of
@@ -130,12 +125,13 @@ class Training(NamedTuple):
     """
 
     state: dict[str, Any]
-    step: Callable[..., tuple[dict[str, Any], Score]]
+    step: Callable[..., tuple[dict[str, Any], Array]]
+    scored_step: Callable[..., tuple[dict[str, Any], Score]]
     score: Callable[..., Score]
 
 
 def begin(trainee: Trainee, schedule: Schedule) -> Training:
-    """Both functions compiled once for every shape of batch."""
+    """Its functions are compiled once for every shape of batch."""
     optimiser = _optimiser(schedule)
 
     def said(weights: Weights, fixed: Weights, *batch: Any) -> Score:
@@ -146,17 +142,23 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
         return total(found), found
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Score]:
+    def scored_step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Score]:
         gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], state["fixed"], *batch)
         updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
         return state | {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, found
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
+        state, found = scored_step(state, *batch)
+        return state, total(found)  # of nothing else is then anything computed
 
     @jax.jit
     def score(state: dict[str, Any], *batch: Any) -> Score:
         return said(state["weights"], state["fixed"], *batch)
 
     weights = trainee.weights
-    return Training({"weights": weights, "fixed": trainee.fixed, "moments": optimiser.init(weights)}, step, score)
+    state = {"weights": weights, "fixed": trainee.fixed, "moments": optimiser.init(weights)}
+    return Training(state, step, scored_step, score)
 
 
 def measure(training: Training, state: dict[str, Any], target: Any, held_out: Source) -> Score:
