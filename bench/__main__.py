@@ -25,6 +25,7 @@ from bench.options import (
     answering,
     measured,
 )
+from jspec.cli.options import Tree
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -201,11 +202,19 @@ def answers(
     k: Length = 4,
     new_tokens: NewTokens = 128,
     repeats: Repeats = 5,
+    temperature: Temperature = 0.0,
+    head: Annotated[
+        Path | None, typer.Option("--head", metavar="DIR", exists=True, help="Trained for the target: also with it.")
+    ] = None,
+    tree: Tree = None,
 ) -> None:
     """Tokens a second of a real model's answers to four kinds of question: jspec, transformers, llama.cpp."""
     from bench import answers
 
-    answers.run(answering(new_tokens, target, output), batch, requests, k, new_tokens, repeats)
+    if tree and head is None:
+        raise typer.BadParameter("A tree is one of a head's guesses; give --head, or leave out --tree.")
+    subject = answering(new_tokens, target, output, head)
+    answers.run(subject, batch, requests, k, new_tokens, repeats, temperature, tree or ())
 
 
 @app.command()

@@ -36,16 +36,28 @@ def here(subject: Subject, new_tokens: int) -> dict[str, Any]:
     return found
 
 
+def drafters(subject: Subject, tree: tuple[int, ...]) -> dict[str, Any]:
+    """Name -> drafter: those that need no weights, and what was trained for the target, if it is there."""
+    found = {"plain": None, "lookup": jspec.NGramDrafter(), "recycling, 8 nodes": jspec.TokenRecyclingDrafter(8)}
+    if isinstance(subject.draft, jspec.NGramDrafter):
+        return found | early_exit(subject.target)
+    branching = {"head, tree": jspec.TreeDrafter(subject.draft, jspec.Tree(tree))} if tree else {}
+    return found | {"head": subject.draft} | branching
+
+
 def programs(
-    subject: Subject, others: dict[str, Any], asked: Sequence[np.ndarray], batch: int, k: int, new_tokens: int
-) -> dict[str, Callable[[], Any]]:
+    subject: Subject, others: dict[str, Any], asked: Sequence[np.ndarray], batch: int, k: int, new_tokens: int,
+    temperature: float, tree: tuple[int, ...],
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
     """Name -> a call that answers all of `asked`, `batch` at a time: outputs of jspec, texts of others."""
     ends = text.eos_ids(subject.target, subject.tokenizer)
-    drafters = {"plain": None, "lookup": subject.draft} | early_exit(subject.target)
     requests = chats.requests(subject.tokenizer, asked, batch)
     calls: dict[str, Callable[[], Any]] = {
-        name: chats.decoder(subject, drafter, k, requests, new_tokens) for name, drafter in drafters.items()
+        name: chats.decoder(subject, drafter, k, requests, new_tokens, temperature)
+        for name, drafter in drafters(subject, tree).items()
     }
+    if temperature:  # others draw with other noise, other texts
+        return calls
     groups = [asked[i : i + batch] for i in range(0, len(asked), batch)]
     if "torch" in others:
         options = {"transformers plain": {}}
@@ -60,30 +72,35 @@ def programs(
     return calls
 
 
-def run(subject: Subject, batches: list[int], count: int, k: int, new_tokens: int, repeats: int) -> None:
+def run(
+    subject: Subject, batches: list[int], count: int, k: int, new_tokens: int, repeats: int, temperature: float,
+    tree: tuple[int, ...],
+) -> None:  # fmt: skip
     """Publish one row a kind of question, batch size and program.
 
     Args:
         count: questions of each kind, but at least one batch of them and none that would not fill it.
     """
-    others, rows = here(subject, new_tokens), []
+    others, rows = {} if temperature else here(subject, new_tokens), []
     for kind in chats.KINDS:
         asked = chats.rows(subject.tokenizer, kind, max(count, *batches))
         for batch in batches:
             size = max(count, batch) // batch * batch
-            calls = programs(subject, others, asked[:size], batch, k, new_tokens)
+            calls = programs(subject, others, asked[:size], batch, k, new_tokens, temperature, tree)
             outs: dict[str, Any] = {}
             times = in_turns(_kept(calls, outs), repeats, warmup=1)
             rows += _rows(kind, batch, outs, times)
-    missing = "".join(f" {module} is not installed." for module in ("torch", "llama_cpp") if module not in others)
+    wanted = () if temperature else ("torch", "llama_cpp")
+    missing = "".join(f" {module} is not installed." for module in wanted if module not in others)
     publish(
-        f"answers-{subject.name}-{jax.default_backend()}",
-        f"{subject.name}, greedy: answers to chats, {new_tokens} new tokens at most, K = {k}, {subject.target.dtype}",
+        f"answers-{subject.name}{f'-t{temperature:g}' if temperature else ''}-{jax.default_backend()}",
+        f"{subject.name}, temperature {temperature:g}: answers to chats, {new_tokens} new tokens at most, K = {k},"
+        f" {subject.target.dtype}",
         rows,
         plots.answers,
         notes=[f"Medians of {repeats} calls in turns, prompts included, answers to their end of text. x: speed over"
                " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
-               " by jspec gives, too.",
+               " by jspec gives, too; drawn texts need not be the same.",
                f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
                f" with one.{missing}"],
         folder=subject.folder,

@@ -13,6 +13,7 @@ import jspec
 from bench.subject import Request, Subject
 from jspec import text
 from jspec.completion import how_far
+from jspec.drafters.base import own_tree
 from jspec.prompts import encode
 
 FOLDER = Path(__file__).parent / "prompts"  # of files as `jspec generate --chat --file` takes them
@@ -51,17 +52,17 @@ def ends(subject: Subject) -> tuple[int, ...]:
 
 
 def decoder(
-    subject: Subject, drafter: Any, k: int, asked: Sequence[Request], new_tokens: int
+    subject: Subject, drafter: Any, k: int, asked: Sequence[Request], new_tokens: int, temperature: float = 0.0
 ) -> Callable[[], list[jspec.Output]]:
-    """A call that answers requests greedily, one after another, to the ends of their texts; plainly without a drafter.
+    """A call that answers requests, one after another, to the ends of their texts; plainly without a drafter.
 
     Of lookup and retrieval `k` is the most that they draft.
     """
-    options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=0),
+    options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=temperature),
                "eos_ids": ends(subject)}  # fmt: skip
     if drafter is None:
         return lambda: [jax.device_get(jspec.generate(subject.target, *one, **options)) for one in asked]
-    options["num_draft_tokens"] = how_far(drafter, k)
+    options["num_draft_tokens"] = how_far(drafter, k if own_tree(drafter) is None else None)
     return lambda: [
         jax.device_get(jspec.speculative_generate(subject.target, drafter, *one, **options)) for one in asked
     ]

@@ -89,9 +89,9 @@ def measured(
         raise typer.Exit(1) from error
 
 
-def answering(new_tokens: int, target: str, output: Path | None) -> "Subject":
-    """A target that answers chats, and lookup; a mistake ends the command with one sentence."""
-    return need_template(measured(new_tokens, "bundled", target, "lookup", None, output))
+def answering(new_tokens: int, target: str, output: Path | None, head: Path | None = None) -> "Subject":
+    """A target that answers chats, and a trained head or lookup; a mistake ends the command with one sentence."""
+    return need_template(measured(new_tokens, "bundled", target, "lookup" if head is None else str(head), None, output))
 
 
 def without_draft(new_tokens: int, target: str | None, output: Path | None) -> "Subject":

@@ -96,6 +96,13 @@ def as_shipped():
     return quick | ({"xla_cpu_use_fusion_emitters": True} if _OLDER_EMITTERS else {})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_programs_of_other_files():
+    """In a process that holds thousands of programs all takes twice as long, and few are of use to the next file."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def freed_programs():
     """Frees compiled programs after the test where they are many: at 65,530 mappings XLA ends the process."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import eagle_heads
 import numpy as np
 import pytest
 import text_pair
@@ -164,13 +165,25 @@ def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
     assert {(kind, batch) for kind, batch, _ in rows} == {(kind, batch) for kind in chats.KINDS for batch in (1, 2)}
     for (_, batch, program), row in rows.items():
         assert row["tokens/s"] > 0 and row["same texts"] == f"{batch} of {batch}"
-        assert (row["tokens a round"] != "") == (program == "lookup")
+        assert (row["tokens a round"] != "") == (program in ("lookup", "recycling, 8 nodes"))
     assert rows["code", 1, "plain"]["x plain"] == 1
     if importlib.util.find_spec("torch"):
         assert rows["chat", 1, "lookup"]["x transformers lookup"] > 0
         assert rows["chat", 2, "lookup"]["x transformers plain"] > 0
         assert rows["chat", 2, "lookup"]["x transformers lookup"] == ""
     assert ("llama_cpp is not installed" in report["notes"][1]) == (importlib.util.find_spec("llama_cpp") is None)
+
+
+def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty, tmp_path):
+    monkeypatch.setattr(chats, "KINDS", ("chat",))
+    head = jspec.EagleDrafter(eagle_heads.eagle(jspec.load(chatty), features=(0, 1))).save(tmp_path / "head")
+    report = bench("answers", "--requests", "1", "--batch", "1", "--num-draft-tokens", "1", "--max-new-tokens", "4",
+                   "--repeats", "1", "--temperature", "1", "--head", str(head), "--tree", "0,0")  # fmt: skip
+    rows = {row["program"]: row for row in report["rows"]}
+    assert {"head", "head, tree", "lookup"} <= set(rows) and "transformers plain" not in rows
+    assert all(row["tokens a round"] >= 1 for name, row in rows.items() if name != "plain")
+    done = CliRunner().invoke(app, ["answers", "--target", str(chatty), "--tree", "0"])
+    assert done.exit_code == 2 and "give --head" in done.output
 
 
 def test_speeds_count_the_tokens_of_each_program():
