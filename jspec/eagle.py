@@ -150,13 +150,6 @@ def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
     return layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.num_key_value_heads * size
 
 
-def head_columns(target: Any, tokens: Any) -> Array:
-    """``float32[E, D]``: of the target's output head the columns of ``tokens[D]``."""
-    head = target.head
-    columns = jnp.take(head.weight[...], tokens, axis=1).astype(jnp.float32)
-    return columns if head.scale is None else columns * head.scale[...][tokens]
-
-
 def check_target_of(config: EagleConfig, target: Any) -> None:
     """Raise ValueError unless a head of `config` was made for a target of these sizes."""
     sizes = target.config

@@ -10,7 +10,7 @@ from flax import nnx
 
 from convert import dtypes, eagle_files
 from convert.errors import CheckpointError
-from jspec.eagle import Eagle, check_target_of, head_columns
+from jspec.eagle import Eagle, check_target_of
 from jspec.weights import as_stored, default_dtype
 
 
@@ -32,8 +32,8 @@ def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
         leaves[name].set_value(jnp.asarray(array).T)
     if found.draft_ids is not None:
         leaves["draft_ids"].set_value(jnp.asarray(found.draft_ids))
-        if lacking:
-            leaves["lm_head.weight"].set_value(head_columns(target, head.target_ids).astype(chosen))
+        if lacking and target is not None:
+            leaves["lm_head.weight"].set_value(target.head.wide(head.target_ids).astype(chosen))
     # What was chosen here is no wish about files.
     head.origin = found.origin if dtype is None else dataclasses.replace(found.origin, dtype=None)
     return head

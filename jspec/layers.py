@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from convert.config import LlamaConfig
 from jspec.cache import visible, visible_branches, write
@@ -24,7 +25,7 @@ def einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
 
 
-def _project(weight: Array, scale: nnx.Param | None, x: Array, dtype: Any = None) -> Array:
+def _project(weight: Array, scale: nnx.Param | Array | None, x: Array, dtype: Any = None) -> Array:
     """``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``, in the dtype of x unless given.
 
     An int8 weight has a ``scale[out]``. It multiplies the product and not the weight, so that XLA may read int8 in the
@@ -57,7 +58,7 @@ def _product(weight: Array, x: Array, dtype: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product_of_halves(dtype: Any, x: Array, weight: Array) -> Array:
-    """A product of bfloat16: XLA's CPU kernels know of none but that with a float32 result, up to six times as fast."""
+    """A product of bfloat16: XLA's CPU kernels know of none but that with a float32 result."""
     return einsum("bsi,io->bso", x, weight, jnp.float32).astype(dtype or x.dtype)
 
 
@@ -79,7 +80,7 @@ def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Arr
     """``product(weight, x)`` of the one row in x, with another of zeros.
 
     Of a product with a single row XLA makes for GPUs a sum over a matrix, which it may write out first: all of a small
-    weight times the row, or all of a head in float32. On CPUs that sum takes twice as long, in bfloat16.
+    weight times the row, or all of a head in float32. On CPUs that sum takes longer, in bfloat16.
     """
     return product(weight, jnp.pad(x, ((0, 0), (0, 1), (0, 0))))[:, :1]
 
@@ -118,17 +119,21 @@ class Embed(nnx.Module):
             return columns
         return columns.astype(jnp.float32) * jnp.take(self.scale[...], tokens, mode="clip")[..., None]
 
-    def wide(self) -> Array:
-        """The weight as ``float32[E, V]``, be it int8."""
-        weight = self.weight[...].astype(jnp.float32)
-        return weight if self.scale is None else weight * self.scale[...]
+    def wide(self, tokens: ArrayLike | None = None) -> Array:
+        """The weight as ``float32[E, V]``, be it int8; or of ``tokens[D]`` alone, ``float32[E, D]``."""
+        weight, scale = self._of(tokens)
+        return weight.astype(jnp.float32) if scale is None else weight.astype(jnp.float32) * scale
 
-    def logits(self, x: Array, tokens: Array | None = None) -> Array:
-        """``float32[B, S, V]`` from hidden states ``[B, S, E]``; or of ``tokens[D]`` alone, ``float32[B, S, D]``."""
+    def _of(self, tokens: ArrayLike | None) -> tuple[Array, Array | None]:
+        """Weight and scale of all tokens, or of those."""
+        parts = self.weight[...], None if self.scale is None else self.scale[...]
         if tokens is None:
-            return _project(self.weight[...], self.scale, x, jnp.float32)
-        scale = None if self.scale is None else nnx.Param(jnp.take(self.scale[...], tokens))
-        return _project(jnp.take(self.weight[...], tokens, axis=1), scale, x, jnp.float32)
+            return parts
+        return jnp.take(parts[0], tokens, axis=1), None if parts[1] is None else jnp.take(parts[1], tokens)
+
+    def logits(self, x: Array, tokens: ArrayLike | None = None) -> Array:
+        """``float32[B, S, V]`` from hidden states ``[B, S, E]``; or of ``tokens[D]`` alone, ``float32[B, S, D]``."""
+        return _project(*self._of(tokens), x, jnp.float32)
 
 
 class RMSNorm(nnx.Module):

@@ -64,7 +64,7 @@ def load(
 
 
 def default_dtype() -> Any:
-    """float32 on CPU, where bfloat16 products are slower; on GPU and TPU bfloat16, or float16 where a GPU has none."""
+    """float32 on CPU; on GPU and TPU bfloat16, or float16 where a GPU has none."""
     if jax.default_backend() == "cpu":
         return jnp.float32
     return jnp.float16 if is_before_ampere() else jnp.bfloat16

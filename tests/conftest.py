@@ -98,7 +98,7 @@ def as_shipped():
 
 @pytest.fixture(scope="module", autouse=True)
 def no_programs_of_other_files():
-    """In a process that holds thousands of programs all takes twice as long, and few are of use to the next file."""
+    """In a process that holds thousands of programs everything takes longer, and few are of use to the next file."""
     yield
     jax.clear_caches()
 

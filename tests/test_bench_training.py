@@ -10,6 +10,19 @@ from bench import losses
 from bench.guesses import app
 
 
+@pytest.fixture
+def rows(tmp_path):
+    """``rows(command, "--steps 2 ...")``: those of the table that a command writes."""
+
+    def run(command, options):
+        done = CliRunner().invoke(app, [command, *options.split(), "--output", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+        (file,) = tmp_path.glob("*.json")
+        return json.loads(file.read_text())["rows"]
+
+    return run
+
+
 def test_means_and_errors_over_seeds():
     found = losses._summary([[0.5, 0.2, 1.5, 1.2], [0.7, 0.4, 1.9, 1.4]])
     np.testing.assert_allclose(found["accepted"], 0.6)
@@ -19,29 +32,24 @@ def test_means_and_errors_over_seeds():
 
 
 @pytest.mark.slow
-def test_every_loss_is_trained_with(tmp_path):
-    few = ["--texts", "32", "--steps", "2", "--depth", "2", "--seeds", "1", "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, ["losses", *few])
-    assert done.exit_code == 0, done.output
-    (file,) = tmp_path.glob("*.json")
-    assert [row["loss"] for row in json.loads(file.read_text())["rows"]] == ["kl", "reverse-kl", "jsd", "tvd", "lk"]
+def test_every_loss_is_trained_with(rows):
+    found = rows("losses", "--texts 32 --steps 2 --depth 2 --seeds 1")
+    assert [row["loss"] for row in found] == ["kl", "reverse-kl", "jsd", "tvd", "lk"]
 
 
-def test_what_a_step_is_made_of(tmp_path):
-    few = ["--kinds", "blockwise", "--step-tokens", "256", "--depth", "2", "--repeats", "1", "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, ["training", *few])
-    assert done.exit_code == 0, done.output
-    (file,) = tmp_path.glob("*.json")
-    (row,) = json.loads(file.read_text())["rows"]
+def test_what_a_step_is_made_of(rows):
+    (row,) = rows("training", "--kinds blockwise --step-tokens 256 --depth 2 --repeats 1")
     assert row["kind"] == "blockwise" and row["tokens/s"] > 0 and row["kept, MB"] > 4 * row["trained, M"]
 
 
 @pytest.mark.slow
-def test_a_domain_that_is_new(tmp_path):
-    few = ["--steps", "2", "--requests", "2", "--batch", "2", "--new-tokens", "8", "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, ["online", *few])
-    assert done.exit_code == 0, done.output
-    (file,) = tmp_path.glob("*.json")
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["tokens served"] for row in rows] == [16, 32]
-    assert rows[0]["learning"] == rows[0]["as it was"]  # the first request is before all learning
+def test_a_domain_that_is_new(rows):
+    found = rows("online", "--steps 2 --requests 2 --batch 2 --new-tokens 8")
+    assert [row["tokens served"] for row in found] == [16, 32]
+    assert found[0]["learning"] == found[0]["as it was"]  # the first request is before all learning
+
+
+@pytest.mark.parametrize("options", ["losses --kind owl", "online --kind owl", "training --kinds eagle,owl"])
+def test_a_kind_that_cannot_be_trained(options):
+    done = CliRunner().invoke(app, options.split())
+    assert done.exit_code == 2 and "'owl' cannot be trained" in done.output

@@ -1,26 +1,14 @@
 """Several devices: any mesh, explicit, automatic or under shard_map, gives the text of one device."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import on_devices
 import pytest
-
-TESTS = Path(__file__).parent
 
 
 def _outcomes(cases):
     """Name -> what came of it, of the quick or the slow cases of devices.py; errors are strings."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, TESTS / "devices.py", cases], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    return dict(map(json.loads, on_devices.output(4, "devices.py", cases)))
 
 
 def _wrong(outcomes):

@@ -115,7 +115,7 @@ def test_the_target_writes_chats(tmp_path):
 
 
 def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("jspec.training.train._WRITERS", (6, 6))
+    monkeypatch.setattr("jspec.training.train._WRITERS", 6)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)
     options = {"folder": tmp_path, "steps": 1, "depth": 1, "step_tokens": 4096, "written_tokens": 40, "length": 128}
     jspec.train_drafter(TARGET, chatty(), **options)

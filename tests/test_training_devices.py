@@ -1,26 +1,15 @@
 """Training on several devices: the same curve and weights as on one, also where a run goes on on fewer."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
+import on_devices
 import pytest
 from test_training import chats
 
-TESTS = Path(__file__).parent
 
-
-def trained(devices, folder, data, *options):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    command = [sys.executable, TESTS / "trained_on_devices.py", folder, data, *map(str, options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+def trained(devices, *options):
+    found = json.loads(on_devices.output(devices, "trained_on_devices.py", *options)[-1])
     assert found["devices"] == devices
     return found
 

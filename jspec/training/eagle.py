@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jspec.eagle import Eagle, EagleConfig, head_columns
+from jspec.eagle import Eagle, EagleConfig
 from jspec.layers import einsum
 from jspec.rope import rope_tables, rotate
 from jspec.training.heads import later
@@ -56,7 +56,7 @@ def share_head(head: Eagle, target: Any, draft_ids: np.ndarray) -> None:
     known = np.full(target.config.vocab_size, len(draft_ids), np.int32)
     known[draft_ids] = np.arange(len(draft_ids))
     head.draft_ids.set_value(jnp.asarray(known))
-    head.lm_head.weight.set_value(head_columns(target, draft_ids))
+    head.lm_head.weight.set_value(target.head.wide(draft_ids))
 
 
 def unroll(head: Eagle, target: Any, tokens: Array, states: Array, depth: int) -> Iterator[Array]:

@@ -54,6 +54,7 @@ def judge(target: Any, known: Sight, draft_ids: Array | None, learned: Array) ->
     laws: Laws = laws_of(target, known.hidden) if known.laws is None else known.laws
     few: Array = target.head.logits(target.norm(known.hidden), draft_ids)
     guess = few.argmax(-1)
+    # Both sums are of the same numbers; rounded otherwise, one of some could be more than that of all.
     covered = jnp.minimum(1, jnp.exp(jax.nn.logsumexp(few, axis=-1) - laws.log_mass))
     same = jnp.take(draft_ids, guess) == laws.likeliest
     return Judge(log_probs(few), covered, jnp.where(same, guess, draft_ids.size), learned)

@@ -137,7 +137,7 @@ class StoredStates:
             if number < 0:
                 continue
             with safe_open(self._places[int(number)], framework="numpy") as handle:
-                for name in ("", ".likeliest", ".log_mass") if self._few else ("",):
+                for name in ("", *(f".{field}" for field in Laws._fields if self._few)):
                     part = handle.get_tensor(f"{number}{name}")
                     whole.setdefault(name, np.zeros((*batch.tokens.shape, *part.shape[1:]), part.dtype))
                     whole[name][place, : len(part)] = part

@@ -24,7 +24,7 @@ from jspec.training.writing import frame_of, write_chats
 from jspec.types import check_count
 
 _log = logging.getLogger("jspec")
-_WRITERS, _ANSWER = (64, 256), 256  # chats at once, where little and much is to be written; an answer's most tokens
+_WRITERS, _ANSWER = 64, 256  # chats at once, and how long an answer may be
 _HEAT = (0.0, 1.0)  # temperatures of the answers, for both have to be guessed
 _HELD_OUT_ROWS = 64
 _ROUNDS = 1_000_000  # of writing, for one seed
@@ -182,11 +182,10 @@ def _written(target: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> list[
         _log.info("Writing: %d of %d tokens", done, recipe.written_tokens)
         file = folder / "texts" / f"{number:05}.safetensors"
         if not file.exists():
-            writers = _WRITERS[recipe.written_tokens - done >= _WRITERS[1] * _ANSWER]
-            chats = write_chats(target, tokenizer, recipe.seed * _ROUNDS + number, batch=writers,
+            chats = write_chats(target, tokenizer, recipe.seed * _ROUNDS + number, batch=_WRITERS,
                                 answer_tokens=_ANSWER, temperatures=_HEAT)  # fmt: skip
             if not chats:
-                raise ValueError(f"None of {writers} questions that the target asked itself came to an end; give "
+                raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give "
                                  "data, texts or chats to train on.")  # fmt: skip
             texts.save([part for chat in chats for part in texts.parts(texts.of_answer(*chat), recipe.length)], file)
         found += texts.load(file)
