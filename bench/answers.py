@@ -42,7 +42,8 @@ def drafters(subject: Subject, tree: tuple[int, ...]) -> dict[str, Any]:
     if isinstance(subject.draft, jspec.NGramDrafter):
         return found | early_exit(subject.target)
     branching = {"head, tree": jspec.TreeDrafter(subject.draft, jspec.Tree(tree))} if tree else {}
-    return found | {"head": subject.draft} | branching
+    both = {"lookup, else head": jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), subject.draft)}
+    return found | {"head": subject.draft} | branching | both
 
 
 def programs(

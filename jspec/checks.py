@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.acceptance import RULES, Rule
-from jspec.drafters.base import embeddings_of, features_of
+from jspec.drafters.asked import embeddings_of, features_of
 from jspec.sampling import SamplingParams
 from jspec.types import same_but_for_padding
 

@@ -12,7 +12,8 @@ from jspec.acceptance import Rule
 from jspec.cache import prefill, prefill_with_features, whole_tiles
 from jspec.checks import check_drafted
 from jspec.draft_length import DraftLength
-from jspec.drafters.base import Drafter, features_of, is_foreign, tree_of
+from jspec.drafters.asked import features_of
+from jspec.drafters.base import Drafter, is_foreign, tree_of
 from jspec.drafters.checked import CheckedDrafter
 from jspec.llama import Llama
 from jspec.output import OutputBuffers, collect, cut_to_size, empty_buffers

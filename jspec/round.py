@@ -13,19 +13,8 @@ from jspec.acceptance.path import Path, along_path, at_path
 from jspec.acceptance.walk import AnyTree
 from jspec.cache import keep
 from jspec.draft_length import DraftLength
-from jspec.drafters.base import (
-    Context,
-    Drafter,
-    TargetView,
-    as_draft,
-    embeddings_of,
-    features_of,
-    is_foreign,
-    num_likeliest_of,
-    only,
-    outside,
-    tree_of,
-)
+from jspec.drafters.asked import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.base import Context, Drafter, TargetView, as_draft, is_foreign, only, outside, tree_of
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.recording import of_round

@@ -55,6 +55,11 @@ _MAKERS = {
     "hydra": lambda target, draft, corpus, v: heads.hydra(target, 5),
     "blockwise": lambda target, draft, corpus, v: heads.blockwise(target, 5),
     "kangaroo": lambda target, draft, corpus, v: heads.kangaroo(target),
+    # Each is told by the one around it what it asks for; one of them is unrolled, and so are both.
+    "combined heads": lambda target, draft, corpus, v: FallbackDrafter(
+        RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1),
+        MixtureDrafter(EagleDrafter(eagle_heads.eagle(target, 3)), heads.hydra(target, 5), 0.5),
+    ),
 }
 NAMES = tuple(_MAKERS)
 HEADS = ("medusa", "hydra", "blockwise", "kangaroo")  # those of trained weights, here random

@@ -1,5 +1,6 @@
 """States of the target that a drafter reads: those of the prompt and of every guess that was accepted."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,8 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.acceptance.path import at_path
 from jspec.draft_length import as_draft_length
-from jspec.drafters import AutoregressiveDrafter, FallbackDrafter, NGramDrafter
-from jspec.drafters.base import tree_of
+from jspec.drafters import AutoregressiveDrafter, FallbackDrafter, HorizontalDrafter, MixtureDrafter, NGramDrafter
+from jspec.drafters.base import certain, tree_of
 from jspec.program import start
 from jspec.round import play_round
 from jspec.rows import write_rows
@@ -56,12 +57,24 @@ class Reader(AutoregressiveDrafter):
         return state[0], write_rows(state[1], at_path(features, verdict), state[2]), state[2]
 
 
+def beside_another(draft):
+    """A reader behind one that reads nothing, and beside one of other states."""
+    return FallbackDrafter(NGramDrafter(1, 1), MixtureDrafter(Reader(draft, (1, 0)), Reader(draft), 0.5))
+
+
+# What drafts, how far, by which rule, and where a reader's state is in its own.
 MADE = {
-    "chain": (Reader, 3, "rejection"),
-    "varying": (Reader, jspec.WhileConfident(3, 0.5), "block"),
-    "tree": (lambda draft: jspec.TreeDrafter(Reader(draft), Tree.branching((2, 1, 2))), 3, "traversal"),
-    "search": (lambda draft: jspec.DynamicTreeDrafter(Reader(draft), 6, 3, 2), 3, "coupled"),
-}
+    "chain": (Reader, 3, "rejection", lambda state: state),
+    "varying": (Reader, jspec.WhileConfident(3, 0.5), "block", lambda state: state),
+    "tree": (lambda draft: jspec.TreeDrafter(Reader(draft), Tree.branching((2, 1, 2))), 3, "traversal",
+             lambda state: state[0]),
+    "search": (lambda draft: jspec.DynamicTreeDrafter(Reader(draft), 6, 3, 2), 3, "coupled", lambda state: state[0]),
+    "beside another": (beside_another, 3, "rejection", lambda state: state[1][1]),
+    "before another": (lambda draft: HorizontalDrafter(Reader(draft), draft, 2), jspec.UpTo(3), "block",
+                       lambda state: state[0]),
+    "in a tree": (lambda draft: jspec.TreeDrafter(MixtureDrafter(draft, Reader(draft), 0.5), Tree.branching((2, 1, 2))),
+                  3, "rejection", lambda state: state[0][1]),
+}  # fmt: skip
 
 
 def states(tokens):
@@ -77,10 +90,10 @@ def test_they_are_what_leaves_the_layers_before(prompts):
     np.testing.assert_array_equal(found[1][:, :, 1], found[0])
 
 
-@pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), "varying", "tree", "search"])
+@pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), *list(MADE)[1:]])
 def test_a_drafter_is_told_those_of_the_text(prompts, name):
     """After every round, of every token but the last; beside refused guesses, ends and limits."""
-    make, length, rule = MADE[name]
+    make, length, rule, place = MADE[name]
     tokens, lengths, keys = prompts([5, 1, 3, 9], vocab_size=8)
     drafter, length = make(jspec.ModelDrafter(DRAFT)), as_draft_length(length)
     transforms = toys.both_transforms(jspec.SamplingParams(), 4)
@@ -93,7 +106,7 @@ def test_a_drafter_is_told_those_of_the_text(prompts, name):
         before, state = state, play(state)
         accepted += int(jnp.maximum(state.lengths - before.lengths - 1, 0).sum())
         whole = states(state.tokens)
-        store = (state.drafter if name in ("chain", "varying") else state.drafter[0])[1]
+        store = place(state.drafter)[1]
         for row in np.flatnonzero(~before.done):
             upto = int(state.lengths[row]) - 1
             np.testing.assert_allclose(store[row, :upto], whole[row, :upto], atol=1e-5)
@@ -103,7 +116,7 @@ def test_a_drafter_is_told_those_of_the_text(prompts, name):
 @pytest.mark.parametrize("name", ["chain", pytest.param("search", marks=pytest.mark.slow)])
 def test_the_text_is_that_without(prompts, name):
     """Through the shipped program, where drafts are also looked at one by one."""
-    make, length, rule = MADE[name]
+    make, length, rule, _ = MADE[name]
     reading, alone = make(jspec.ModelDrafter(DRAFT)), jspec.ModelDrafter(DRAFT)
     if name == "search":
         alone = jspec.DynamicTreeDrafter(alone, 6, 3, 2)
@@ -129,6 +142,41 @@ def test_who_cannot_be_told(prompts):
     reader = Reader(jspec.ModelDrafter(DRAFT))
     with pytest.raises(TypeError, match="MarkovModel has no forward_with_features; use a"):
         jspec.speculative_generate(toys.markov_pair(0)[0], reader, *prompts([3], vocab_size=8), max_new_tokens=8)
-    for part in (reader, jspec.TokenRecyclingDrafter()):
-        with pytest.raises(TypeError, match=r"asks the target for more|which drafts a tree"):
-            FallbackDrafter(NGramDrafter(), part)
+    for error, make in (
+        ("which drafts a tree", lambda: FallbackDrafter(NGramDrafter(), jspec.TokenRecyclingDrafter())),
+        ("asks the target for more", lambda: jspec.MultiDrafter([DRAFT, reader])),
+        ("asks the target for more", lambda: jspec.CascadeDrafter(DRAFT, reader)),
+        ("second is of type Reader, which reads states of the target", lambda: HorizontalDrafter(DRAFT, reader, 1)),
+    ):
+        with pytest.raises(TypeError, match=error):
+            make()
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_likeliest"])
+@dataclasses.dataclass(frozen=True)
+class Curious:
+    """Guesses nothing, and remembers which tokens the target found likeliest."""
+
+    num_likeliest: int
+    vocab_size = max_positions = None
+
+    def init(self, tokens, num_slots):
+        return jnp.zeros((len(tokens), 4, self.num_likeliest), jnp.int32)
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.zeros((len(state), num_draft_tokens), jnp.int32)
+        return certain(tokens, tokens > 0, context), state
+
+    def commit(self, state, draft, verdict, hidden, likeliest):
+        return likeliest
+
+
+def test_each_of_two_is_told_as_many_likeliest_tokens_as_it_wants(prompts):
+    tokens, lengths, keys = prompts([5, 1], vocab_size=8)
+    drafter = FallbackDrafter(Curious(2), FallbackDrafter(Curious(3), Reader(jspec.ModelDrafter(DRAFT))))
+    transforms = toys.both_transforms(jspec.SamplingParams(temperature=0.0), 2)
+    state, new = toys.first_round(TARGET, drafter, jnp.asarray(tokens), jnp.asarray(lengths), keys, transforms, 3)
+    two, (three, _) = state.drafter
+    assert two.shape == (2, 4, 2) and three.shape == (2, 4, 3)
+    np.testing.assert_array_equal(two, three[..., :2])
+    np.testing.assert_array_equal(three[:, 0, 0], new.tokens[:, 0])

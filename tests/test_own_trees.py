@@ -219,7 +219,7 @@ def test_refusals(prompts, error, message, make):
 
 def test_a_part_that_wants_the_likeliest_tokens_is_refused():
     curious = type("Curious", (Starts,), {"num_likeliest": 2})(jnp.zeros(8))
-    for make in (lambda: MultiDrafter([MODEL, curious]), lambda: jspec.drafters.FallbackDrafter(curious, MODEL)):
+    for make in (lambda: MultiDrafter([MODEL, curious]), lambda: jspec.CascadeDrafter(MODEL, curious)):
         with pytest.raises(TypeError, match="is of type Curious, which asks the target for more than"):
             make()
 

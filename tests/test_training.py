@@ -12,7 +12,8 @@ import toys
 
 import jspec
 from jspec.cache import prefill_with_features
-from jspec.drafters.base import Context, TargetView, features_of
+from jspec.drafters.asked import features_of
+from jspec.drafters.base import Context, TargetView
 from jspec.training import batches, boost, fit, kinds, losses, objective, rows, sight, train
 from jspec.tree import Level, Tree
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.draft_length import DraftLength
+from jspec.drafters.asked import embeddings_of
 from jspec.probs import sample_with_noise
 from jspec.rows import slice_rows
 from jspec.sampling import LogitsTransforms, TokenCounts
@@ -199,21 +200,6 @@ def _alike(tree: Tree | DynamicTree, other: Tree | DynamicTree) -> bool:
     return tree == other
 
 
-def features_of(drafter: Any) -> tuple[int, ...]:
-    """Which of the target's states a drafter reads; most none."""
-    return tuple(getattr(drafter, "features", ()))
-
-
-def num_likeliest_of(drafter: Any) -> int:
-    """How many of the target's likeliest tokens a drafter asks for; most none."""
-    return getattr(drafter, "num_likeliest", 0)
-
-
-def embeddings_of(drafter: Any) -> Array | None:
-    """What the target reads in place of ids from V on, ``[M, E]``; None for most drafters."""
-    return getattr(drafter, "embeddings", None)
-
-
 def own_tree(drafter: Any) -> Tree | DynamicTree | None:
     """The tree of a drafter whose drafts branch; None for one of chains."""
     tree = getattr(drafter, "tree", None)
@@ -296,32 +282,6 @@ def is_foreign(drafter: Drafter[Any] | None) -> bool:
         return False
     home = type(drafter).propose.__module__ or ""  # code that was run from a string has none
     return home.split(".")[0] != __name__.split(".")[0]
-
-
-class Around:
-    """A drafter around `draft`: it asks the target for what that asks for, and passes on what it is told."""
-
-    draft: Any
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self.draft.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.draft.max_positions
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        return features_of(self.draft)
-
-    @property
-    def num_likeliest(self) -> int:
-        return num_likeliest_of(self.draft)
-
-    @property
-    def embeddings(self) -> Array | None:
-        return embeddings_of(self.draft)
 
 
 class Stateless:

@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.base import (
-    Context,
-    as_draft,
-    embeddings_of,
-    features_of,
-    num_likeliest_of,
-    outside,
-    own_tree,
-)
+from jspec.drafters.asked import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.base import Context, as_draft, outside, own_tree
 from jspec.probs import at_tokens
 from jspec.tree import DynamicTree, Tree
 from jspec.types import Draft, Verdict, pytree

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import Array
 
+from jspec.drafters.asked import features_of_all, num_likeliest_of, told_to
 from jspec.drafters.base import shared_vocabulary
 from jspec.drafters.model import as_part
 from jspec.types import Draft, Verdict, pytree
@@ -12,14 +13,14 @@ from jspec.types import Draft, Verdict, pytree
 
 @pytree
 class Duo:
-    """Two drafters, or models, for one vocabulary."""
+    """Two drafters, or models, for one vocabulary; what one of them asks the target for it is told."""
 
     first: Any
     second: Any
 
     def __post_init__(self) -> None:
         for name in ("first", "second"):
-            object.__setattr__(self, name, as_part(name, getattr(self, name)))
+            object.__setattr__(self, name, as_part(name, getattr(self, name), told=True))
 
     @property
     def vocab_size(self) -> int | None:
@@ -31,12 +32,25 @@ class Duo:
         limits = (getattr(part, "max_positions", None) for part in (self.first, self.second))
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def init(self, tokens: Array, num_slots: int) -> tuple[Any, Any]:
-        return self.first.init(tokens, num_slots), self.second.init(tokens, num_slots)
+    @property
+    def features(self) -> tuple[int, ...]:
+        return features_of_all(self.first, self.second)
 
-    def commit(self, state: tuple[Any, Any], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[Any, Any]:
+    @property
+    def num_likeliest(self) -> int:
+        return max(num_likeliest_of(self.first), num_likeliest_of(self.second))
+
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Any]:
+        first, second = (part.init(tokens, num_slots, **self._told(part, told)) for part in (self.first, self.second))
+        return first, second
+
+    def commit(
+        self, state: tuple[Any, Any], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+    ) -> tuple[Any, Any]:
         """Both see the draft that was judged, whoever made it."""
-        return (
-            self.first.commit(state[0], draft, verdict, hidden),
-            self.second.commit(state[1], draft, verdict, hidden),
-        )
+        first, second = (part.commit(own, draft, verdict, hidden, **self._told(part, told))
+                         for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
+        return first, second
+
+    def _told(self, part: Any, told: dict[str, Any]) -> dict[str, Any]:
+        return told_to(part, self.features, told)

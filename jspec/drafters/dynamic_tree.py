@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.cache import whole_tiles
-from jspec.drafters.base import Around, Context, fit_vocabulary
+from jspec.drafters.asked import Around
+from jspec.drafters.base import Context, fit_vocabulary
 from jspec.drafters.tree import as_branching
 from jspec.probs import foreseen
 from jspec.sampling import token_probs, without_filters

@@ -45,6 +45,11 @@ class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]
             object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program
 
     @property
+    def unrolled(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one of the two is."""
+        return any(getattr(part, "unrolled", False) for part in (self.first, self.second))
+
+    @property
     def vocab_size(self) -> int | None:
         """As `Duo`; the weight is checked here too, for a pytree may hold anything while it is taken apart."""
         _check_weight(self.weight)

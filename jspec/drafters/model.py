@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.cache import KVCache, keep, prefill
+from jspec.drafters.asked import embeddings_of, features_of, num_likeliest_of
 from jspec.drafters.autoregressive import AutoregressiveDrafter
-from jspec.drafters.base import Context, embeddings_of, features_of, last_tokens, num_likeliest_of, own_tree
+from jspec.drafters.base import Context, last_tokens, own_tree
 from jspec.llama import Llama
 from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, pytree
@@ -87,17 +88,20 @@ def as_drafter(draft: Any) -> Any:
     return ModelDrafter(draft) if isinstance(draft, Llama) else draft
 
 
-def as_part(name: str, draft: Any) -> Any:
+def as_part(name: str, draft: Any, told: bool = False) -> Any:
     """`as_drafter` of what is called `name` in a drafter that combines chains.
 
+    Args:
+        told: whether the whole passes on what it is told of the target.
+
     Raises:
-        TypeError: it drafts a tree, or wants to be told what only the whole draft is told.
+        TypeError: it drafts a tree, or wants of the target what it would not get.
     """
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
                         "combined; pass a drafter of chains, such as that which draws the tree's tokens.")  # fmt: skip
-    if features_of(drafter) or num_likeliest_of(drafter) or embeddings_of(drafter) is not None:
+    if embeddings_of(drafter) is not None or (not told and (features_of(drafter) or num_likeliest_of(drafter))):
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
-                        "and in a combination nobody would tell it; use it by itself, or in a tree.")  # fmt: skip
+                        "and in this place nobody would tell it; use it by itself, or in a tree.")  # fmt: skip
     return drafter

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.drafters.asked import Around
 from jspec.drafters.autoregressive import AutoregressiveDrafter
-from jspec.drafters.base import Around, Context, as_tree, fit_vocabulary
+from jspec.drafters.base import Context, as_tree, fit_vocabulary
 from jspec.drafters.model import as_drafter
 from jspec.probs import sample_with_noise
 from jspec.sampling import token_probs, without_filters

@@ -1,0 +1,68 @@
+# pyright: strict, reportUnknownMemberType=false
+"""What a drafter asks the target for besides its text (`jspec.drafters.base.Drafter`), and who passes it on."""
+
+from typing import Any
+
+from jax import Array
+
+
+def features_of(drafter: Any) -> tuple[int, ...]:
+    """Which of the target's states a drafter reads; most none."""
+    return tuple(getattr(drafter, "features", ()))
+
+
+def num_likeliest_of(drafter: Any) -> int:
+    """How many of the target's likeliest tokens a drafter asks for; most none."""
+    return getattr(drafter, "num_likeliest", 0)
+
+
+def embeddings_of(drafter: Any) -> Array | None:
+    """What the target reads in place of ids from V on, ``[M, E]``; None for most drafters."""
+    return getattr(drafter, "embeddings", None)
+
+
+class Around:
+    """A drafter around `draft`: it asks the target for what that asks for, and passes on what it is told."""
+
+    draft: Any
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.draft.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.draft.max_positions
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return features_of(self.draft)
+
+    @property
+    def num_likeliest(self) -> int:
+        return num_likeliest_of(self.draft)
+
+    @property
+    def embeddings(self) -> Array | None:
+        return embeddings_of(self.draft)
+
+
+def features_of_all(*parts: Any) -> tuple[int, ...]:
+    """The states that any of several drafters reads, each once."""
+    return tuple(dict.fromkeys(i for part in parts for i in features_of(part)))
+
+
+def told_to(part: Any, features: tuple[int, ...], told: dict[str, Any]) -> dict[str, Any]:
+    """Of what a drafter of several was told, what its `part` asks for.
+
+    Args:
+        features: of the whole drafter.
+    """
+    mine: dict[str, Any] = {}
+    if wanted := features_of(part):
+        places = [features.index(i) for i in wanted]
+        mine = {name: each for name, each in told.items() if name != "likeliest"}
+        mine["features"] = told["features"][:, :, places]
+    if (count := num_likeliest_of(part)) and "likeliest" in told:
+        mine["likeliest"] = told["likeliest"][..., :count]
+    return mine
