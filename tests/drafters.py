@@ -68,7 +68,9 @@ _TREES = {
     "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),
     "recycling": lambda target, draft, corpus, v: TokenRecyclingDrafter(6),
     "lookahead": lambda target, draft, corpus, v: LookaheadDrafter(window=3, ngram=3, guesses=2),
-    "several": lambda target, draft, corpus, v: MultiDrafter([NGramDrafter(), draft, EarlyExitDrafter(1)], 2),
+    "several": lambda target, draft, corpus, v: MultiDrafter(
+        [NGramDrafter(), draft, EagleDrafter(eagle_heads.eagle(target, 1)), EarlyExitDrafter(1)], 2
+    ),
     "vectors": lambda target, draft, corpus, v: heads.vectors(target),
 }
 TREE_NAMES = tuple(_TREES)

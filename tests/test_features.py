@@ -72,6 +72,8 @@ MADE = {
     "beside another": (beside_another, 3, "rejection", lambda state: state[1][1]),
     "before another": (lambda draft: HorizontalDrafter(Reader(draft), draft, 2), jspec.UpTo(3), "block",
                        lambda state: state[0]),
+    "of another's path": (lambda draft: jspec.MultiDrafter([NGramDrafter(), Reader(draft), TARGET], 3), 3, "coupled",
+                          lambda state: state[1]),
     "in a tree": (lambda draft: jspec.TreeDrafter(MixtureDrafter(draft, Reader(draft), 0.5), Tree.branching((2, 1, 2))),
                   3, "rejection", lambda state: state[0][1]),
 }  # fmt: skip
@@ -144,7 +146,6 @@ def test_who_cannot_be_told(prompts):
         jspec.speculative_generate(toys.markov_pair(0)[0], reader, *prompts([3], vocab_size=8), max_new_tokens=8)
     for error, make in (
         ("which drafts a tree", lambda: FallbackDrafter(NGramDrafter(), jspec.TokenRecyclingDrafter())),
-        ("asks the target for more", lambda: jspec.MultiDrafter([DRAFT, reader])),
         ("asks the target for more", lambda: jspec.CascadeDrafter(DRAFT, reader)),
         ("second is of type Reader, which reads states of the target", lambda: HorizontalDrafter(DRAFT, reader, 1)),
     ):

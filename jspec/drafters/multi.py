@@ -13,7 +13,9 @@ from jax import Array
 
 from convert import head_files
 from convert.fields import integer
+from jspec.acceptance.path import at_path, tokens_along
 from jspec.acceptance.walk import is_guess, length_of_prefix
+from jspec.drafters.asked import features_of, features_of_all, num_likeliest_of, told_to
 from jspec.drafters.base import Context, as_draft, shared_vocabulary
 from jspec.drafters.model import ModelDrafter, as_part
 from jspec.tree import Tree
@@ -34,7 +36,7 @@ class MultiDrafter:
     wrong. Under "coupled", where all draw with the target's noise, the one that goes on longest is followed.
 
     Attributes:
-        drafts: drafters of chains, or models; any that share the target's vocabulary.
+        drafts: drafters of chains, heads too, or models; any that share the target's vocabulary.
         num_draft_tokens: K, tokens that each of them guesses.
     """
 
@@ -46,7 +48,7 @@ class MultiDrafter:
         if not several or len(self.drafts) < 2:
             got = f"{len(self.drafts)} of them" if several else type(self.drafts).__name__
             raise ValueError(f"drafts must be a sequence of at least two drafters or models, as [a, b]; got {got}.")
-        drafts = tuple(as_part(f"drafts[{i}]", draft) for i, draft in enumerate(self.drafts))
+        drafts = tuple(as_part(f"drafts[{i}]", draft, told=True) for i, draft in enumerate(self.drafts))
         object.__setattr__(self, "drafts", drafts)
         check_count("num_draft_tokens", self.num_draft_tokens)
 
@@ -94,8 +96,16 @@ class MultiDrafter:
         limits = (getattr(part, "max_positions", None) for part in self.drafts)
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def init(self, tokens: Array, num_slots: int) -> tuple[Any, ...]:
-        return tuple(part.init(tokens, num_slots) for part in self.drafts)
+    @property
+    def features(self) -> tuple[int, ...]:
+        return features_of_all(*self.drafts)
+
+    @property
+    def num_likeliest(self) -> int:
+        return max(map(num_likeliest_of, self.drafts))
+
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, ...]:
+        return tuple(part.init(tokens, num_slots, **told_to(part, self.features, told)) for part in self.drafts)
 
     def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
         """One after another, each with noise of its own. What a round commits, all but one may never have read."""
@@ -112,21 +122,28 @@ class MultiDrafter:
         probs = _beside(laws) if len(laws) == len(drafts) else None
         return Draft(tokens, probs, self.tree, valid), tuple(states)
 
-    def commit(self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[Any, ...]:
-        """Each is told of its own chain: accepted are those tokens with which the text begins."""
-        assert verdict.path is not None, "a rule that takes no trees is refused"
-        count, steps = len(self.drafts), jnp.arange(self.num_draft_tokens + 1)
-        text = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
-        text = jnp.where(steps == verdict.num_accepted[:, None], verdict.next_token[:, None],
-                         jnp.pad(text, ((0, 0), (0, 1))))  # fmt: skip
+    def commit(
+        self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+    ) -> tuple[Any, ...]:
+        """Each is told of its own chain: accepted are those tokens with which the text begins.
+
+        Those that read states of the target need them of the whole text, and are told of the path, whosever it is.
+        """
+        text, before = tokens_along(draft, verdict), jnp.arange(self.num_draft_tokens) < verdict.num_accepted[:, None]
+        path = Draft(text[:, :-1], None, valid=before)
         states: list[Any] = []
         for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
-            chain = _chain(draft, i, count)
-            same = is_guess(chain) & (chain.tokens == text[:, :-1]) & (steps[:-1] < verdict.num_accepted[:, None])
-            accepted = length_of_prefix(same)
-            behind = jnp.take_along_axis(text, accepted[:, None], axis=1)[:, 0]
-            judged = jnp.concatenate([hidden[:, :1], hidden[:, 1 + i :: count]], axis=1)
-            states.append(part.commit(own, chain, Verdict(accepted, behind), judged))
+            mine = told_to(part, self.features, told)
+            if features_of(part):
+                chain, accepted, next_token = path, verdict.num_accepted, verdict.next_token
+                judged = functools.partial(at_path, verdict=verdict)
+            else:
+                chain = _chain(draft, i, len(self.drafts))
+                accepted = length_of_prefix(is_guess(chain) & (chain.tokens == path.tokens) & before)
+                next_token = jnp.take_along_axis(text, accepted[:, None], axis=1)[:, 0]
+                judged = functools.partial(_judged, which=i, count=len(self.drafts))
+            mine |= {name: judged(mine[name]) for name in ("features", "likeliest") if name in mine}
+            states.append(part.commit(own, chain, Verdict(accepted, next_token), judged(hidden), **mine))
         return tuple(states)
 
 
@@ -137,6 +154,11 @@ def _chain(draft: Draft, which: int, count: int) -> Draft:
         return leaf[:, which::count]
 
     return jax.tree.map(part, dataclasses.replace(draft, tree=None))
+
+
+def _judged(values: Array, which: int, count: int) -> Array:
+    """Of ``values[B, N + 1, ...]`` behind node 0 and every guess those of chain number `which`."""
+    return jnp.concatenate([values[:, :1], values[:, 1 + which :: count]], axis=1)
 
 
 def _beside(chains: Sequence[Array]) -> Array:
