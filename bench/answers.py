@@ -17,6 +17,7 @@ from bench.report import publish
 from bench.subject import Subject
 from bench.timing import in_turns, ratio, spread
 from jspec import text
+from jspec.drafters.base import own_tree
 
 DRAFTING = ("tokens a round", "accepted")
 WIDEST = 256  # a question, in tokens
@@ -43,7 +44,7 @@ def drafters(subject: Subject, tree: tuple[int, ...]) -> dict[str, Any]:
         return found | early_exit(subject.target)
     branching = {"head, tree": jspec.TreeDrafter(subject.draft, jspec.Tree(tree))} if tree else {}
     both = {"lookup, else head": jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), subject.draft)}
-    return found | {"head": subject.draft} | branching | both
+    return found | {"head": subject.draft} | branching | (both if own_tree(subject.draft) is None else {})
 
 
 def programs(
@@ -103,7 +104,7 @@ def run(
                " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
                " by jspec gives, too; drawn texts need not be the same.",
                f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
-               f" with one.{missing}"],
+               f" with one. Before a head it looks for two tokens or three.{missing}"],
         folder=subject.folder,
     )  # fmt: skip
 

@@ -5,9 +5,11 @@ import functools
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import drafters
+import eagle_heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +140,17 @@ def keys_alone():
     jax.jit(run).trace(keys)
 
 
+def with_rows_of_the_target(kind):
+    """Whether the text is that of one device where a head has rows of the divided target's output head."""
+    head = jspec.EagleDrafter(eagle_heads.eagle(TARGET, 3, draft_vocab_size=4, own_head=True))
+    divided = placed(TARGET, jspec.tensor_parallel(mesh_of((1, 2), kind)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = head.save(Path(folder) / "head", own_head=False)
+        models = [(target, jspec.EagleDrafter.load(path, target)) for target in (TARGET, divided)]
+    one, other = (jax.device_get(decode(pair, request())) for pair in models)
+    return bool(one.stats.accepted.sum()) and np.array_equal(one.tokens, other.tokens)
+
+
 def loaded(kind):
     """How the weights of a quantised draft are divided, and whether they are those of one device."""
     model = jspec.load(PAIR / "draft", quantize="int8", sharding=jspec.tensor_parallel(mesh_of((1, 2), kind)))
@@ -226,6 +239,8 @@ QUICK = {
     "traced: keys alone": keys_alone,
     "loaded: explicit": functools.partial(loaded, EXPLICIT),
     "loaded: automatic": functools.partial(loaded, AUTO),
+    "head: explicit": functools.partial(with_rows_of_the_target, EXPLICIT),
+    "head: automatic": functools.partial(with_rows_of_the_target, AUTO),
     "refused: no such axis": lambda: jspec.tensor_parallel(mesh_of((1, 2), AUTO), "tensor") and None,
     "refused: no sharding": lambda: refused(P()),
     "refused: gives none": lambda: refused(lambda name, shape: P()),

@@ -3,7 +3,9 @@
 import json
 import re
 
+import eagle_heads
 import pytest
+import toys
 
 import jspec
 from jspec.weights import PAIR
@@ -137,6 +139,12 @@ MODELS = {
     "nowhere": (["TARGET", "/no/such/folder"], 1, "/no/such/folder is neither a directory nor"),
     "another vocabulary": (["TARGET", "DRAFT"], 1, "The draft's vocabulary has 99 tokens and the target's"),
 }
+
+
+def test_a_head_cannot_be_planned(run, folders, tmp_path):
+    head = jspec.EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 2))).save(tmp_path / "head")
+    code, _, error = run("plan", folders[0], head)
+    assert code == 2 and "is no model, and only models can be planned" in error
 
 
 @pytest.mark.parametrize("mistake", MODELS)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import drafters
 import eagle_heads
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.draft_length import as_draft_length
 from jspec.drafters import EagleDrafter
+from jspec.drafters.base import Context, TargetView
+from jspec.keys import draft_noise
 from jspec.program import start
 from jspec.round import play_round
 
@@ -121,3 +124,26 @@ def test_a_head_for_another_target(prompts, change, message):
 def test_what_is_no_head(prompts):
     with pytest.raises(TypeError, match=r"head is of type Llama; pass a jspec\.eagle\.Eagle"):
         jspec.speculative_generate(TARGET, EagleDrafter(TARGET), *prompts([3], vocab_size=V), max_new_tokens=8)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle 3", "medusa", "hydra"])
+def test_a_head_says_nothing_behind_a_prompt_of_one_token(name):
+    """In a mixture, where the other has a guess; so that all laws are the other's."""
+    target, draft = toys.tiny_llama(0, 2), toys.tiny_llama(1, 1)
+    mixed = jspec.MixtureDrafter(drafters.make(name, target, draft), draft, 0.5)
+    batch = jnp.array([[5], [6]]), jnp.array([1, 1]), jax.random.split(jax.random.key(0), 2)
+    transforms = toys.both_transforms(jspec.SamplingParams(), 2)
+
+    @jax.jit
+    def program(drafter):
+        asked = toys.request(batch[2], batch[1], 5, *transforms)
+        state, _ = start(target, drafter, asked, batch[0], 5, as_draft_length(3))
+        noise = draft_noise(batch[2], jnp.ones((2, 1), int) + jnp.arange(3), 8, 1)
+        context = Context(
+            state.tokens, state.lengths, noise, transforms[1], None, TargetView(target, state.cache, 1), 8
+        )
+        return drafter.propose(state.drafter, context, 3)[0]
+
+    one, other = program(mixed), program(jspec.ModelDrafter(draft))
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_allclose(one.probs, other.probs, atol=1e-6)

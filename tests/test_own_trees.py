@@ -174,6 +174,34 @@ def test_each_of_several_is_told_what_became_of_its_own_chain():
 
 
 @pytree
+class ToldStates(Told):
+    """Reads states of the target, besides."""
+
+    features = (1,)
+
+    def init(self, tokens, num_slots, features, lengths, target):
+        return ()
+
+    def commit(self, state, draft, verdict, hidden, features, target):
+        return draft, verdict, hidden, features
+
+
+def test_who_reads_states_is_told_of_the_path_whosever_it_is():
+    drafter = MultiDrafter([ToldStates(jnp.int32(1)), Told(jnp.int32(4))], 3)
+    asked = Context(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, int), jnp.zeros((1, 3, 2, 2, 3)), None, None, None, 8)
+    draft, state = drafter.propose(((), ()), asked, 3)
+    verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[2, 4, 0]]))  # the other's first two
+    values = jnp.arange(7)[None, :, None]
+    states = drafter.commit(state, draft, verdict, values, features=values[..., None], target=None)
+    path, told, hidden, features = states[0]
+    np.testing.assert_array_equal(path.tokens[0], [4, 5, 7])
+    np.testing.assert_array_equal(path.probs[0], [*np.eye(8)[[4, 5]], np.zeros(8)])
+    assert (int(told.num_accepted[0]), int(told.next_token[0]), told.path) == (2, 7, None)
+    for seen in (hidden[0, :3, 0], features[0, :3, 0, 0]):
+        np.testing.assert_array_equal(seen, [0, 2, 4])
+
+
+@pytree
 class Starts(jspec.drafters.Stateless):
     """Knows the next token of ``text[L]``, and of those behind it what they are not."""
 

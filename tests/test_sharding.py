@@ -52,6 +52,7 @@ def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
     assert len(groups["traced"]) > 10 and not any(groups["traced"].values()), groups["traced"]
     for kind, parts in groups["loaded"].items():
         assert parts == COLUMNS | ROWS | NORMS, kind
+    assert not _wrong(groups["head"])
     assert groups["refused"].keys() == REFUSED.keys()
     for case, found in groups["refused"].items():
         assert str(found).startswith(REFUSED[case]), found

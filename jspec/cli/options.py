@@ -59,7 +59,7 @@ Draft = Annotated[
         "--draft",
         "SRC",
         "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers, and exit:N-I,"
-        " those without layer I; or none"
+        " those without layer I; a trained head's folder; or none"
         " [default: with --target, lookup].",
     ),
 ]

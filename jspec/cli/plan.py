@@ -8,7 +8,7 @@ import typer
 
 from jspec.cli.options import choice
 from jspec.cli.shared import UsageError, option, prepare_environment, status_line
-from jspec.cli.sources import is_model, sources
+from jspec.cli.sources import head_kind, is_model, sources
 from jspec.devices import DEVICES
 
 
@@ -40,7 +40,7 @@ def plan(
     if target and not draft:
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer.")
     where = sources(target, draft)
-    if not is_model(where.draft):
+    if not is_model(where.draft) or head_kind(where.draft):
         raise UsageError(f"DRAFT {draft} is no model, and only models can be planned; measure it by jspec tune.")
     prepare_environment()
     with status_line() as say:

@@ -27,7 +27,9 @@ def tune(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer; datastore; lookup; exit:N; or exit."),
+        typer.Argument(
+            metavar="DRAFT", help="Smaller model, same tokenizer; head's folder; datastore; lookup; exit:N; or exit."
+        ),
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -60,9 +62,8 @@ def tune(
     The answer holds for this device, batch size and kind of text.
     """
     if (target and not draft) or draft == "none":
-        raise UsageError(
-            "TARGET needs DRAFT: a smaller model with the same tokenizer, a datastore, lookup, exit:N or exit."
-        )
+        raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer, a trained head's folder, a "
+                         "datastore, lookup, exit:N or exit.")  # fmt: skip
     where = sources(target, draft, may_search=True)
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
     prepare_environment()

@@ -60,9 +60,9 @@ def told_to(part: Any, features: tuple[int, ...], told: dict[str, Any]) -> dict[
     """
     mine: dict[str, Any] = {}
     if wanted := features_of(part):
-        places = [features.index(i) for i in wanted]
         mine = {name: each for name, each in told.items() if name != "likeliest"}
-        mine["features"] = told["features"][:, :, places]
+        if wanted != features:
+            mine["features"] = told["features"][:, :, [features.index(i) for i in wanted]]
     if (count := num_likeliest_of(part)) and "likeliest" in told:
         mine["likeliest"] = told["likeliest"][..., :count]
     return mine

@@ -127,6 +127,9 @@ class Drafter(Protocol[State]):
         """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it (of a
         tree behind node 0 and every guess).
 
+        Within a combination the draft may be another's. In a `jspec.MultiDrafter` one that reads `features` is told of
+        the accepted path as of a chain that ends there, whosever it is.
+
         Where drafts vary in length, what comes after a row's last token with a law is arbitrary: do not learn from it.
         """
         ...

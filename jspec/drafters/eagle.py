@@ -131,7 +131,8 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         pairs = head.embed(tokens, target), level.of_parents(carry.states)
         start = level.start(context.lengths - 1)
         states, cache = head.forward(*pairs, carry.cache, start, **Branches.argument(level.branches))
-        return head.logits(states, target), _Read(cache, states, carry.known, carry.lengths)
+        logits = jnp.where(carry.known[:, None, None], head.logits(states, target), -jnp.inf)
+        return logits, _Read(cache, states, carry.known, carry.lengths)
 
     def end(self, carry: _Read) -> _Read:
         return _Read(carry.cache, carry.states[:, :1], carry.known, carry.lengths)

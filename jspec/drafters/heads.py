@@ -90,7 +90,7 @@ class ParallelHeadsDrafter(HeadsDrafter):
     def extend(
         self, carry: tuple[LastState, Array], tokens: Array, level: Level, context: Context
     ) -> tuple[Array, tuple[LastState, Array]]:
-        return at_depth(carry[1], level, tokens), carry
+        return jnp.where(carry[0].known[:, None, None], at_depth(carry[1], level, tokens), -jnp.inf), carry
 
 
 def at_depth(logits: Array, level: Level, tokens: Array) -> Array:

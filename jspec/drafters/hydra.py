@@ -108,7 +108,7 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
         state, read = carry
         assert isinstance(level.depth, int), "every head has a shape of its own"
         logits, read = self._next(level.of_parents(read), tokens, level.depth, context)
-        return logits, (state, read)
+        return jnp.where(state.known[:, None, None], logits, -jnp.inf), (state, read)
 
     def _next(self, read: Array, tokens: Array, head: int, context: Context) -> tuple[Array, Array]:
         """Logits behind ``tokens[B, S]``, and what has been read with them, ``[B, S, (head + 2) E]``."""

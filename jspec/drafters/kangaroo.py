@@ -152,8 +152,8 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     ) -> _Read:
         """The adapter reads what the target had at the accepted tokens; what else is there is overwritten unseen.
 
-        That is what it had there when it drafted, but for rounding, of a chain's last guess, which it has not read, and
-        of guesses that stood elsewhere in a tree.
+        That is what it had there when it drafted, but for rounding, of a chain's last guess, which it has not read, of
+        guesses that stood elsewhere in a tree, and of those that another drafter made.
         """
         _, cache = self.adapter(at_path(features, verdict)[:, :, 0], state.cache, state.start)
         return dataclasses.replace(state, cache=cache)

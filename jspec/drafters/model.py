@@ -103,5 +103,5 @@ def as_part(name: str, draft: Any, told: bool = False) -> Any:
                         "combined; pass a drafter of chains, such as that which draws the tree's tokens.")  # fmt: skip
     if embeddings_of(drafter) is not None or (not told and (features_of(drafter) or num_likeliest_of(drafter))):
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
-                        "and in this place nobody would tell it; use it by itself, or in a tree.")  # fmt: skip
+                        "and here nobody would tell it; use it by itself, or in a FallbackDrafter.")  # fmt: skip
     return drafter

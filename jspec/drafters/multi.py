@@ -16,7 +16,7 @@ from convert.fields import integer
 from jspec.acceptance.path import at_path, tokens_along
 from jspec.acceptance.walk import is_guess, length_of_prefix
 from jspec.drafters.asked import features_of, features_of_all, num_likeliest_of, told_to
-from jspec.drafters.base import Context, as_draft, shared_vocabulary
+from jspec.drafters.base import Context, as_draft, only, shared_vocabulary
 from jspec.drafters.model import ModelDrafter, as_part
 from jspec.tree import Tree
 from jspec.types import Draft, Verdict, check_count
@@ -129,8 +129,11 @@ class MultiDrafter:
 
         Those that read states of the target need them of the whole text, and are told of the path, whosever it is.
         """
+        assert verdict.path is not None, "a rule that takes no trees is refused"
         text, before = tokens_along(draft, verdict), jnp.arange(self.num_draft_tokens) < verdict.num_accepted[:, None]
-        path = Draft(text[:, :-1], None, valid=before)
+        nodes = jnp.maximum(verdict.path - 1, 0)[..., None]
+        laws = None if draft.probs is None else jnp.take_along_axis(draft.probs, nodes, axis=1)
+        path = only(Draft(text[:, :-1], laws, valid=before), before, text[:, :-1])
         states: list[Any] = []
         for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
             mine = told_to(part, self.features, told)
