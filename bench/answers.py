@@ -42,9 +42,12 @@ def drafters(subject: Subject, tree: tuple[int, ...]) -> dict[str, Any]:
     found = {"plain": None, "lookup": jspec.NGramDrafter(), "recycling, 8 nodes": jspec.TokenRecyclingDrafter(8)}
     if isinstance(subject.draft, jspec.NGramDrafter):
         return found | early_exit(subject.target)
-    branching = {"head, tree": jspec.TreeDrafter(subject.draft, jspec.Tree(tree))} if tree else {}
-    both = {"lookup, else head": jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), subject.draft)}
-    return found | {"head": subject.draft} | branching | (both if own_tree(subject.draft) is None else {})
+    found["head"] = subject.draft
+    if tree:
+        found["head, tree"] = jspec.TreeDrafter(subject.draft, jspec.Tree(tree))
+    if own_tree(subject.draft) is None:  # what drafts a tree of its own has no chain to fall back on
+        found["lookup, else head"] = jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), subject.draft)
+    return found
 
 
 def programs(

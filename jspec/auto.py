@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from jspec.acceptance import RULES, Rule
 from jspec.checks import as_arrays, check_arguments, check_measurable, check_rule, check_tuning
 from jspec.draft_length import Fixed
+from jspec.drafters.asked import reach_of
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import AskingDrafter, Drafter
 from jspec.drafters.model import as_drafter
@@ -54,7 +55,7 @@ def tune(
         target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, like what is to be decoded;
             limits in `sampling` are ignored, and no key is used as it is, so that it may be used again.
         max_new_tokens: of the generations to come, for the size of the cache is part of the cost.
-        max_draft_tokens: the largest K to consider, and the deepest tree.
+        max_draft_tokens: the largest K to consider, and the deepest tree; heads guess no further than they reach.
         max_nodes: guesses of the largest tree; 0 for chains alone.
         accept: the rule, as for `speculative_generate`.
 
@@ -70,6 +71,7 @@ def tune(
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
     check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
     rule = check_rule(accept)
+    max_draft_tokens = int(min(max_draft_tokens, reach_of(drafter)))
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     trials = [trial_keys(keys, number) for number in range(TRIALS)]
@@ -106,7 +108,7 @@ def best_number(
     limits = target.config.max_position_embeddings, getattr(drafter, "max_positions", None)
     room = min(limit for limit in limits if limit is not None) - int(np.max(lengths))
     new = min(max(int(max_new_tokens), 64), room)  # a shorter text tells too little
-    most = min(8, new // 4 - 1)
+    most = int(min(8, new // 4 - 1, reach_of(drafter)))
     if most < 1:
         return 0
     found = remembered(

@@ -14,6 +14,7 @@ from jspec.checks import as_array, check_target
 from jspec.decode import generate, speculative_generate
 from jspec.draft_length import DEFAULT, UpTo
 from jspec.drafters import NGramDrafter, RetrievalDrafter
+from jspec.drafters.asked import reach_of
 from jspec.drafters.base import own_tree
 from jspec.drafters.model import as_drafter
 from jspec.prompts import Batch, Prompt, encode, listed, room
@@ -188,7 +189,7 @@ def how_far(draft: Any, num_draft_tokens: Any) -> Any:
     """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match."""
     if num_draft_tokens is None and own_tree(draft) is not None:
         return DEFAULT  # the tree says it
-    wanted = _DRAFTED if num_draft_tokens is None else num_draft_tokens
+    wanted = int(min(_DRAFTED, reach_of(draft))) if num_draft_tokens is None else num_draft_tokens
     if not isinstance(draft, NGramDrafter | RetrievalDrafter) or not isinstance(wanted, numbers.Integral):
         return wanted
     check_count("num_draft_tokens", wanted)

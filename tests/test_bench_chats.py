@@ -10,6 +10,7 @@ import eagle_heads
 import numpy as np
 import pytest
 import text_pair
+from flax import nnx
 from matplotlib.figure import Figure
 from test_prompts import TEMPLATE
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import jspec
 from bench import agreement, answers, chats, first_answer, llamacpp, plots, rivals
 from bench.__main__ import app
+from bench.subject import Subject
 from pair.corpus import Document
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -184,6 +186,15 @@ def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty,
     assert all(row["tokens a round"] >= 1 for name, row in rows.items() if name != "plain")
     done = CliRunner().invoke(app, ["answers", "--target", str(chatty), "--tree", "0"])
     assert done.exit_code == 2 and "give --head" in done.output
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_what_drafts_a_tree_falls_back_on_nothing(branches, chatty):
+    target = jspec.load(chatty)
+    head = (jspec.PassDrafter.untrained(target, 2, rngs=nnx.Rngs(0)) if branches
+            else jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)))  # fmt: skip
+    names = answers.drafters(Subject("x", target, head), ())
+    assert "head" in names and ("lookup, else head" in names) is not branches
 
 
 def test_speeds_count_the_tokens_of_each_program():

@@ -36,6 +36,11 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
     drafted, plain = (json.loads(run(*asked, *more)[1]) for more in (drafting, ["--plain"]))
     assert drafted["text"] == plain["text"]
     assert drafted["stats"]["drafted"] or kind == "pass"  # which has no guess in the first round
+    if kind in ("pass", "several"):
+        code, _, err = run(*asked, "--draft", folder / "drafter", "--tree", "0,0")
+        assert code == 2 and "drafter cannot" in err
+        code, _, err = run("tune", sources[0], folder / "drafter")
+        assert code == 2 and "a tree of its own" in err
     code, out, err = run(*options)
     assert code == 2 and "is there already" in err
 
@@ -43,9 +48,11 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
 def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
     target = jspec.load(sources[0])
     path = jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)).save(tmp_path / "heads")
-    code, out, err = run("generate", "the cat", "--target", sources[0], "--draft", path, "--num-draft-tokens", 2,
-                         "--max-new-tokens", 8, "--json")  # fmt: skip
+    asked = ["generate", "the cat", "--target", sources[0], "--draft", path, "--max-new-tokens", 8]
+    code, out, err = run(*asked, "--json")
     assert code == 0 and json.loads(out)["stats"]["drafted"], err
+    code, _, err = run(*asked, "--num-draft-tokens", 3)
+    assert code and "has 2 heads" in err
 
 
 @pytest.mark.parametrize(

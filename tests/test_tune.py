@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from flax import nnx
 
 import jspec
 from jspec import auto, program, theory, tuning
@@ -270,6 +271,26 @@ def test_too_little_room_to_measure_is_plain_decoding(toy, prompts, answers, onl
     calls, options = answers(1), {"max_new_tokens": 6, "num_draft_tokens": "auto"}
     assert jspec.speculative_generate(toy(0), toy(1), *prompts([250, 9]), **options) == 0 and not calls
     assert jspec.speculative_generate(toy(0), toy(1), *prompts([240]), **options) == 1 and calls == [(16, 3)]
+
+
+@pytest.mark.parametrize(
+    ("around", "most"),
+    [(lambda heads: heads, 3), (lambda heads: jspec.FallbackDrafter(jspec.NGramDrafter(), heads), 3),
+     (lambda heads: jspec.MixtureDrafter(heads, jspec.EarlyExitDrafter(1), 0.5), 3),
+     (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=2), 8),
+     (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=4), 3)],
+)  # fmt: skip
+def test_heads_are_asked_for_no_more_tokens_than_they_guess(toy, prompts, answers, only_lengths, around, most):
+    heads, calls = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0)), answers(1)
+    jspec.speculative_generate(toy(0), around(heads), *prompts([4]), max_new_tokens=64, num_draft_tokens="auto")
+    assert calls == [(64, most)]
+
+
+def test_so_does_tune(toy, prompts, monkeypatch):
+    heads, asked = jspec.MedusaDrafter.untrained(toy(0), 1, rngs=nnx.Rngs(0)), []
+    monkeypatch.setattr(auto, "measure", lambda run, new, most: asked.append(most))
+    jspec.tune(toy(0), heads, *prompts([4]), max_nodes=0)
+    assert asked == [1]
 
 
 def test_nothing_is_measured_inside_a_transformation(toy, prompts, answers):

@@ -33,8 +33,13 @@ class Sources:
 
     @property
     def can_branch(self) -> bool:
-        """Whether the draft may be a tree."""
-        return self.draft not in (NONE, LOOKUP)
+        """Whether the draft may be a tree of any shape."""
+        return self.draft not in (NONE, LOOKUP) and not self.has_tree
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether the draft is trained for one tree: look-ahead vectors, or several models."""
+        return head_kind(self.draft) in ("pass", "several")
 
     def tokenizer(self) -> Any:
         """The tokenizer of the target, which is the draft's, too."""

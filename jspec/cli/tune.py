@@ -65,6 +65,8 @@ def tune(
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer, a trained head's folder, a "
                          "datastore, lookup, exit:N or exit.")  # fmt: skip
     where = sources(target, draft, may_search=True)
+    if where.has_tree:
+        raise UsageError(f"{where.draft} drafts a tree of its own, so there is nothing to tune.")
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
     prepare_environment()
     with status_line() as say:

@@ -1,6 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What a drafter asks the target for besides its text (`jspec.drafters.base.Drafter`), and who passes it on."""
+"""What a drafter asks the target for besides its text, how far it guesses, and who passes that on."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from jax import Array
@@ -21,6 +23,16 @@ def embeddings_of(drafter: Any) -> Array | None:
     return getattr(drafter, "embeddings", None)
 
 
+def reach_of(drafter: Any) -> float:
+    """How many tokens in a row a drafter can guess; for most infinitely many."""
+    return getattr(drafter, "reach", math.inf)
+
+
+def least(limits: Iterable[int | None]) -> int | None:
+    """The smallest of `limits`, None where there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 class Around:
     """A drafter around `draft`: it asks the target for what that asks for, and passes on what it is told."""
 
@@ -32,7 +44,11 @@ class Around:
 
     @property
     def max_positions(self) -> int | None:
-        return self.draft.max_positions
+        return getattr(self.draft, "max_positions", None)
+
+    @property
+    def reach(self) -> float:
+        return reach_of(self.draft)
 
     @property
     def features(self) -> tuple[int, ...]:

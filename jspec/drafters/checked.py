@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.drafters.asked import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.asked import Around
 from jspec.drafters.base import Context, as_draft, outside, own_tree
 from jspec.probs import at_tokens
 from jspec.tree import DynamicTree, Tree
@@ -19,59 +19,39 @@ _TOLERANCE = 1e-3
 
 
 @pytree
-class CheckedDrafter:
-    """`inner`, and an error as soon as a law of its drafts is none, or a token cannot come from its law.
+class CheckedDrafter(Around):
+    """`draft`, and an error as soon as a law of its drafts is none, or a token cannot come from its law.
 
     An all-zero law is "no guess" and passes. `jspec.speculative_generate` wraps its draft in this where
     ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host; the error comes out of JAX
     as a JaxRuntimeError that quotes it, when results are waited for.
     """
 
-    inner: Any
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self.inner.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return getattr(self.inner, "max_positions", None)
+    draft: Any
 
     @property
     def tree(self) -> Tree | DynamicTree | None:
-        return own_tree(self.inner)
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        return features_of(self.inner)
-
-    @property
-    def num_likeliest(self) -> int:
-        return num_likeliest_of(self.inner)
-
-    @property
-    def embeddings(self) -> Array | None:
-        return embeddings_of(self.inner)
+        return own_tree(self.draft)
 
     def init(self, tokens: Array, num_slots: int, **told: Any) -> Any:
-        return self.inner.init(tokens, num_slots, **told)
+        return self.draft.init(tokens, num_slots, **told)
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
-        draft, state = self.inner.propose(state, context, num_draft_tokens)
+        draft, state = self.draft.propose(state, context, num_draft_tokens)
         held = as_draft(self, draft, context, num_draft_tokens)
         if held.probs is None:  # there is no law to look at
             assert held.valid is not None, "as_draft refuses a draft without both"
-            check = functools.partial(_check_ids, type(self.inner).__name__, context.vocab_size)
+            check = functools.partial(_check_ids, type(self.draft).__name__, context.vocab_size)
             jax.debug.callback(check, held.tokens, held.valid)
             return draft, state
         drawn = jnp.where(outside(held.tokens, context.vocab_size), 0, at_tokens(held.probs, held.tokens))
         sums, least = held.probs.sum(-1), held.probs.min(-1)
-        check = functools.partial(_check, type(self.inner).__name__, context.vocab_size)
+        check = functools.partial(_check, type(self.draft).__name__, context.vocab_size)
         jax.debug.callback(check, held.tokens, sums, least, drawn)
         return draft, state
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **told: Any) -> Any:
-        return self.inner.commit(state, draft, verdict, hidden, **told)
+        return self.draft.commit(state, draft, verdict, hidden, **told)
 
 
 def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import Array
 
-from jspec.drafters.asked import features_of_all, num_likeliest_of, told_to
+from jspec.drafters.asked import features_of_all, least, num_likeliest_of, reach_of, told_to
 from jspec.drafters.base import shared_vocabulary
 from jspec.drafters.model import as_part
 from jspec.types import Draft, Verdict, pytree
@@ -29,8 +29,12 @@ class Duo:
     @property
     def max_positions(self) -> int | None:
         """The smaller of the two."""
-        limits = (getattr(part, "max_positions", None) for part in (self.first, self.second))
-        return min((limit for limit in limits if limit is not None), default=None)
+        return least(getattr(part, "max_positions", None) for part in (self.first, self.second))
+
+    @property
+    def reach(self) -> float:
+        """How many tokens in a row both can guess."""
+        return min(reach_of(self.first), reach_of(self.second))
 
     @property
     def features(self) -> tuple[int, ...]:

@@ -42,6 +42,10 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
         raise NotImplementedError
 
     @property
+    def reach(self) -> int:
+        return self.num_heads
+
+    @property
     def hidden_size(self) -> int:
         """E of the target that they were made for."""
         raise NotImplementedError

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.acceptance.path import num_guessed
-from jspec.drafters.asked import features_of
+from jspec.drafters.asked import features_of, reach_of
 from jspec.drafters.base import Context, TargetView, as_draft
 from jspec.drafters.duo import Duo
 from jspec.rows import write_rows
@@ -37,6 +37,12 @@ class HorizontalDrafter(Duo):
         if features_of(self.second):
             raise TypeError(f"second is of type {type(self.second).__name__}, which reads states of the target, and of "
                             "what first drafts it has none; use it as first.")  # fmt: skip
+
+    @property
+    def reach(self) -> float:
+        """What `first` is not asked for `second` guesses."""
+        first = reach_of(self.first)
+        return first if first < self.at else self.at + reach_of(self.second)
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
         """One draft behind the other. What `second` drafts `first` has never read, and the other way round."""

@@ -15,7 +15,7 @@ from convert import head_files
 from convert.fields import integer
 from jspec.acceptance.path import at_path, tokens_along
 from jspec.acceptance.walk import is_guess, length_of_prefix
-from jspec.drafters.asked import features_of, features_of_all, num_likeliest_of, told_to
+from jspec.drafters.asked import features_of, features_of_all, least, num_likeliest_of, told_to
 from jspec.drafters.base import Context, as_draft, only, shared_vocabulary
 from jspec.drafters.model import ModelDrafter, as_part
 from jspec.tree import Tree
@@ -73,7 +73,7 @@ class MultiDrafter:
         fields = {"num_drafts": len(self.drafts), "num_draft_tokens": self.num_draft_tokens}
         for draft in self.drafts:
             if not isinstance(draft, ModelDrafter):
-                raise TypeError(f"Of several drafters only models are saved together, and one is a "
+                raise TypeError(f"Of several drafters only models are saved together, and one is of type "
                                 f"{type(draft).__name__}; save it by itself.")  # fmt: skip
         with head_files.new_own(Path(path), _KIND, fields) as directory:
             for i, draft in enumerate(self.drafts):
@@ -93,8 +93,7 @@ class MultiDrafter:
     @property
     def max_positions(self) -> int | None:
         """The smallest of all."""
-        limits = (getattr(part, "max_positions", None) for part in self.drafts)
-        return min((limit for limit in limits if limit is not None), default=None)
+        return least(getattr(part, "max_positions", None) for part in self.drafts)
 
     @property
     def features(self) -> tuple[int, ...]:
