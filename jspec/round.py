@@ -2,12 +2,14 @@
 """One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jspec.acceptance import RULES
 from jspec.acceptance.base import Rule
 from jspec.acceptance.path import Path, along_path, at_path
 from jspec.acceptance.walk import AnyTree
@@ -15,6 +17,7 @@ from jspec.cache import keep
 from jspec.draft_length import DraftLength
 from jspec.drafters.asked import embeddings_of, features_of, num_likeliest_of
 from jspec.drafters.base import Context, Drafter, TargetView, as_draft, is_foreign, only, outside, tree_of
+from jspec.drafters.reading import read_on
 from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.recording import of_round
@@ -22,7 +25,7 @@ from jspec.rows import write_rows
 from jspec.sampling import add_tokens, raw_logprobs
 from jspec.state import DecodeState, RequestParams, RoundOutput
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
-from jspec.verify import Reading, verify
+from jspec.verify import Reading, last_token, verify
 
 
 def play_round(
@@ -33,7 +36,10 @@ def play_round(
     params: RequestParams,
     state: DecodeState,
 ) -> tuple[DecodeState, RoundOutput]:
-    """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens."""
+    """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens.
+
+    Where K is 0 a drafter only reads, for it to go on in a later round; one that has nothing to read may be left out.
+    """
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
         embeddings = embeddings_of(drafter)
@@ -41,15 +47,19 @@ def play_round(
         if embeddings is not None:  # those are read; what follows knows tokens only
             draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
     with jax.named_scope("accept"):
-        verdict = rule.accept(params.keys, state.lengths, draft, read.probs)
+        verdict = _by_row(rule, params, state.lengths, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
             raise TypeError(f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
                             "accepted nodes, or set branches to False.")  # fmt: skip
         if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
-        if drafter is not None:
+        if drafter is not None and draft_length.max_draft_tokens:
             drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(target, drafter, read))
+        elif drafter is not None:  # it does not draft, and goes on reading
+            block = jnp.stack([last_token(state), verdict.next_token], axis=1)
+            drafter_state = read_on(drafter, drafter_state, block, state.lengths - 1, (~state.done).astype(jnp.int32),
+                                    **_told_of_text(target, drafter, read))  # fmt: skip
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
         path = along_path(draft, verdict, read.probs)
@@ -70,12 +80,12 @@ def _propose(
 ) -> tuple[Draft, Array, Any]:
     """The draft of this round, without a drafter one of no tokens; `RoundOutput.strange` of it; the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
-    if drafter is None:
+    if drafter is None or not draft_length.max_draft_tokens:
         empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), jnp.zeros(batch, bool), state.drafter
     k = draft_length.max_draft_tokens
     with jax.named_scope("draft"):
-        noise = _noise(rule, params.keys, state.lengths[:, None] + jnp.arange(k), vocab_size, tree_of(drafter, k))
+        noise = _noise(rule, params, state.lengths[:, None] + jnp.arange(k), vocab_size, tree_of(drafter, k))
         context = Context(state.tokens, state.lengths, noise, params.draft_transforms, state.token_counts,
                           TargetView(target, state.cache, unread=1), vocab_size)  # fmt: skip
         budget = draft_length.budget(state.draft_length, batch)
@@ -91,23 +101,48 @@ def _propose(
         if is_foreign(drafter):  # it costs a look at all laws
             guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid
             strange = (outside(draft.tokens, vocab_size) & guessed).any(1) & ~state.done
+        if state.drafts is not None:
+            mended = only(mended, state.drafts[:, None], mended.tokens)
         return mended, strange, drafter_state
 
 
 def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
     """What `commit` is told of a drafter that asks for more than `hidden`."""
-    told: dict[str, Any] = {"features": read.features, "target": target} if features_of(drafter) else {}
+    told = _told_of_text(target, drafter, read)
     if count := num_likeliest_of(drafter):
         told["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
     return told
 
 
-def _noise(rule: Rule, keys: Array, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
+def _told_of_text(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
+    """What one that reads the target's states is told of them."""
+    return {"features": read.features, "target": target} if features_of(drafter) else {}
+
+
+def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
     """What drafts are drawn with, ``float32[B, K, C, 2, W]``: every node with its own, or all with the target's."""
-    if not rule.shares_noise:
-        return draft_noise(keys, positions, vocab_size, tree.max_width)
-    noise = target_noise(keys, positions, vocab_size)[:, :, None]
-    return jnp.broadcast_to(noise, (*noise.shape[:2], tree.max_width, *noise.shape[3:]))
+    own = None if rule.shares_noise else draft_noise(params.keys, positions, vocab_size, tree.max_width)
+    if own is not None and params.coupled is None:
+        return own
+    noise = target_noise(params.keys, positions, vocab_size)[:, :, None]
+    noise = jnp.broadcast_to(noise, (*noise.shape[:2], tree.max_width, *noise.shape[3:]))
+    return noise if own is None else _where_rows(params.coupled, noise, own)
+
+
+def _by_row(rule: Rule, params: RequestParams, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+    """The verdict of `rule`, and in the rows that are `coupled` that of "coupled"."""
+    verdict = rule.accept(params.keys, start, draft, target_probs)
+    if params.coupled is None:
+        return verdict
+    other = RULES["coupled"].accept(params.keys, start, draft, target_probs)
+    if verdict.distortion is not None:
+        other = dataclasses.replace(other, distortion=jnp.zeros_like(verdict.distortion))
+    return jax.tree.map(functools.partial(_where_rows, params.coupled), other, verdict)
+
+
+def _where_rows(chosen: Array, one: Array, other: Array) -> Array:
+    """``one[b]`` where ``chosen[b]``, else ``other[b]``."""
+    return jnp.where(chosen.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
 
 
 class _Stop(NamedTuple):

@@ -20,6 +20,7 @@ class RequestParams:
         limits: ``int32[B]``, most new tokens.
         eos_ids: ``int32[B, n]``, tokens that end a row; -1 matches none.
         transforms, draft_transforms: the transforms of target and draft.
+        coupled: ``bool[B]``, rows that the rule "coupled" judges in place of the program's own; None for none.
     """
 
     keys: Array
@@ -28,6 +29,7 @@ class RequestParams:
     eos_ids: Array
     transforms: LogitsTransforms
     draft_transforms: LogitsTransforms
+    coupled: Any = None
 
 
 @pytree
@@ -42,6 +44,7 @@ class DecodeState:
         drafter: the drafter's own state.
         token_counts: what penalties look at, or None.
         draft_length: what a `jspec.draft_length.DraftLength` remembers.
+        drafts: ``bool[B]``, rows whose drafter has read the text, so that its guesses count; None for all.
     """
 
     tokens: Array
@@ -51,6 +54,7 @@ class DecodeState:
     drafter: Any
     token_counts: TokenCounts | None
     draft_length: Any
+    drafts: Any = None
 
 
 @pytree

@@ -34,6 +34,11 @@ class Reading(NamedTuple):
     probs: Array
 
 
+def last_token(state: DecodeState) -> Array:
+    """``int32[B]``, the newest token of each row, which the target has not read yet."""
+    return jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+
+
 def verify(
     target: Any,
     draft_length: DraftLength,
@@ -50,7 +55,7 @@ def verify(
         embeddings: as for `jspec.Llama.forward`; of a model whose method has no such argument None.
     """
     start = state.lengths - 1
-    block = jnp.concatenate([jnp.take_along_axis(state.tokens, start[:, None], axis=1), draft.tokens], axis=1)
+    block = jnp.concatenate([last_token(state)[:, None], draft.tokens], axis=1)
     lengths, branches = compiled_lengths(draft_length), draft.topology.branches
     given = {} if embeddings is None else {"embeddings": embeddings}
 

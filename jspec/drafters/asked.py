@@ -39,6 +39,10 @@ class Around:
     draft: Any
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.draft,)
+
+    @property
     def vocab_size(self) -> int | None:
         return self.draft.vocab_size
 

@@ -12,7 +12,8 @@ from jax import Array, lax
 from jspec.acceptance.coupled import accept_coupled
 from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
-from jspec.drafters.model import as_part
+from jspec.drafters.model import ModelDrafter, as_part
+from jspec.drafters.reading import read_on
 from jspec.rows import slice_rows, write_rows
 from jspec.sampling import TokenCounts, add_tokens, token_probs
 from jspec.sharding import vary_like
@@ -72,6 +73,15 @@ class CascadeDrafter:
         """Both, with room for the tokens by which the last pass of `middle` may overshoot the draft."""
         num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
         return prefill(self.middle, tokens, num_slots), self.small.init(tokens, num_slots)
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        return ModelDrafter(self.middle), self.small
+
+    def read(self, state: tuple[KVCache, Any], tokens: Array, start: Array, count: Array) -> tuple[KVCache, Any]:
+        """Both read, see `jspec.drafters.reading.read_on`."""
+        middle, small = (read_on(part, own, tokens, start, count) for part, own in zip(self.parts, state, strict=True))
+        return middle, small
 
     def propose(
         self, state: tuple[KVCache, Any], context: Context, num_draft_tokens: int

@@ -11,6 +11,7 @@ from jax import Array
 
 from jspec.drafters.asked import Around
 from jspec.drafters.base import Context, as_draft, outside, own_tree
+from jspec.drafters.reading import read_on
 from jspec.probs import at_tokens
 from jspec.tree import DynamicTree, Tree
 from jspec.types import Draft, Verdict, pytree
@@ -35,6 +36,9 @@ class CheckedDrafter(Around):
 
     def init(self, tokens: Array, num_slots: int, **told: Any) -> Any:
         return self.draft.init(tokens, num_slots, **told)
+
+    def read(self, state: Any, tokens: Array, start: Array, count: Array, **told: Any) -> Any:
+        return read_on(self.draft, state, tokens, start, count, **told)
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.draft.propose(state, context, num_draft_tokens)

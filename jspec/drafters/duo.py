@@ -8,6 +8,7 @@ from jax import Array
 from jspec.drafters.asked import features_of_all, least, num_likeliest_of, reach_of, told_to
 from jspec.drafters.base import shared_vocabulary
 from jspec.drafters.model import as_part
+from jspec.drafters.reading import read_on
 from jspec.types import Draft, Verdict, pytree
 
 
@@ -21,6 +22,10 @@ class Duo:
     def __post_init__(self) -> None:
         for name in ("first", "second"):
             object.__setattr__(self, name, as_part(name, getattr(self, name), told=True))
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        return self.first, self.second
 
     @property
     def vocab_size(self) -> int | None:
@@ -46,6 +51,12 @@ class Duo:
 
     def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Any]:
         first, second = (part.init(tokens, num_slots, **self._told(part, told)) for part in (self.first, self.second))
+        return first, second
+
+    def read(self, state: tuple[Any, Any], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, Any]:
+        """Both read, see `jspec.drafters.reading.read_on`."""
+        first, second = (read_on(part, own, tokens, start, count, **self._told(part, told))
+                         for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
         return first, second
 
     def commit(

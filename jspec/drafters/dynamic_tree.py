@@ -12,6 +12,7 @@ from jax import Array, lax
 from jspec.cache import whole_tiles
 from jspec.drafters.asked import Around
 from jspec.drafters.base import Context, fit_vocabulary
+from jspec.drafters.reading import read_on
 from jspec.drafters.tree import as_branching
 from jspec.probs import foreseen
 from jspec.sampling import token_probs, without_filters
@@ -86,6 +87,12 @@ class DynamicTreeDrafter(Around):
         batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
         return self.draft.init(tokens, whole_tiles(num_slots + more), **told), jnp.zeros(batch, jnp.int32), slots
+
+    def read(
+        self, state: tuple[Any, Array, Array], tokens: Array, start: Array, count: Array, **told: Any
+    ) -> tuple[Any, Array, Array]:
+        """`draft` reads, see `jspec.drafters.reading.read_on`."""
+        return read_on(self.draft, state[0], tokens, start, count, **told), *state[1:]
 
     def propose(
         self, state: tuple[Any, Array, Array], context: Context, num_draft_tokens: int

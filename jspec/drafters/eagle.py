@@ -12,6 +12,7 @@ from jspec.acceptance.path import at_path, tokens_along
 from jspec.cache import KVCache, enlarged
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
+from jspec.drafters.reading import where_read
 from jspec.eagle import Eagle, check_target_of
 from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, pytree
@@ -119,6 +120,15 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
             cache = enlarged(cache, read)
             states = jnp.take_along_axis(found, jnp.maximum(lengths - 2, 0)[:, None, None], axis=1)
         return _Read(cache, states, lengths > 1, lengths)
+
+    def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
+        """The next piece of the text, see `jspec.drafters.reading.read_on`."""
+        head = self._head
+        pairs = head.embed(tokens[:, 1:], target), head.fuse(features, target)
+        found, cache = head.forward(*pairs, state.cache, start)
+        states = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        new = states, jnp.ones_like(state.known), start + count + 1
+        return _Read(cache, *where_read(count, new, (state.states, state.known, state.lengths)))
 
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Read]:
         """All of the text has been read."""

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jspec.acceptance.path import at_path
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
+from jspec.drafters.reading import where_read
 from jspec.tree import Level, Tree
 from jspec.types import Draft, Verdict, pytree
 
@@ -59,6 +60,14 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
         check_hidden_size(type(self).__name__, self.hidden_size, target)
         before = jnp.maximum(lengths - 2, 0)[:, None, None]
         return LastState(jnp.take_along_axis(features[:, :, 0], before, axis=1)[:, 0], lengths > 1)
+
+    def read(
+        self, state: LastState, tokens: Array, start: Array, count: Array, *, features: Array, target: Any
+    ) -> LastState:
+        """The state at the last token of a piece, see `jspec.drafters.reading.read_on`."""
+        last = jnp.maximum(count - 1, 0)[:, None, None]
+        hidden = jnp.take_along_axis(features[:, :, 0], last, axis=1)[:, 0]
+        return where_read(count, LastState(hidden, jnp.ones_like(state.known)), state)
 
     def begin(self, state: LastState, context: Context, tree: Tree) -> tuple[Array, tuple[LastState, Array]]:
         count, depth = self.num_heads, tree.max_depth

@@ -133,6 +133,10 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         _, read = self.adapter(features[:, :, 0], self.adapter.new_cache(batch, width), start)
         return _Read(enlarged(self.adapter.new_cache(batch, num_slots), read), start)
 
+    def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
+        """The next piece of the text, see `jspec.drafters.reading.read_on`."""
+        return _Read(self.adapter(features[:, :, 0], state.cache, start)[1], state.start)
+
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Drafting]:
         """Reads the last token, which the target has not read yet."""
         start = context.lengths - 1

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from jspec.drafters.base import Context, certain
 from jspec.drafters.ngram import NGramDrafter, trie
+from jspec.drafters.reading import ReadsNothing
 from jspec.tree import Tree
 from jspec.types import Draft, Verdict, check_count, pytree
 
@@ -34,7 +35,7 @@ class _State:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["window", "ngram", "guesses"])
 @dataclasses.dataclass(frozen=True)
-class LookaheadDrafter:
+class LookaheadDrafter(ReadsNothing):
     """Drafts without a model what the target wrote beyond the text, all positions of it at once (Fu et al. 2024).
 
     The pass that verifies also reads a window of tokens at the W positions to come, N - 1 at each, which are no

@@ -54,6 +54,10 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         """The prompt, read into a cache of `num_slots`."""
         return prefill(self.model, tokens, num_slots)
 
+    def read(self, state: KVCache, tokens: Array, start: Array, count: Array) -> KVCache:
+        """The next piece of the text, see `jspec.drafters.reading.read_on`."""
+        return self.model.forward(tokens[:, :-1], state, start)[1]
+
     def begin(self, state: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
         """The first pass reads all that may be unread.
 

@@ -18,6 +18,7 @@ from jspec.acceptance.walk import is_guess, length_of_prefix
 from jspec.drafters.asked import features_of, features_of_all, least, num_likeliest_of, told_to
 from jspec.drafters.base import Context, as_draft, only, shared_vocabulary
 from jspec.drafters.model import ModelDrafter, as_part
+from jspec.drafters.reading import read_on
 from jspec.tree import Tree
 from jspec.types import Draft, Verdict, check_count
 
@@ -103,8 +104,17 @@ class MultiDrafter:
     def num_likeliest(self) -> int:
         return max(map(num_likeliest_of, self.drafts))
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return tuple(self.drafts)
+
     def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, ...]:
         return tuple(part.init(tokens, num_slots, **told_to(part, self.features, told)) for part in self.drafts)
+
+    def read(self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, ...]:
+        """All read, see `jspec.drafters.reading.read_on`."""
+        return tuple(read_on(part, own, tokens, start, count, **told_to(part, self.features, told))
+                     for part, own in zip(self.drafts, state, strict=True))  # fmt: skip
 
     def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
         """One after another, each with noise of its own. What a round commits, all but one may never have read."""

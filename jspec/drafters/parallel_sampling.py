@@ -17,6 +17,7 @@ from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
 from jspec.drafters.heads import at_depth
 from jspec.drafters.own_files import InOwnFiles
+from jspec.drafters.reading import ReadsNothing
 from jspec.tree import Level, Tree
 from jspec.types import Draft, Verdict, check_count, pytree
 
@@ -56,7 +57,7 @@ class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
 
 
 @pytree
-class PassDrafter(InOwnFiles):
+class PassDrafter(InOwnFiles, ReadsNothing):
     """Drafts what the target itself says of the M places behind the next token, where it reads vectors for tokens.
 
     Monea et al. 2023, "PaSS: Parallel Speculative Sampling": all that is trained are these look-ahead embeddings. The

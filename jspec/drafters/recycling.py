@@ -10,6 +10,7 @@ from jax import Array
 
 from jspec.acceptance.walk import is_guess
 from jspec.drafters.base import Context, certain
+from jspec.drafters.reading import ReadsNothing
 from jspec.tree import Tree
 from jspec.tree_yield import best_tree
 from jspec.types import Draft, Verdict, check_count, pytree
@@ -36,7 +37,7 @@ class _Table:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_nodes"])
 @dataclasses.dataclass(frozen=True)
-class TokenRecyclingDrafter:
+class TokenRecyclingDrafter(ReadsNothing):
     """Drafts a tree without a model: behind a token what the target last found likely there (Luo et al. 2024).
 
     Every pass of the target says, behind each node of the tree, kept or not, which eight tokens are likeliest. That is

@@ -14,6 +14,7 @@ from jspec.drafters.asked import Around
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context, as_tree, fit_vocabulary
 from jspec.drafters.model import as_drafter
+from jspec.drafters.reading import read_on
 from jspec.probs import sample_with_noise
 from jspec.sampling import token_probs, without_filters
 from jspec.tree import Tree
@@ -49,6 +50,12 @@ class TreeDrafter(Around):
     def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array]:
         """The state of `draft`, and ``int32[B]``, where the last tree began."""
         return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
+
+    def read(
+        self, state: tuple[Any, Array], tokens: Array, start: Array, count: Array, **told: Any
+    ) -> tuple[Any, Array]:
+        """`draft` reads, see `jspec.drafters.reading.read_on`."""
+        return read_on(self.draft, state[0], tokens, start, count, **told), state[1]
 
     def propose(
         self, state: tuple[Any, Array], context: Context, num_draft_tokens: int
