@@ -34,8 +34,8 @@ def test_pieces_are_a_prompt(name, toy, prompts):
     length = Fixed(3 if tree is None else tree.max_depth)
     asked = toys.request(keys, lengths, 8, *toys.both_transforms(SamplingParams(temperature=0.9), len(lengths)))
     whole, _ = jax.jit(lambda: start(target, drafter, asked, tokens, 8, length))()
-    pieces = dataclasses.replace(whole, drafter=jax.jit(_in_pieces, static_argnums=4)(target, drafter, tokens, lengths,
-                                                                                      whole.tokens.shape[1] + 8))  # fmt: skip
+    read = jax.jit(_in_pieces, static_argnums=4)(target, drafter, tokens, lengths, whole.tokens.shape[1] + 8)
+    pieces = dataclasses.replace(whole, drafter=read)
     play = jax.jit(lambda state: play_round(target, drafter, RULES["coupled"], length, asked, state))
     for _ in range(2):  # of the second, too: what the first has left
         (whole, one), (pieces, other) = play(whole), play(pieces)

@@ -1,0 +1,122 @@
+"""The device's side of an engine: slots, and the compiled programs that act on them, called one at a time."""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.acceptance.base import Rule
+from jspec.engine import programs
+from jspec.engine.news import Packed
+from jspec.engine.slots import Sizes, empty_slots, take
+from jspec.state import RequestParams
+
+Number = np.int32
+Key = tuple[Any, ...]  # a program by name, and by what is fixed in it
+
+
+class Device:
+    """Slots on a device. Every call is dispatched in order and none waits, but for who looks at what `play` returns.
+
+    Attributes:
+        commands: what was called, in order, for `replay`: the slots are a function of the weights and these.
+    """
+
+    def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes):
+        self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
+        self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
+        self.commands: list[tuple[str, tuple[Any, ...]]] = []
+        # Flat, for models are deep and every call would take them apart.
+        self._weights, self._structure = jax.tree.flatten((target, drafter))
+        self._slots = jax.jit(lambda weights: empty_slots(*self._models(weights), sizes))(self._weights)
+        self._programs: dict[Key, Any] = {}
+
+    def _models(self, weights: Any) -> tuple[Any, Any]:
+        return jax.tree.unflatten(self._structure, weights)
+
+    def seat(self, slot: int, row: RequestParams, kept: int = 0) -> None:
+        """Give `slot` to a request, a batch of one, the first `kept` tokens of whose prompt it holds already."""
+        self._do("seat", slot, row, kept)
+
+    def read(self, slot: int, prompt: Sequence[int], start: int) -> int:
+        """Read the next piece of a prompt, of which `start` tokens are read; how many are after it."""
+        chunk = next((c for c in self.sizes.chunks if c >= len(prompt) - 1 - start), self.sizes.chunks[-1])
+        begin = max(0, min(start, self.positions - chunk))  # near the end some are read again
+        piece = np.zeros((1, chunk + 1), np.int32)
+        part = prompt[begin : begin + chunk + 1]
+        piece[0, : len(part)] = part
+        count = min(chunk, len(prompt) - 1 - begin)
+        self._do("read", slot, piece, begin, count)
+        return begin + count
+
+    def follow(self, slot: int) -> None:
+        """Let the drafter read on in a slot, where it is behind."""
+        self._do("follow", slot)
+
+    def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool) -> Packed:
+        """Up to so many rounds of all slots; ``stop bool[S]`` are rows that end where they are."""
+        return self._do("play", num_draft_tokens, rounds, stop, is_lean)
+
+    def _do(self, name: str, *arguments: Any) -> Any:
+        self.commands.append((name, arguments))
+        return getattr(self, f"_{name}")(*arguments)
+
+    def _seat(self, slot: int, row: RequestParams, kept: int) -> None:
+        self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, Number(kept))
+
+    def _read(self, slot: int, piece: Any, start: int, count: int) -> None:
+        program = self._program("read", piece.shape[1] - 1)
+        self._slots = program(self._weights, self._slots, Number(slot), piece, Number(start), Number(count))
+
+    def _follow(self, slot: int) -> None:
+        self._slots = self._program("follow")(self._weights, self._slots, Number(slot))
+
+    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool) -> Packed:
+        program = self._program("play", num_draft_tokens, is_lean)
+        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds))
+        jax.tree.map(lambda part: part.copy_to_host_async(), packed)
+        return packed
+
+    def replay(self, commands: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Packed]:
+        """Do what another device has done; all that its calls of `play` have returned."""
+        return [out for name, arguments in commands if (out := self._do(name, *arguments)) is not None]
+
+    def compile(self) -> None:
+        """All programs at once, several at a time, for XLA compiles without Python's lock; else each when it is met."""
+        waiting = {key: self._lowered(key) for key in self._keys() if key not in self._programs}
+        with ThreadPoolExecutor() as pool:
+            self._programs |= zip(waiting, pool.map(lambda one: one.compile(), waiting.values()), strict=True)
+
+    def _keys(self) -> list[Key]:
+        plays = [("play", k, is_lean) for k in self.sizes.num_draft_tokens for is_lean in (True, False)]
+        return [("seat",), *(("read", chunk) for chunk in self.sizes.chunks), *([("follow",)] * self.lags), *plays]
+
+    def _program(self, *key: Any) -> Any:
+        if key not in self._programs:
+            self._programs[key] = self._lowered(key).compile()
+        return self._programs[key]
+
+    def _lowered(self, key: Key) -> Any:
+        """A program of flat weights, slots, which it may reuse, and what else it takes."""
+        function, shapes = self._function(*key)
+
+        def program(weights: Any, slots: Any, *others: Any) -> Any:
+            return function(*self._models(weights), slots, *others)
+
+        return jax.jit(program, donate_argnums=1).lower(self._weights, self._slots, *shapes)
+
+    def _function(self, name: str, *options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function of models, slots and more, and of what shapes that is."""
+        one, sizes = Number(0), self.sizes
+        if name == "seat":
+            return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one)
+        if name == "read":
+            return programs.read, (one, jax.ShapeDtypeStruct((1, options[0] + 1), np.int32), one, one)
+        if name == "follow":
+            return functools.partial(programs.follow, chunk=sizes.chunks[-1]), (one,)
+        how = dict(zip(("num_draft_tokens", "is_lean"), options, strict=True))
+        play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
+        return play, (jax.ShapeDtypeStruct((sizes.slots,), bool), one)

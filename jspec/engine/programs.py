@@ -1,0 +1,164 @@
+# pyright: strict, reportUnknownMemberType=false
+"""The programs of an engine. Each takes the slots and gives them back: they are donated, and written in place."""
+
+import dataclasses
+from typing import Any, cast
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.acceptance.base import Rule
+from jspec.cache import KVCache
+from jspec.draft_length import Fixed
+from jspec.drafters.asked import features_of
+from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on, where_read
+from jspec.engine.news import Packed, concluded, empty, pack, with_round
+from jspec.engine.slots import Slots, lean, put, take
+from jspec.round import play_round
+from jspec.sampling import count_prompt
+from jspec.state import DecodeState, RequestParams
+
+
+def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParams, kept: Array) -> Slots:
+    """Give a slot to a request; its prompt is to be read.
+
+    Args:
+        slot: an int.
+        row: the request, a batch of one.
+        kept: how many tokens of its prompt the slot already holds, and has read.
+    """
+    state = slots.state
+    drafter_state = state.drafter
+    if drafter is not None:
+        fresh = begin(drafter, target, 1, state.tokens.shape[1] - 1)
+        mine = where_read(kept[None], take(drafter_state, slot), fresh)
+        drafter_state = put(drafter_state, mine, slot)
+    state = dataclasses.replace(
+        state,
+        lengths=state.lengths.at[slot].set(kept + 1),
+        done=state.done.at[slot].set(True),
+        drafter=drafter_state,
+    )
+    return Slots(put(slots.params, row, slot), state, slots.read.at[slot].min(kept))
+
+
+def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array) -> Slots:
+    """Read a piece of a prompt; with the last of it the request begins to write.
+
+    Args:
+        piece: ``int32[1, C + 1]``, tokens from position `start` on and the one behind them, then anything.
+        start: no more than has been read, and T - C.
+        count: how many tokens to read, in 0 .. C; not the prompt's last one, which the first round reads.
+    """
+    state, features = slots.state, features_of(drafter)
+    at, end = start[None], start + count + 1
+    past = take(state.cache, slot), at
+    own = target.new_cache(1, piece.shape[1] - 1)
+    _, told, new = target.forward_with_features(piece[:, :-1], own, at, features, past=past)
+    tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
+    begins = end == slots.params.prompt_lengths[slot]
+    drafter_state = state.drafter
+    if features:
+        mine = read_on(drafter, take(drafter_state, slot), piece, at, count[None], features=told, target=target)
+        drafter_state = put(drafter_state, mine, slot)
+    elif drafter is not None and not can_read(drafter):
+        drafter_state = _read_whole(drafter, drafter_state, tokens, slot, begins)
+    row = take(tokens, slot)
+    counts = count_prompt(row, end[None], target.config.vocab_size)
+    state = dataclasses.replace(
+        state,
+        tokens=tokens,
+        lengths=state.lengths.at[slot].set(end),
+        done=state.done.at[slot].set(~begins),
+        cache=_written(state.cache, new, slot, start),
+        drafter=drafter_state,
+        token_counts=put(state.token_counts, counts, slot),
+    )
+    return Slots(slots.params, state, slots.read)
+
+
+def _read_whole(drafter: Any, rows: Any, tokens: Array, slot: Array, begins: Array) -> Any:
+    """The states of a drafter that reads a text as a whole, when all of it is there."""
+
+    def read(rows: Any) -> Any:
+        return put(rows, drafter.init(take(tokens, slot), tokens.shape[1] - 1), slot)
+
+    def wait(rows: Any) -> Any:
+        return rows
+
+    return cast(Any, lax.cond(begins, read, wait, rows))
+
+
+def _written(cache: KVCache, new: KVCache, slot: Array, start: Array) -> KVCache:
+    """`cache` with a piece of one slot, from position `start` on."""
+    zero = jnp.zeros_like(start)
+    keys = (lax.dynamic_update_slice(room, part, (slot, zero, zero, start))
+            for room, part in zip(cache.keys, new.keys, strict=True))  # fmt: skip
+    values = (lax.dynamic_update_slice(room, part, (slot, zero, start, zero))
+              for room, part in zip(cache.values, new.values, strict=True))  # fmt: skip
+    return KVCache(tuple(keys), tuple(values))
+
+
+def follow(target: Any, drafter: Any, slots: Slots, slot: Array, *, chunk: int) -> Slots:
+    """Let a drafter that `lags` read the next `chunk` tokens of a slot's text, as far as it goes."""
+    state, positions = slots.state, slots.state.tokens.shape[1] - 1
+    start = jnp.minimum(slots.read[slot], positions - chunk)
+    count = jnp.clip(state.lengths[slot] - 1 - start, 0, chunk)
+    piece = lax.dynamic_slice(state.tokens, (slot, start), (1, chunk + 1))
+    mine = read_on(drafter, take(state.drafter, slot), piece, start[None], count[None])
+    state = dataclasses.replace(state, drafter=put(state.drafter, mine, slot))
+    return Slots(slots.params, state, slots.read.at[slot].set(start + count))
+
+
+def lags(drafter: Any) -> bool:
+    """Whether a drafter reads texts by itself, so that it may be behind; others know what the target has read."""
+    return drafter is not None and not features_of(drafter) and can_read(drafter) and not keeps_nothing(drafter)
+
+
+def play(
+    target: Any,
+    drafter: Any,
+    slots: Slots,
+    stop: Array,
+    rounds: Array,
+    *,
+    rule: Rule,
+    num_draft_tokens: int,
+    most: int,
+    is_lean: bool,
+) -> tuple[Slots, Packed]:
+    """Play up to `rounds` rounds, until no row is left that moves.
+
+    Args:
+        stop: ``bool[S]``, rows that are to end where they are.
+        rounds: an int up to `most`.
+        is_lean: leave everything beside temperature out; no row that moves may ask for more.
+    """
+    k, behind = num_draft_tokens, lags(drafter)
+    drafts_or_reads = drafter if k or features_of(drafter) else None
+    params, counts = slots.params, slots.state.token_counts
+    if is_lean:
+        transforms = lean(params.transforms), lean(params.draft_transforms)
+        params, counts = dataclasses.replace(params, transforms=transforms[0], draft_transforms=transforms[1]), None
+    state = dataclasses.replace(slots.state, done=slots.state.done | stop, token_counts=counts)
+    alone = drafter is not None and len(list(leaves_of(drafter))) == 1
+
+    def body(loop: tuple[Array, DecodeState, Array, Packed]) -> tuple[Array, DecodeState, Array, Packed]:
+        i, state, known, packed = loop
+        # Of several drafters one may not have read what a round has brought by another.
+        ready = state.lengths - known <= (2 if alone else k + 1)
+        before = dataclasses.replace(state, drafts=ready if behind and k else None)
+        after, new = play_round(target, drafts_or_reads, rule, Fixed(k), params, before)
+        if behind and k:
+            now = after.lengths - 2 if alone else state.lengths
+            known = jnp.where(ready & ~state.done, jnp.maximum(known, now), known)
+        return i + 1, dataclasses.replace(after, drafts=None), known, with_round(packed, i, pack(new))
+
+    def unfinished(loop: tuple[Array, DecodeState, Array, Packed]) -> Array:
+        return (loop[0] < rounds) & ~jnp.all(loop[1].done)
+
+    begun = jnp.zeros((), jnp.int32), state, slots.read, empty(most, slots.read.size, k)
+    _, state, known, packed = lax.while_loop(unfinished, body, begun)
+    state = dataclasses.replace(state, token_counts=slots.state.token_counts if is_lean else state.token_counts)
+    slots = Slots(slots.params, state, known)
+    return slots, concluded(packed, state.done, state.lengths - known if behind else jnp.zeros_like(known))

@@ -1,0 +1,121 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Slots: the rows of one batch that never ends, allocated once, in which requests come and go."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.cache import whole_tiles
+from jspec.drafters.base import tree_of
+from jspec.drafters.reading import begin
+from jspec.sampling import LogitsTransforms, TokenCounts
+from jspec.state import DecodeState, RequestParams
+from jspec.types import pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What fixes the shapes of an engine's programs.
+
+    Attributes:
+        slots: S, requests at once.
+        length: the longest text, prompt included.
+        eos_ids: how many tokens of a request may end it.
+        chunks: C, numbers of tokens that a prompt is read by, ascending.
+        num_draft_tokens: K, numbers of tokens to draft a round, ascending; 0 is plain decoding.
+        rounds: the most of one call.
+    """
+
+    slots: int
+    length: int
+    eos_ids: int
+    chunks: tuple[int, ...]
+    num_draft_tokens: tuple[int, ...]
+    rounds: int
+
+    def positions(self, drafter: Any) -> int:
+        """T, of a slot's cache: the longest text and what a round may write behind it; no less than a chunk."""
+        behind = tree_of(drafter, self.num_draft_tokens[-1]).size + 1 if drafter is not None else 1
+        return whole_tiles(max(self.length + behind, self.chunks[-1]))
+
+
+@pytree
+class Slots:
+    """S rows, each of which holds a request, or what is left of one.
+
+    A row that is done no longer moves: it is empty, it is still reading its prompt, or its text has ended. Its cache
+    holds ``lengths - 1`` tokens whatever it is, so that another request may begin with the same ones.
+
+    Attributes:
+        params, state: as in a generation, with S rows; ``state.tokens`` has T + 1 columns.
+        read: ``int32[S]``, how many tokens of its text the drafter has read for sure. Counted only for one that reads
+            by itself; others know what the target knows.
+    """
+
+    params: RequestParams
+    state: DecodeState
+    read: Array
+
+
+def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
+    """Storage for everything; no request yet."""
+    count, vocab_size, positions = sizes.slots, target.config.vocab_size, sizes.positions(drafter)
+    ones, zeros = jnp.ones(count, jnp.int32), jnp.zeros((count, vocab_size), jnp.int32)
+    transforms = neutral_transforms(count, vocab_size)
+    params = RequestParams(
+        keys=jax.random.split(jax.random.key(0), count),
+        prompt_lengths=ones,
+        limits=ones,
+        eos_ids=jnp.full((count, sizes.eos_ids), -1, jnp.int32),
+        transforms=transforms,
+        draft_transforms=jax.tree.map(jnp.copy, transforms),  # what is donated may be there once only
+        coupled=jnp.ones(count, bool),
+    )
+    state = DecodeState(
+        tokens=jnp.zeros((count, positions + 1), jnp.int32),
+        lengths=jnp.ones(count, jnp.int32),
+        done=jnp.ones(count, bool),
+        cache=target.new_cache(count, positions),
+        drafter=() if drafter is None else begin(drafter, target, count, positions),
+        token_counts=TokenCounts(zeros.astype(bool), zeros),
+        draft_length=(),
+    )
+    return Slots(params, state, jnp.zeros(count, jnp.int32))
+
+
+def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
+    """Transforms that change nothing, none left out, so that any request fits the same program."""
+
+    def full(value: float) -> Array:
+        return jnp.full(count, value, jnp.float32)
+
+    return LogitsTransforms(
+        temperature=full(1), top_k=full(0), tail_mass=full(0), min_p=full(0), repetition=full(1), presence=full(0),
+        frequency=full(0), bias=jnp.zeros((count, vocab_size), jnp.float32),
+    )  # fmt: skip
+
+
+def lean(transforms: LogitsTransforms) -> LogitsTransforms:
+    """`transforms` but for everything beside temperature, for calls in which no row asks for more."""
+    return LogitsTransforms(transforms.temperature, None, None, None, None, None, None, None)
+
+
+def take(rows: Any, slot: Array) -> Any:
+    """Row `slot` of every leaf, as a batch of one."""
+
+    def one(leaf: Array) -> Array:
+        return lax.dynamic_slice_in_dim(leaf, slot, 1, 0)
+
+    return jax.tree.map(one, rows)
+
+
+def put(rows: Any, row: Any, slot: Array) -> Any:
+    """`rows` with a batch of one in row `slot` of every leaf."""
+
+    def one(leaf: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), slot, 0)
+
+    return jax.tree.map(one, rows, row)

@@ -1,0 +1,119 @@
+"""Texts of an engine's programs, called by hand, are those of `jspec.generate` alone."""
+
+import dataclasses
+
+import drafters
+import jax
+import numpy as np
+import pytest
+import toys
+
+import jspec
+from jspec.acceptance import RULES
+from jspec.drafters.base import own_tree
+from jspec.engine.device import Device
+from jspec.engine.news import unpack
+from jspec.engine.slots import Sizes, neutral_transforms
+from jspec.state import RequestParams
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LENGTHS, NEW, SLOTS = (1, 5, 40, 17, 2, 3), 20, 3
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = toys.tiny_llama(0, 3)
+    return target, toys.tiny_llama(1, 1, related_to=target)
+
+
+@pytest.fixture(scope="module")
+def requests(models):
+    """Prompts, keys, and what `jspec.generate` alone makes of each."""
+    target, rng = models[0], np.random.default_rng(0)
+    prompts = [rng.integers(target.config.vocab_size, size=n).tolist() for n in LENGTHS]
+    keys = jax.random.split(jax.random.key(7), len(prompts))
+    alone = [jspec.generate(target, np.array([prompt]), np.array([len(prompt)]), keys[i : i + 1], max_new_tokens=NEW)
+             for i, prompt in enumerate(prompts)]  # fmt: skip
+    return prompts, keys, jax.device_get(alone)
+
+
+def row(prompt, key, vocab_size, coupled=True, **fields):
+    """`RequestParams` of one request, temperature 1."""
+    transforms = neutral_transforms(1, vocab_size)
+    asked = RequestParams(key[None], np.array([len(prompt)], np.int32), np.array([NEW], np.int32),
+                          np.array([[-1]], np.int32), transforms, transforms, np.array([coupled]))  # fmt: skip
+    return dataclasses.replace(asked, **fields)
+
+
+class Host:
+    """A host that admits, reads and plays as it comes, with another draft length every call."""
+
+    def __init__(self, device, prompts, keys, vocab_size):
+        self.device, self.prompts, self.keys, self.vocab_size = device, prompts, keys, vocab_size
+        self.waiting, self.seated, self.read = list(range(len(prompts))), [None] * SLOTS, [0] * SLOTS
+        self.texts, self.lags, self.accepted = [[] for _ in prompts], [0] * SLOTS, 0
+
+    def run(self):
+        for call in range(400):
+            self.admit()
+            self.tick(call)
+            if not self.waiting and self.seated == [None] * SLOTS:
+                return
+        raise AssertionError("it does not come to an end")
+
+    def admit(self):
+        for slot, tenant in enumerate(self.seated):
+            if tenant is None and self.waiting:
+                i = self.seated[slot] = self.waiting.pop(0)
+                self.device.seat(slot, row(self.prompts[i], self.keys[i], self.vocab_size))
+                self.read[slot], self.lags[slot] = -1, 9
+
+    def tick(self, call):
+        reading = [slot for slot, i in enumerate(self.seated) if i is not None and not self.whole(slot)]
+        for slot in reading[:1]:
+            self.read[slot] = self.device.read(slot, self.prompts[self.seated[slot]], max(0, self.read[slot]))
+        for slot, lag in enumerate(self.lags):
+            if self.device.lags and lag > 2 and call % 3:
+                self.device.follow(slot)
+        lengths = self.device.sizes.num_draft_tokens
+        tenants = list(self.seated)
+        news = unpack(self.device.play(lengths[call % len(lengths)], 1 + call % 2, np.zeros(SLOTS, bool), call % 5 < 3))
+        for slot, (i, new) in enumerate(zip(tenants, news, strict=True)):
+            self.lags[slot] = new.lag
+            if i is None:
+                assert not new.tokens
+                continue
+            self.texts[i] += new.tokens
+            self.accepted += sum(new.accepted)
+            if new.done and self.whole(slot):
+                self.seated[slot] = None
+
+    def whole(self, slot):
+        return self.read[slot] == len(self.prompts[self.seated[slot]]) - 1
+
+
+def device(models, name, rule="rejection", **changes):
+    drafter = drafters.make(name, *models)
+    tree = own_tree(drafter)
+    sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, 2, 4) if tree is None else (0, tree.max_depth), 2)
+    return Device(models[0], drafter, RULES[rule], dataclasses.replace(sizes, **changes))
+
+
+# Of each kind one: those that read by themselves, from states of the target, nothing, and several of them in a tree.
+BY_DEFAULT = ("model", "ngram", "eagle", "fallback", "several")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow)
+     for name in drafters.NAMES + drafters.TREE_NAMES],
+)  # fmt: skip
+def test_a_text_is_that_of_the_request_alone(models, requests, name):
+    """Whatever is drafted, how far, by whom, in which slot, and when its draft has read what."""
+    prompts, keys, alone = requests
+    host = Host(device(models, name, "traversal" if name in drafters.TREE_NAMES else "rejection"), prompts, keys,
+                models[0].config.vocab_size)  # fmt: skip
+    host.run()
+    for text, out in zip(host.texts, alone, strict=True):
+        assert text == out.tokens[0].tolist()
+    assert host.accepted
