@@ -65,7 +65,8 @@ class Host:
         for slot, tenant in enumerate(self.seated):
             if tenant is None and self.waiting:
                 i = self.seated[slot] = self.waiting.pop(0)
-                self.device.seat(slot, row(self.prompts[i], self.keys[i], self.vocab_size))
+                self.device.seat(slot, row(self.prompts[i], self.keys[i], self.vocab_size),
+                                 len(self.prompts[i]))  # fmt: skip
                 self.read[slot], self.lags[slot] = -1, 9
 
     def tick(self, call):
@@ -74,11 +75,11 @@ class Host:
             self.read[slot] = self.device.read(slot, self.prompts[self.seated[slot]], max(0, self.read[slot]))
         for slot, lag in enumerate(self.lags):
             if self.device.lags and lag > 2 and call % 3:
-                self.device.follow(slot)
+                self.device.follow(slot, lag)
         lengths = self.device.sizes.num_draft_tokens
         tenants = list(self.seated)
-        news = unpack(self.device.play(lengths[call % len(lengths)], 1 + call % 2, np.zeros(SLOTS, bool), call % 5 < 3))
-        for slot, (i, new) in enumerate(zip(tenants, news, strict=True)):
+        played = self.device.play(lengths[call % len(lengths)], 1 + call % 2, np.zeros(SLOTS, bool), call % 5 < 3)
+        for (slot, new), i in zip(unpack(played, range(SLOTS)).items(), tenants, strict=True):
             self.lags[slot] = new.lag
             if i is None:
                 assert not new.tokens

@@ -21,58 +21,73 @@ Key = tuple[Any, ...]  # a program by name, and by what is fixed in it
 class Device:
     """Slots on a device. Every call is dispatched in order and none waits, but for who looks at what `play` returns.
 
+    Args:
+        journal: whether to remember every call.
+
     Attributes:
-        commands: what was called, in order, for `replay`: the slots are a function of the weights and these.
+        commands: those calls, in order, for `replay`: the slots are a function of the weights and these.
     """
 
-    def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes):
+    def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
-        self.commands: list[tuple[str, tuple[Any, ...]]] = []
+        self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
         # Flat, for models are deep and every call would take them apart.
         self._weights, self._structure = jax.tree.flatten((target, drafter))
-        self._slots = jax.jit(lambda weights: empty_slots(*self._models(weights), sizes))(self._weights)
+        self.reset()
         self._programs: dict[Key, Any] = {}
+
+    def reset(self) -> None:
+        """Empty slots: after a call that has failed what it was given is gone."""
+        self._slots = jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes))(self._weights)
 
     def _models(self, weights: Any) -> tuple[Any, Any]:
         return jax.tree.unflatten(self._structure, weights)
 
-    def seat(self, slot: int, row: RequestParams, kept: int = 0) -> None:
-        """Give `slot` to a request, a batch of one, the first `kept` tokens of whose prompt it holds already."""
-        self._do("seat", slot, row, kept)
+    def seat(self, slot: int, row: RequestParams, given: int, kept: int = 0) -> None:
+        """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`."""
+        self._do("seat", slot, row, given, kept)
 
-    def read(self, slot: int, prompt: Sequence[int], start: int) -> int:
-        """Read the next piece of a prompt, of which `start` tokens are read; how many are after it."""
-        chunk = next((c for c in self.sizes.chunks if c >= len(prompt) - 1 - start), self.sizes.chunks[-1])
+    def read(self, slot: int, text: Sequence[int], start: int) -> int:
+        """Read the next piece of what was given, of which `start` tokens are read; how many are after it."""
+        chunk = self.chunk(len(text) - start)
         begin = max(0, min(start, self.positions - chunk))  # near the end some are read again
         piece = np.zeros((1, chunk + 1), np.int32)
-        part = prompt[begin : begin + chunk + 1]
+        part = text[begin : begin + chunk + 1]
         piece[0, : len(part)] = part
-        count = min(chunk, len(prompt) - 1 - begin)
+        count = min(chunk, len(text) - 1 - begin)
         self._do("read", slot, piece, begin, count)
         return begin + count
 
-    def follow(self, slot: int) -> None:
-        """Let the drafter read on in a slot, where it is behind."""
-        self._do("follow", slot)
+    def follow(self, slot: int, lag: int) -> int:
+        """Let the drafter read on in a slot, where it is behind by so many tokens at most; how many it reads."""
+        chunk = self.chunk(lag)
+        self._do("follow", slot, chunk)
+        return chunk
+
+    def chunk(self, behind: int) -> int:
+        """By how many tokens to read on where that many are unread; the last one always is."""
+        return next((size for size in self.sizes.chunks if size >= behind - 1), self.sizes.chunks[-1])
 
     def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool) -> Packed:
         """Up to so many rounds of all slots; ``stop bool[S]`` are rows that end where they are."""
         return self._do("play", num_draft_tokens, rounds, stop, is_lean)
 
     def _do(self, name: str, *arguments: Any) -> Any:
-        self.commands.append((name, arguments))
+        if self.commands is not None:
+            self.commands.append((name, arguments))
         return getattr(self, f"_{name}")(*arguments)
 
-    def _seat(self, slot: int, row: RequestParams, kept: int) -> None:
-        self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, Number(kept))
+    def _seat(self, slot: int, row: RequestParams, given: int, kept: int) -> None:
+        numbers = Number(given), Number(kept)
+        self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, *numbers)
 
     def _read(self, slot: int, piece: Any, start: int, count: int) -> None:
         program = self._program("read", piece.shape[1] - 1)
         self._slots = program(self._weights, self._slots, Number(slot), piece, Number(start), Number(count))
 
-    def _follow(self, slot: int) -> None:
-        self._slots = self._program("follow")(self._weights, self._slots, Number(slot))
+    def _follow(self, slot: int, chunk: int) -> None:
+        self._slots = self._program("follow", chunk)(self._weights, self._slots, Number(slot))
 
     def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool) -> Packed:
         program = self._program("play", num_draft_tokens, is_lean)
@@ -92,7 +107,9 @@ class Device:
 
     def _keys(self) -> list[Key]:
         plays = [("play", k, is_lean) for k in self.sizes.num_draft_tokens for is_lean in (True, False)]
-        return [("seat",), *(("read", chunk) for chunk in self.sizes.chunks), *([("follow",)] * self.lags), *plays]
+        reads = [("read", chunk) for chunk in self.sizes.chunks]
+        follows = [("follow", chunk) for chunk in self.sizes.chunks if self.lags]
+        return [("seat",), *reads, *follows, *plays]
 
     def _program(self, *key: Any) -> Any:
         if key not in self._programs:
@@ -112,11 +129,11 @@ class Device:
         """The function of models, slots and more, and of what shapes that is."""
         one, sizes = Number(0), self.sizes
         if name == "seat":
-            return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one)
+            return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one, one)
         if name == "read":
             return programs.read, (one, jax.ShapeDtypeStruct((1, options[0] + 1), np.int32), one, one)
         if name == "follow":
-            return functools.partial(programs.follow, chunk=sizes.chunks[-1]), (one,)
+            return functools.partial(programs.follow, chunk=options[0]), (one,)
         how = dict(zip(("num_draft_tokens", "is_lean"), options, strict=True))
         play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
         return play, (jax.ShapeDtypeStruct((sizes.slots,), bool), one)

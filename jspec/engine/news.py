@@ -1,6 +1,7 @@
 """News: what a call has brought to every slot, packed into two arrays: fewer copies to the host are faster."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -76,8 +77,8 @@ class News:
     distortion: float
 
 
-def unpack(packed: Any) -> list[News]:
-    """By slot, from what a call has returned; waits for it."""
+def unpack(packed: Any, slots: Iterable[int]) -> dict[int, News]:
+    """Those of some slots, from what a call has returned; waits for it."""
     integers, floats = np.asarray(packed.integers), np.asarray(packed.floats)
     integers, last = integers[:-1], integers[-1]
     width = (integers.shape[2] - len(_NUMBERS)) // 2
@@ -104,4 +105,4 @@ def unpack(packed: Any) -> list[News]:
             distortion=float(row[:, -1].sum()),
         )
 
-    return [of_slot(slot) for slot in range(integers.shape[1])]
+    return {slot: of_slot(slot) for slot in slots}

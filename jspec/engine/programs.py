@@ -15,17 +15,18 @@ from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, re
 from jspec.engine.news import Packed, concluded, empty, pack, with_round
 from jspec.engine.slots import Slots, lean, put, take
 from jspec.round import play_round
-from jspec.sampling import count_prompt
+from jspec.sampling import TokenCounts, add_tokens, count_prompt
 from jspec.state import DecodeState, RequestParams
 
 
-def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParams, kept: Array) -> Slots:
-    """Give a slot to a request; its prompt is to be read.
+def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParams, given: Array, kept: Array) -> Slots:
+    """Give a slot to a request; its text is to be read.
 
     Args:
         slot: an int.
         row: the request, a batch of one.
-        kept: how many tokens of its prompt the slot already holds, and has read.
+        given: how many tokens it comes with.
+        kept: how many of them the slot already holds, and has read.
     """
     state = slots.state
     drafter_state = state.drafter
@@ -39,16 +40,16 @@ def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParam
         done=state.done.at[slot].set(True),
         drafter=drafter_state,
     )
-    return Slots(put(slots.params, row, slot), state, slots.read.at[slot].min(kept))
+    return Slots(put(slots.params, row, slot), state, slots.given.at[slot].set(given), slots.read.at[slot].min(kept))
 
 
 def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array) -> Slots:
-    """Read a piece of a prompt; with the last of it the request begins to write.
+    """Read a piece of a text that was given; with the last of it the request begins to write.
 
     Args:
         piece: ``int32[1, C + 1]``, tokens from position `start` on and the one behind them, then anything.
         start: no more than has been read, and T - C.
-        count: how many tokens to read, in 0 .. C; not the prompt's last one, which the first round reads.
+        count: how many tokens to read, in 0 .. C; not the text's last one, which the first round reads.
     """
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
@@ -56,15 +57,14 @@ def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, sta
     own = target.new_cache(1, piece.shape[1] - 1)
     _, told, new = target.forward_with_features(piece[:, :-1], own, at, features, past=past)
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
-    begins = end == slots.params.prompt_lengths[slot]
+    begins = end == slots.given[slot]
     drafter_state = state.drafter
     if features:
         mine = read_on(drafter, take(drafter_state, slot), piece, at, count[None], features=told, target=target)
         drafter_state = put(drafter_state, mine, slot)
     elif drafter is not None and not can_read(drafter):
         drafter_state = _read_whole(drafter, drafter_state, tokens, slot, begins)
-    row = take(tokens, slot)
-    counts = count_prompt(row, end[None], target.config.vocab_size)
+    counts = _counted(take(tokens, slot), slots.params.prompt_lengths[slot], end, target.config.vocab_size)
     state = dataclasses.replace(
         state,
         tokens=tokens,
@@ -74,7 +74,14 @@ def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, sta
         drafter=drafter_state,
         token_counts=put(state.token_counts, counts, slot),
     )
-    return Slots(slots.params, state, slots.read)
+    return dataclasses.replace(slots, state=state)
+
+
+def _counted(row: Array, prompt_length: Array, length: Array, vocab_size: int) -> TokenCounts:
+    """What penalties look at in a text ``int32[1, L]`` of so many tokens."""
+    places = jnp.arange(row.shape[1])
+    written = (places >= prompt_length) & (places < length)
+    return add_tokens(count_prompt(row, jnp.minimum(prompt_length, length)[None], vocab_size), row, written[None])
 
 
 def _read_whole(drafter: Any, rows: Any, tokens: Array, slot: Array, begins: Array) -> Any:
@@ -107,7 +114,7 @@ def follow(target: Any, drafter: Any, slots: Slots, slot: Array, *, chunk: int) 
     piece = lax.dynamic_slice(state.tokens, (slot, start), (1, chunk + 1))
     mine = read_on(drafter, take(state.drafter, slot), piece, start[None], count[None])
     state = dataclasses.replace(state, drafter=put(state.drafter, mine, slot))
-    return Slots(slots.params, state, slots.read.at[slot].set(start + count))
+    return dataclasses.replace(slots, state=state, read=slots.read.at[slot].set(start + count))
 
 
 def lags(drafter: Any) -> bool:
@@ -160,5 +167,5 @@ def play(
     begun = jnp.zeros((), jnp.int32), state, slots.read, empty(most, slots.read.size, k)
     _, state, known, packed = lax.while_loop(unfinished, body, begun)
     state = dataclasses.replace(state, token_counts=slots.state.token_counts if is_lean else state.token_counts)
-    slots = Slots(slots.params, state, known)
+    slots = dataclasses.replace(slots, state=state, read=known)
     return slots, concluded(packed, state.done, state.lengths - known if behind else jnp.zeros_like(known))

@@ -51,12 +51,15 @@ class Slots:
 
     Attributes:
         params, state: as in a generation, with S rows; ``state.tokens`` has T + 1 columns.
+        given: ``int32[S]``, how many tokens a request came with: its prompt, and behind it what it had written before
+            it was seated here.
         read: ``int32[S]``, how many tokens of its text the drafter has read for sure. Counted only for one that reads
             by itself; others know what the target knows.
     """
 
     params: RequestParams
     state: DecodeState
+    given: Array
     read: Array
 
 
@@ -67,11 +70,11 @@ def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
     transforms = neutral_transforms(count, vocab_size)
     params = RequestParams(
         keys=jax.random.split(jax.random.key(0), count),
-        prompt_lengths=ones,
-        limits=ones,
+        prompt_lengths=jnp.copy(ones),  # what is donated may be there once only
+        limits=jnp.copy(ones),
         eos_ids=jnp.full((count, sizes.eos_ids), -1, jnp.int32),
         transforms=transforms,
-        draft_transforms=jax.tree.map(jnp.copy, transforms),  # what is donated may be there once only
+        draft_transforms=jax.tree.map(jnp.copy, transforms),
         coupled=jnp.ones(count, bool),
     )
     state = DecodeState(
@@ -83,7 +86,7 @@ def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
         token_counts=TokenCounts(zeros.astype(bool), zeros),
         draft_length=(),
     )
-    return Slots(params, state, jnp.zeros(count, jnp.int32))
+    return Slots(params, state, jnp.copy(ones), jnp.zeros(count, jnp.int32))
 
 
 def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:

@@ -1,0 +1,178 @@
+"""The engine: one thread that owns the device, and a queue for everybody else."""
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jspec.acceptance import Rule
+from jspec.checks import check_arguments, check_rule
+from jspec.draft_length import DEFAULT, as_draft_length
+from jspec.drafters.base import Drafter
+from jspec.drafters.model import as_drafter
+from jspec.engine.device import Device
+from jspec.engine.loop import Listener, Loop
+from jspec.engine.request import Request, Result
+from jspec.engine.scheduler import Tenant
+from jspec.engine.slots import Sizes
+from jspec.llama import Llama
+from jspec.tree_checks import number_of_drafts
+from jspec.types import check_count
+
+
+class Engine:
+    """Decodes requests that come and go, all of them in one batch, with the rounds of `jspec.speculative_generate`.
+
+    Args:
+        target: the model whose law the texts have.
+        draft: a model or a drafter; None for plain decoding.
+        slots: how many requests at once; others wait.
+        max_length: the longest text, prompt included; room for that is reserved in every slot.
+        num_draft_tokens: K, 4 unless given; left out for a drafter with a tree.
+        accept: the rule for requests without a key.
+        max_waiting: how many may wait.
+        chunks: numbers of tokens by which prompts are read; fixes shapes.
+        rounds: how many rounds the device plays before it looks for new requests.
+        journal: whether `device.commands` is kept, to replay what the engine did.
+
+    Raises:
+        ValueError, TypeError: as `jspec.speculative_generate`.
+    """
+
+    def __init__(
+        self,
+        target: Llama,
+        draft: Llama | Drafter | None = None,
+        *,
+        slots: int = 8,
+        max_length: int = 1024,
+        num_draft_tokens: Any = DEFAULT,
+        accept: str | Rule = "rejection",
+        max_waiting: int = 64,
+        chunks: tuple[int, ...] = (32, 256),
+        rounds: int = 4,
+        journal: bool = False,
+    ):
+        for name, value in {
+            "slots": slots,
+            "max_length": max_length,
+            "max_waiting": max_waiting,
+            "rounds": rounds,
+        }.items():
+            check_count(name, value)
+        drafter, rule, k = None if draft is None else as_drafter(draft), check_rule(accept), None
+        if drafter is not None:
+            k = as_draft_length(number_of_drafts(target, drafter, num_draft_tokens, rule)).max_draft_tokens
+        sizes = Sizes(slots, max_length, 8, chunks, (0,) if k is None else (0, k), rounds)
+        self.device = Device(target, drafter, rule, sizes, journal)
+        self._target, self._drafter, self._num_draft_tokens = target, drafter, k
+        self._sizes, self._max_waiting = sizes, max_waiting
+        self._any_key = jax.random.split(jax.random.key(0), 1)
+        self._loop = Loop(self.device)
+        self._wake, self._closing, self._thread = threading.Condition(), False, None
+        self._arrived: deque[tuple[Tenant, Listener]] = deque()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish what has been submitted, and end."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(self, request: Request, listen: Listener) -> Tenant:
+        """Queue a request; `listen` is called in the engine's thread whenever there is more of its result.
+
+        Raises:
+            queue.Full: too many wait.
+            ValueError: something about the request cannot be; nothing was queued.
+        """
+        self._check(request)
+        tenant = Tenant(request)
+        with self._wake:
+            if self._closing:
+                raise RuntimeError("The engine is closed.")
+            if len(self._arrived) + self._loop.num_waiting >= self._max_waiting:
+                raise queue.Full(f"{self._max_waiting} requests are waiting already; try again later.")
+            self._arrived.append((tenant, listen))
+            self._wake.notify()
+        return tenant
+
+    def cancel(self, tenant: Tenant) -> None:
+        """End a request where it is."""
+        with self._wake:
+            tenant.cancelled = True
+            self._wake.notify()
+
+    def generate(self, requests: Iterable[Request]) -> list[Result]:
+        """All of `requests`, in their order; waits for them."""
+        return [result for _, result in sorted(self._finished(list(requests)), key=lambda one: one[0])]
+
+    def _finished(self, requests: list[Request]) -> Iterator[tuple[int, Result]]:
+        done: queue.SimpleQueue[tuple[int, Result]] = queue.SimpleQueue()
+        left, running = deque(enumerate(requests)), 0
+
+        def listen(i: int) -> Listener:
+            return lambda result: done.put((i, result)) if result.finish_reason else None
+
+        while left or running:
+            while left and running < self._max_waiting:
+                i, request = left.popleft()
+                self.submit(request, listen(i))
+                running += 1
+            yield done.get()
+            running -= 1
+
+    async def stream(self, request: Request) -> AsyncIterator[Result]:
+        """What there is of the result, whenever there is more; the same object, which grows. Leaving it cancels."""
+        loop, grown = asyncio.get_running_loop(), asyncio.Event()
+
+        def listen(_: Result) -> None:
+            loop.call_soon_threadsafe(grown.set)
+
+        tenant = self.submit(request, listen)
+        try:
+            while tenant.result.finish_reason is None:
+                await grown.wait()
+                grown.clear()
+                yield tenant.result
+        finally:
+            if tenant.result.finish_reason is None:
+                self.cancel(tenant)
+
+    def _check(self, request: Request) -> None:
+        tokens, eos_ids = np.array([request.tokens]), np.array(request.eos_ids, np.int32)
+        lengths, keys = np.array([tokens.size]), self._any_key if request.key is None else request.key[None]
+        k, limit = self._num_draft_tokens, request.max_new_tokens
+        check_arguments(self._target, self._drafter, tokens, lengths, keys, limit, k, request.sampling, eos_ids, 0)
+        longest = len(request.tokens) + request.max_new_tokens
+        if longest > self._sizes.length:
+            raise ValueError(f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more, "
+                             f"and texts of this engine have at most {self._sizes.length}; shorten one of the two, or "
+                             "use a larger max_length.")  # fmt: skip
+        if len(request.eos_ids) > self._sizes.eos_ids:
+            raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {self._sizes.eos_ids}.")
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._arrived or self._loop.is_busy or self._closing):
+                    self._wake.wait()
+                if self._closing and not (self._arrived or self._loop.is_busy):
+                    return
+                while self._arrived:
+                    self._loop.submit(*self._arrived.popleft())
+            self._loop.turn()

@@ -1,0 +1,146 @@
+"""The loop: what the host does between two calls of the device. One thread runs it, and it never waits for sockets."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from jspec.engine.device import Device
+from jspec.engine.news import News, Packed, unpack
+from jspec.engine.request import Result
+from jspec.engine.scheduler import Scheduler, Tenant
+
+_LOG = logging.getLogger("jspec")
+_PATIENCE = 3  # failures in a row
+Listener = Callable[[Result], None]
+
+
+class Loop:
+    """Admits, reads, plays, and hands on; never more than two calls of rounds ahead of what it has looked at."""
+
+    def __init__(self, device: Device):
+        self._device, self._sizes = device, device.sizes
+        self._scheduler = Scheduler(self._sizes.slots)
+        self._played: deque[tuple[Packed, dict[int, Tenant]]] = deque()
+        self._stop, self._listeners = np.zeros(self._sizes.slots, bool), dict[int, Listener]()
+        self._failures = 0
+
+    def submit(self, tenant: Tenant, listen: Listener) -> None:
+        """Queue a request; `listen` is called whenever there is more of its result."""
+        self._listeners[id(tenant)] = listen
+        self._scheduler.submit(tenant)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._scheduler.waiting or any(self._scheduler.tenants) or self._played)
+
+    def turn(self) -> None:
+        """Once around: admit, read, play, and look at what the call before has brought."""
+        try:
+            self._turn()
+            self._failures = 0
+        except Exception as error:
+            _LOG.exception("A call of the engine has failed.")
+            self._failures += 1
+            self._recover(error)
+
+    def _turn(self) -> None:
+        self._drop_cancelled()
+        self._admit()
+        self._read()
+        writing = dict(self._scheduler.writing())
+        if writing or self._stop.any():
+            self._play(writing)
+        while len(self._played) > bool(writing):
+            self._settle(*self._played.popleft())
+
+    def _drop_cancelled(self) -> None:
+        """Those that wait or are being read end at once; of others the device is told with the next call."""
+        for tenant in [tenant for tenant in self._scheduler.waiting if tenant.cancelled]:
+            self._scheduler.waiting.remove(tenant)
+            self._finish(tenant, "cancelled")
+        for slot, tenant in enumerate(self._scheduler.tenants):
+            if tenant is not None and tenant.cancelled:
+                self._stop[slot] = True
+                self._scheduler.leave(slot)
+                self._finish(tenant, "cancelled")
+
+    def _admit(self) -> None:
+        while (seat := self._scheduler.admit()) is not None:
+            slot, tenant = seat
+            row = tenant.request.row(self._sizes.eos_ids, self._device.target.config.vocab_size)
+            self._device.seat(slot, row, len(tenant.given), tenant.read)
+            self._stop[slot] = False  # it was stopped by being seated anew
+
+    def _read(self) -> None:
+        """Texts, and what drafters are behind, as far as others should wait for it; more where none does."""
+        budget = self._sizes.chunks[-1]
+        for slot, tenant in self._scheduler.reading():
+            while not tenant.is_written and (budget > 0 or not self._scheduler.writing()):
+                budget -= self._device.chunk(len(tenant.given) - tenant.read)
+                tenant.read = self._device.read(slot, tenant.given, tenant.read)
+                tenant.pieces += 1
+        if not self._device.lags:
+            return
+        budget = self._sizes.chunks[-1]
+        for slot, tenant in self._scheduler.writing():
+            if tenant.lag > 2 and budget > 0:
+                budget -= self._device.chunk(tenant.lag)
+                tenant.lag -= self._device.follow(slot, tenant.lag)
+
+    def _play(self, writing: dict[int, Tenant]) -> None:
+        is_lean = all(tenant.request.is_lean for tenant in writing.values())
+        k = self._sizes.num_draft_tokens[-1]
+        packed = self._device.play(k, self._sizes.rounds if writing else 0, self._stop.copy(), is_lean)
+        self._stop[:] = False
+        self._played.append((packed, writing))
+
+    def _settle(self, packed: Packed, writing: dict[int, Tenant]) -> None:
+        """Hand on what a call has brought to those whom it was dispatched for."""
+        news = unpack(packed, writing)
+        for slot, tenant in writing.items():
+            if tenant.result.finish_reason is None:
+                self._tell(slot, tenant, news[slot])
+
+    def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
+        result = tenant.result
+        for name in ("tokens", "origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted"):
+            getattr(result, name).extend(getattr(new, name))
+        tenant.lag = new.lag
+        if not new.done:
+            return self._listeners[id(tenant)](result) if new.tokens else None
+        self._scheduler.leave(slot)
+        if new.invalid:
+            result.error = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
+            return self._finish(tenant, "error")
+        ended = bool(result.tokens) and result.tokens[-1] in tenant.request.eos_ids
+        return self._finish(tenant, "eos" if ended else "length")
+
+    def _finish(self, tenant: Tenant, reason: str) -> None:
+        tenant.result.finish_reason = reason
+        self._listeners.pop(id(tenant))(tenant.result)
+
+    def _recover(self, error: Exception) -> None:
+        """Empty slots; requests with a key read what they have, and go on as if nothing had been.
+
+        Not if that has failed a few times in a row; then all end with the error.
+        """
+        seated = [tenant for tenant in self._scheduler.tenants if tenant is not None]
+        waiting, self._scheduler = self._scheduler.waiting, Scheduler(self._sizes.slots)
+        self._played.clear()
+        self._stop[:] = False
+        hopeless = self._failures >= _PATIENCE
+        for tenant in [*seated, *waiting]:
+            if hopeless or (tenant in seated and tenant.request.key is None):
+                tenant.result.error = f"{type(error).__name__}: {error}"
+                self._finish(tenant, "error")
+            else:
+                self._scheduler.submit(tenant)
+        self._device.reset()

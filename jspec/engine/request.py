@@ -1,0 +1,100 @@
+"""Requests, and what comes of them."""
+
+import dataclasses
+import functools
+import secrets
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
+from jspec.state import RequestParams
+
+_NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0, repetition=1.0, presence=0.0,
+                            frequency=0.0, bias=None)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One text to be continued.
+
+    Attributes:
+        tokens: its ids.
+        max_new_tokens: most tokens to add.
+        sampling: temperature, filters, penalties; numbers. Its `max_tokens` is not looked at.
+        key: a typed PRNG key. With one the text is that of `jspec.generate` with this key, whatever else runs, how far
+            is drafted, and wherever it is cut and resumed (rule "coupled"). None: any key, and the engine's own rule,
+            which accepts more.
+        eos_ids: tokens that end it.
+        salt: of requests with different ones none reuses what another has read.
+    """
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    key: Array | None = None
+    eos_ids: tuple[int, ...] = ()
+    salt: str = ""
+
+    @functools.cached_property
+    def is_lean(self) -> bool:
+        """Whether it asks for nothing beside a temperature."""
+        parts = (target_transforms(self.sampling), draft_transforms(self.sampling))
+        return all(getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature")
+
+    def row(self, num_eos_ids: int, vocab_size: int) -> RequestParams:
+        """It as a batch of one for an engine's slots."""
+        eos = np.full((1, num_eos_ids), -1, np.int32)
+        eos[0, : len(self.eos_ids)] = self.eos_ids
+        key = jax.random.key(secrets.randbits(63)) if self.key is None else self.key
+        fields: dict[str, Any] = {  # of NumPy: it is copied once, with the call
+            "keys": key[None],
+            "prompt_lengths": np.array([len(self.tokens)], np.int32),
+            "limits": np.array([self.max_new_tokens], np.int32),
+            "eos_ids": eos,
+            "transforms": _row(target_transforms(self.sampling), vocab_size),
+            "draft_transforms": _row(draft_transforms(self.sampling), vocab_size),
+            "coupled": np.array([self.key is not None]),
+        }
+        return RequestParams(**fields)
+
+
+def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
+    """`transforms` with nothing left out, as a batch of one."""
+    neutral = dataclasses.replace(_NEUTRAL, bias=np.zeros(vocab_size, np.float32))
+    fields: dict[str, Any] = {}
+    for name, off in vars(neutral).items():
+        value = getattr(transforms, name)
+        fields[name] = np.asarray(off if value is None else value, np.float32)[None]
+    return LogitsTransforms(**fields)
+
+
+@dataclasses.dataclass
+class Result:
+    """What has come of a request so far.
+
+    Attributes:
+        tokens, origins, logprobs, raw_logprobs: of the new tokens, as in `jspec.Output`.
+        accepted, judged, drafted: of each round, drafts, as counted in `jspec.Stats`.
+        finish_reason: "eos", "length", "cancelled" or "error"; None while it goes on.
+        error: what has gone wrong.
+        cached: tokens of the prompt that did not have to be read.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    origins: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    judged: list[int] = dataclasses.field(default_factory=list)
+    drafted: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    cached: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over judged drafts; NaN where none was judged."""
+        return sum(self.accepted) / sum(self.judged) if any(self.judged) else float("nan")

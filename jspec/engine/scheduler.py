@@ -1,0 +1,106 @@
+"""Who gets which slot, and what is read next: plain Python over what the host knows; nothing here touches a device."""
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from jspec.engine.request import Request, Result
+
+
+@dataclasses.dataclass(eq=False)
+class Tenant:
+    """A request on its way.
+
+    Attributes:
+        given: what it came with to its slot; more than its prompt where it goes on after a failure.
+        seat: counts those that got a slot.
+        read: how many tokens of `given` have been read.
+        pieces: in how many pieces since it was seated; at least in one, be it empty, with which it begins to write.
+        lag: how many tokens its drafter may be behind.
+    """
+
+    request: Request
+    result: Result = dataclasses.field(default_factory=Result)
+    given: tuple[int, ...] = ()
+    seat: int = 0
+    read: int = 0
+    pieces: int = 0
+    lag: int = 0
+    cancelled: bool = False
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """All of it so far."""
+        return (*self.request.tokens, *self.result.tokens)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is past reading, so that rounds go on with it."""
+        return self.pieces > 0 and self.read == len(self.given) - 1
+
+
+class Scheduler:
+    """First come, first served, into slots of a fixed number.
+
+    Attributes:
+        waiting: who has no slot yet, in order.
+        tenants: by slot.
+        residents: by slot, what its cache holds, and the salt of whose it is.
+    """
+
+    def __init__(self, slots: int, least_kept: int = 1):
+        self.waiting: deque[Tenant] = deque()
+        self.tenants: list[Tenant | None] = [None] * slots
+        self.residents: list[tuple[Sequence[int], str]] = [((), "")] * slots
+        self._least_kept, self._clock, self._left = least_kept, itertools.count(1), [0] * slots
+
+    def submit(self, tenant: Tenant) -> None:
+        """At the end of the queue."""
+        self.waiting.append(tenant)
+
+    def admit(self) -> tuple[int, Tenant] | None:
+        """Seat the next request: its slot, and with ``tenant.read`` what it need not read; None where none can be."""
+        free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
+        if not free or not self.waiting:
+            return None
+        tenant = self.waiting.popleft()
+        tenant.given = tenant.text
+        # The slot that holds most of it; of those the one that has been left for longest.
+        slot = max(free, key=lambda slot: (self._kept(slot, tenant), -self._left[slot]))
+        tenant.read = tenant.result.cached = self._kept(slot, tenant)
+        tenant.pieces, tenant.lag, tenant.seat = 0, len(tenant.given), next(self._clock)
+        self.tenants[slot] = tenant
+        self.residents[slot] = (), ""
+        return slot, tenant
+
+    def _kept(self, slot: int, tenant: Tenant) -> int:
+        """How many tokens of a text the slot holds; never the last two, for a drafter that must read one."""
+        held, salt = self.residents[slot]
+        if salt != tenant.request.salt:
+            return 0
+        pairs = zip(held, tenant.given or tenant.text, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kept = min(same, len(held) - 1, len(tenant.given) - 2)
+        return kept if kept >= self._least_kept else 0
+
+    def reading(self) -> list[tuple[int, Tenant]]:
+        """Slots whose texts are still being read, first come first."""
+        found = [(slot, tenant) for slot, tenant in self._seated() if not tenant.is_written]
+        return sorted(found, key=lambda one: one[1].seat)
+
+    def writing(self) -> list[tuple[int, Tenant]]:
+        """Slots with which rounds go on."""
+        return [(slot, tenant) for slot, tenant in self._seated() if tenant.is_written]
+
+    def _seated(self) -> list[tuple[int, Tenant]]:
+        return [(slot, tenant) for slot, tenant in enumerate(self.tenants) if tenant is not None]
+
+    def leave(self, slot: int) -> Tenant:
+        """Free a slot; what it holds may serve another."""
+        tenant = self.tenants[slot]
+        assert tenant is not None, "nobody leaves an empty slot"
+        held = tenant.text if tenant.is_written else tenant.given[: tenant.read + 1]
+        self.tenants[slot], self.residents[slot] = None, (held, tenant.request.salt)
+        self._left[slot] = next(self._clock)
+        return tenant

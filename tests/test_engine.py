@@ -1,0 +1,269 @@
+"""The engine: texts of seeded requests are those of the request alone, others have the law, nobody gets another's."""
+
+import asyncio
+import dataclasses
+import queue
+import threading
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import toys
+from test_law import NUM_TOKENS, VOCAB, exact_law
+from test_matrix import PROMPTS, SETTINGS
+
+import jspec
+from jspec.engine import Engine, Request
+from jspec.engine.device import Device
+from jspec.engine.news import unpack
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LONGEST, NEW = 48, 24
+OPTIONS = {"slots": 3, "max_length": LONGEST + NEW, "chunks": (4, 16), "rounds": 3}
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = toys.tiny_llama(0, 3)
+    return target, toys.tiny_llama(1, 1, related_to=target)
+
+
+@pytest.fixture(scope="module")
+def engine(models):
+    """One for all tests that disturb nobody; what it did is kept."""
+    with Engine(*models, **OPTIONS, journal=True) as engine:
+        yield engine
+
+
+def turns(i):
+    """Other sampling parameters for every request; some have none beside a temperature."""
+    return [
+        {}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5, "presence_penalty": 0.5},
+        {"top_p": 0.8, "repetition_penalty": 1.3}, {"temperature": 0.6}, {"min_p": 0.05, "frequency_penalty": 0.3},
+        {"logit_bias": np.where(np.arange(VOCAB) == i % VOCAB, 1.5, 0.0).astype(np.float32)},
+    ][i % 7]  # fmt: skip
+
+
+def made(count, seed=0, seeded=True):
+    """`count` requests of any length, limit, end and sampling parameters."""
+    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), count)
+    return [
+        Request(tuple(rng.integers(VOCAB, size=rng.integers(1, LONGEST + 1)).tolist()), int(rng.integers(1, NEW + 1)),
+                jspec.SamplingParams(**turns(i)), keys[i] if seeded else None, (i % VOCAB,) if i % 3 == 0 else ())
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def alone(target, requests):
+    """What `jspec.generate` makes of each, in a batch of it alone; all of one kind in one program."""
+    texts = []
+    for request in requests:
+        tokens = np.zeros((1, LONGEST + NEW), np.int32)
+        tokens[0, : len(request.tokens)] = request.tokens
+        sampling = dataclasses.replace(request.sampling, max_tokens=request.max_new_tokens)
+        eos_ids = request.eos_ids or (-1,)
+        out = jspec.generate(target, tokens, np.array([len(request.tokens)]), request.key[None], max_new_tokens=NEW,
+                             sampling=sampling, eos_ids=np.array([eos_ids]))  # fmt: skip
+        texts.append((out.tokens[0, : int(out.lengths[0])].tolist(), out.raw_logprobs[0, : int(out.lengths[0])]))
+    return texts
+
+
+def check_texts(target, requests, results):
+    """How many texts differ from those alone; log-probabilities may by rounding."""
+    for request, result, (tokens, logprobs) in zip(requests, results, alone(target, requests), strict=True):
+        assert result.tokens == tokens
+        np.testing.assert_allclose(result.raw_logprobs, logprobs, atol=2e-5)
+        ended = tokens[-1] in request.eos_ids
+        assert result.finish_reason == ("eos" if ended else "length"), result.error
+        assert len(result.origins) == len(result.logprobs) == len(tokens)
+        assert sum(result.accepted) <= sum(result.judged) <= sum(result.drafted)
+
+
+def test_texts_are_those_of_the_requests_alone(engine, models):
+    requests = made(40)
+    check_texts(models[0], requests, engine.generate(requests))
+
+
+def test_a_prefix_that_a_slot_holds_is_not_read_again(engine, models):
+    first = made(6, seed=1)
+    first = [dataclasses.replace(one, max_new_tokens=4, eos_ids=()) for one in first]
+    texts = [one.tokens + tuple(found.tokens) for one, found in zip(first, engine.generate(first), strict=True)]
+    again = [Request(text, 8, one.sampling, one.key) for text, one in zip(texts[3:], first[3:], strict=True)]
+    warm = engine.generate(again)
+    check_texts(models[0], again, warm)
+    assert sum(found.cached for found in warm) > sum(len(text) for text in texts[3:]) // 2
+    others = engine.generate([dataclasses.replace(one, salt="another's") for one in again])
+    assert [found.tokens for found in others] == [found.tokens for found in warm]
+    assert not any(found.cached for found in others)
+
+
+def test_requests_come_and_go_while_others_write(engine, models):
+    """From several threads; some are cancelled on their way."""
+    requests, found = made(24, seed=2), {}
+
+    def ask(number):
+        for i in range(number, len(requests), 4):
+            arrived = threading.Event()
+            cancel = i % 5 == 3
+            tenant = engine.submit(requests[i], lambda _, arrived=arrived: arrived.set())
+            while tenant.result.finish_reason is None:
+                arrived.wait(60)
+                arrived.clear()
+                if cancel:
+                    engine.cancel(tenant)
+            found[i] = tenant.result
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = [i for i, result in found.items() if result.finish_reason != "cancelled"]
+    assert len(whole) >= 19
+    check_texts(models[0], [requests[i] for i in whole], [found[i] for i in whole])
+    for i in set(found) - set(whole):
+        text = alone(models[0], requests[i : i + 1])[0][0]
+        assert found[i].tokens == text[: len(found[i].tokens)]
+
+
+def test_a_journal_is_the_run(engine, models):
+    """Another device that is told the same does the same, bit for bit."""
+    engine.generate([*made(8, seed=12), *made(4, seed=13, seeded=False)])
+    commands = list(engine.device.commands)
+    one, other = (Device(models[0], engine.device.drafter, engine.device.rule, engine.device.sizes, journal=True)
+                  for _ in range(2))  # fmt: skip
+    other._programs = one._programs = engine.device._programs  # compiled as they are
+    first, second = one.replay(commands), other.replay(commands)
+    slots, tokens = range(OPTIONS["slots"]), 0
+    for a, b in zip(first, second, strict=True):
+        news = unpack(a, slots)
+        assert news == unpack(b, slots)
+        tokens += sum(len(new.tokens) for new in news.values())
+    assert tokens > 100
+
+
+def test_nothing_is_compiled_for_requests_of_another_kind(engine, models, compilations):
+    engine.generate(made(14, seed=3) + made(2, seed=3, seeded=False))
+    engine.device.compile()
+    requests = [*made(21, seed=4), *made(7, seed=5, seeded=False)]
+    before = compilations()
+    engine.generate(requests)
+    assert compilations() == before
+
+
+def test_a_failure_is_survived(models, monkeypatch):
+    """Seeded requests go on as if nothing had been; others are told."""
+    requests = made(6, seed=6)
+    requests[2] = dataclasses.replace(requests[2], key=None)
+    with Engine(*models, **OPTIONS) as engine:
+        play, calls = engine.device.play, []
+
+        def fails(*arguments):
+            calls.append(arguments)
+            if len(calls) in (3, 7):
+                raise RuntimeError("the device is gone")
+            return play(*arguments)
+
+        monkeypatch.setattr(engine.device, "play", fails)
+        results = engine.generate(requests)
+    assert results[2].finish_reason == "error" and "the device is gone" in results[2].error
+    kept = [i for i in range(6) if i != 2]
+    check_texts(models[0], [requests[i] for i in kept], [results[i] for i in kept])
+
+
+def test_what_always_fails_ends(models, monkeypatch):
+    with Engine(*models, **OPTIONS) as engine:
+        monkeypatch.setattr(engine.device, "play", lambda *_: 1 / 0)
+        results = engine.generate(made(5, seed=7))
+        assert [(found.finish_reason, found.error) for found in results] == [("error", results[0].error)] * 5
+        monkeypatch.undo()
+        assert engine.generate(made(1, seed=8))[0].finish_reason in ("eos", "length")
+
+
+def test_streams_grow_and_end(engine, models):
+    requests = made(5, seed=9)
+
+    async def read(request):
+        sizes = [len(result.tokens) async for result in engine.stream(request)]
+        return sizes
+
+    async def all_of_them():
+        return await asyncio.gather(*map(read, requests))
+
+    for request, sizes, (tokens, _) in zip(requests, asyncio.run(all_of_them()), alone(models[0], requests),
+                                           strict=True):  # fmt: skip
+        assert sizes == sorted(sizes) and sizes[-1] == len(tokens), request
+
+
+def test_who_leaves_a_stream_frees_the_slot(engine):
+    async def leave():
+        async for result in engine.stream(Request((1, 2, 3), NEW, key=jax.random.key(0))):
+            return result
+
+    results = [asyncio.run(leave()) for _ in range(4)]
+    assert engine.generate(made(4, seed=10))
+    assert {result.finish_reason for result in results} <= {"cancelled", "length"}
+
+
+def test_bad_requests_are_refused_at_once(engine):
+    for request, message in (
+        (Request((), 3), "nothing to continue"), (Request((VOCAB,), 3), "outside the vocabulary"),
+        (Request((1,), 0), "max_new_tokens"), (Request((1,) * LONGEST, NEW + 1), "use a larger max_length"),
+        (Request((1,), 3, jspec.SamplingParams(temperature=-1)), "temperature must be"),
+        (Request((1,), 3, eos_ids=(0,) * 9), "at most 8"),
+        (Request((1,), 3, eos_ids=(VOCAB,)), "eos_ids holds"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            engine.submit(request, print)
+    with pytest.raises(TypeError, match="typed PRNG keys"):
+        engine.submit(Request((1,), 3, key=jax.random.PRNGKey(0)), print)
+
+
+def test_too_many_are_refused_and_a_closed_engine_takes_none(models):
+    engine = Engine(*models, **OPTIONS, max_waiting=2)
+    for _ in range(2):
+        engine.submit(Request((1,), 3), print)
+    with pytest.raises(queue.Full, match="2 requests are waiting"):
+        engine.submit(Request((1,), 3), print)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(Request((1,), 3), print)
+
+
+def check_law(report, count):
+    """Texts of requests with keys, without, one after another in every slot: against the enumerated laws."""
+    target = toys.tiny_llama(10)
+    drafter = toys.tiny_llama(11, 1, related_to=target)
+    asked = [(prompt, settings) for prompt, settings in zip(PROMPTS, SETTINGS, strict=False)]
+    counts = np.zeros((2, len(asked), VOCAB**NUM_TOKENS), np.int64)
+    keys = jax.random.split(jax.random.key(3), count)
+    with Engine(target, drafter, slots=32, max_length=16, num_draft_tokens=2, chunks=(8, 256), rounds=4,
+                max_waiting=256) as engine:  # fmt: skip
+        kinds = [(seeded, i, n) for n in range(count) for i in range(len(asked)) for seeded in (0, 1)]
+        requests = [Request(asked[i][0], NUM_TOKENS, jspec.SamplingParams(**asked[i][1]), keys[n] if seeded else None)
+                    for seeded, i, n in kinds]  # fmt: skip
+        for (seeded, i, _), result in zip(kinds, engine.generate(requests), strict=True):
+            counts[seeded, i, np.ravel_multi_index(result.tokens, (VOCAB,) * NUM_TOKENS)] += 1
+    p_values = [oracle.p_value(counts[seeded, i], exact_law(target, *asked[i])) for seeded in (0, 1) for i in range(3)]
+    sees = oracle.detectable(count, VOCAB**NUM_TOKENS - 1, oracle.ALPHA / 6)
+    report(settings=6, texts_each=count, min_p=f"{min(p_values):.2g}", sees_tv=f"{sees:.3f}")
+    assert min(p_values) > oracle.ALPHA / 6
+
+
+def test_texts_have_the_target_law(report):
+    check_law(report, 2_000)
+
+
+@pytest.mark.slow
+def test_texts_have_the_target_law_at_length(report):
+    check_law(report, 40_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 4, 8])
+def test_a_thousand_texts(models, slots):
+    requests = made(1000, seed=11)
+    with Engine(*models, **(OPTIONS | {"slots": slots})) as engine:
+        check_texts(models[0], requests, engine.generate(requests))

@@ -1,0 +1,164 @@
+"""The host's side of an engine, with a device that is a few lines of Python: nobody gets what is another's."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from jspec.engine.loop import Loop
+from jspec.engine.news import Packed
+from jspec.engine.request import Request
+from jspec.engine.scheduler import Scheduler, Tenant
+from jspec.engine.slots import Sizes
+
+SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2)
+KEY = jax.random.key(0)
+NUMBERS = 6  # of each row and round, behind tokens and origins
+
+
+class FakeDevice:
+    """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
+
+    target, lags = SimpleNamespace(config=SimpleNamespace(vocab_size=4)), True
+
+    def __init__(self):
+        self.sizes, self.fails = SIZES, False
+        self.reset()
+
+    def reset(self):
+        self.texts, self.given, self.limits = [[] for _ in range(3)], [0] * 3, [0] * 3
+        self.moves, self.prompts = [False] * 3, [0] * 3
+
+    def seat(self, slot, row, given, kept):
+        assert kept == 0 or kept < min(len(self.texts[slot]), given), "what is kept has been read"
+        self.texts[slot], self.given[slot], self.moves[slot] = self.texts[slot][:kept], given, False
+        self.prompts[slot], self.limits[slot] = int(row.prompt_lengths[0]), int(row.limits[0])
+
+    def chunk(self, behind):
+        return next((size for size in SIZES.chunks if size >= behind - 1), SIZES.chunks[-1])
+
+    def read(self, slot, text, start):
+        assert not self.moves[slot] and list(text[:start]) == self.texts[slot][:start]
+        count = min(self.chunk(len(text) - start), len(text) - 1 - start)
+        self.texts[slot] = list(text[: start + count + 1])
+        self.moves[slot] = len(self.texts[slot]) == self.given[slot] == len(text)
+        return start + count
+
+    def follow(self, slot, lag):
+        assert self.moves[slot] or lag > 2
+        return self.chunk(lag)
+
+    def play(self, num_draft_tokens, rounds, stop, is_lean):
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("planted")
+        width = num_draft_tokens + 1
+        integers = np.zeros((SIZES.rounds + 1, 3, 2 * width + NUMBERS), np.int32)
+        self.moves = [moves and not stopped for moves, stopped in zip(self.moves, stop, strict=True)]
+        for i in range(rounds):
+            for slot in np.flatnonzero(self.moves):
+                written = len(self.texts[slot]) - self.prompts[slot]
+                count = min(1 + (written + slot) % width, self.limits[slot] - written)
+                new = [1000 * self.texts[slot][0] + written + j for j in range(count)]
+                integers[i, slot, : len(new)] = new
+                integers[i, slot, 2 * width] = len(new)
+                self.texts[slot] += new
+                self.moves[slot] = len(self.texts[slot]) - self.prompts[slot] < self.limits[slot]
+        integers[-1, :, 0], integers[-1, :, 1] = np.logical_not(self.moves), 1
+        return Packed(integers, np.zeros((SIZES.rounds, 3, 2 * width + 1), np.float32))
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests of any length come at any time, are cancelled, and now and then the device fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.device = FakeDevice()
+        self.loop, self.asked, self.told = Loop(self.device), [], []
+
+    @rule(length=st.integers(1, 30), limit=st.integers(1, 12), keyed=st.booleans(), again=st.booleans())
+    def submit(self, length, limit, keyed, again):
+        number = len(self.asked) + 1
+        tokens = (number, *[7] * (length - 1))
+        if again and self.asked and len(self.asked[-1].text) < 50:  # it goes on where another has ended
+            tokens = self.asked[-1].text
+        tenant = Tenant(Request(tokens, limit, key=KEY if keyed else None))
+        self.asked.append(tenant)
+        self.told.append(0)
+        self.loop.submit(tenant, lambda _: self.told.__setitem__(number - 1, self.told[number - 1] + 1))
+
+    @rule(which=st.integers(0, 40))
+    def cancel(self, which):
+        if self.asked:
+            self.asked[which % len(self.asked)].cancelled = True
+
+    @rule()
+    def fail(self):
+        self.device.fails = True
+
+    @rule(count=st.integers(1, 5))
+    def turn(self, count):
+        for _ in range(count):
+            self.loop.turn()
+
+    @invariant()
+    def everybody_has_their_own(self):
+        for tenant in self.asked:
+            first = tenant.request.tokens[0]
+            assert tenant.result.tokens == [1000 * first + i for i in range(len(tenant.result.tokens))]
+            assert len(tenant.result.tokens) <= tenant.request.max_new_tokens
+            if tenant.result.finish_reason == "length":
+                assert len(tenant.result.tokens) == tenant.request.max_new_tokens
+
+    def teardown(self):
+        self.device.fails = False
+        for _ in range(20 + 40 * len(self.asked)):
+            self.loop.turn()
+        assert not self.loop.is_busy and not self.loop._listeners
+        assert self.loop._scheduler.tenants == [None] * 3 and not any(self.device.moves)
+        for tenant, told in zip(self.asked, self.told, strict=True):
+            assert told and tenant.result.finish_reason in ("length", "cancelled", "error")
+            assert tenant.result.finish_reason != "error" or "planted" in tenant.result.error
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_steps():
+    settings = hypothesis.settings(max_examples=400, stateful_step_count=50, deadline=None)
+    hypothesis.stateful.run_state_machine_as_test(Requests, settings=settings)
+
+
+def test_the_slot_that_holds_most_of_a_text_is_taken():
+    scheduler = Scheduler(3)
+    scheduler.residents = [((1, 2, 3, 4), ""), ((1, 2, 9), ""), ((1, 2, 3, 4, 5, 6), "salt")]
+    for tokens, salt, slot, kept in (
+        ((1, 2, 3, 4, 5, 6, 7), "", 0, 3), ((1, 2, 9, 9, 9), "", 1, 2), ((1, 2), "salt", 2, 0),
+    ):  # fmt: skip
+        scheduler.submit(Tenant(Request(tokens, 1, salt=salt)))
+        found, tenant = scheduler.admit()
+        assert (found, tenant.read) == (slot, kept)
+    scheduler.submit(Tenant(Request((1,), 1)))
+    assert scheduler.admit() is None
+
+
+def test_first_come_first_served():
+    scheduler, tenants = Scheduler(2), [Tenant(Request((i, i), 1)) for i in range(5)]
+    for tenant in tenants:
+        scheduler.submit(tenant)
+    order = []
+    while (seat := scheduler.admit()) or any(scheduler.tenants):
+        if seat:
+            order.append(seat[1])
+        else:
+            scheduler.leave(next(slot for slot, one in enumerate(scheduler.tenants) if one))
+    assert order == tenants
+    assert [tenant.seat for tenant in tenants] == sorted(tenant.seat for tenant in tenants)
+    assert dataclasses.asdict(tenants[0].result)["finish_reason"] is None
