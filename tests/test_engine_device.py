@@ -1,6 +1,8 @@
 """Texts of an engine's programs, called by hand, are those of `jspec.generate` alone."""
 
 import dataclasses
+import math
+import re
 
 import drafters
 import jax
@@ -118,3 +120,19 @@ def test_a_text_is_that_of_the_request_alone(models, requests, name):
     for text, out in zip(host.texts, alone, strict=True):
         assert text == out.tokens[0].tolist()
     assert host.accepted
+
+
+@pytest.mark.parametrize(
+    "key", [("seat",), ("read", 16), ("follow", 4), ("play", 0, True), ("play", 4, False)], ids=str
+)
+def test_no_program_copies_a_cache(models, as_shipped, key, report):
+    """Slots are donated, and what they hold stays where it is."""
+    one = device(models, "model")
+    program = one._lowered(key).compile(as_shipped).as_text()
+    positions, config = one.positions, models[0].config
+    size = SLOTS * config.num_key_value_heads * config.head_dim * positions
+    shapes = re.findall(r"= (\w+\[[\d,]*\])\S* ([\w\-]+)\(", program)
+    of_cache = [(shape, op) for shape, op in shapes if math.prod(map(int, re.findall(r"\d+", shape[3:]))) == size]
+    copies = [(shape, op) for shape, op in of_cache if op in ("copy", "copy-start", "transpose", "concatenate")]
+    report(cache_sized=len(of_cache), copies=len(copies), positions=positions)
+    assert of_cache and not copies

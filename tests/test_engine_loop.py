@@ -149,6 +149,18 @@ def test_the_slot_that_holds_most_of_a_text_is_taken():
     assert scheduler.admit() is None
 
 
+def test_who_is_cancelled_no_longer_moves():
+    device = FakeDevice()
+    loop, tenant = Loop(device), Tenant(Request((1, 7, 7), 50))
+    loop.submit(tenant, lambda _: None)
+    while not tenant.result.tokens:
+        loop.turn()
+    assert any(device.moves)
+    tenant.cancelled = True
+    loop.turn()
+    assert tenant.result.finish_reason == "cancelled" and not any(device.moves)
+
+
 def test_first_come_first_served():
     scheduler, tenants = Scheduler(2), [Tenant(Request((i, i), 1)) for i in range(5)]
     for tenant in tenants:

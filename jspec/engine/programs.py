@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.acceptance.base import Rule
-from jspec.cache import KVCache
 from jspec.draft_length import Fixed
 from jspec.drafters.asked import features_of
 from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on, where_read
@@ -53,9 +52,8 @@ def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, sta
     """
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
-    past = take(state.cache, slot), at
-    own = target.new_cache(1, piece.shape[1] - 1)
-    _, told, new = target.forward_with_features(piece[:, :-1], own, at, features, past=past)
+    row = take(state.cache, slot)
+    _, told, row = target.forward_with_features(piece[:, :-1], row, at, features)
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
     begins = end == slots.given[slot]
     drafter_state = state.drafter
@@ -70,7 +68,7 @@ def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, sta
         tokens=tokens,
         lengths=state.lengths.at[slot].set(end),
         done=state.done.at[slot].set(~begins),
-        cache=_written(state.cache, new, slot, start),
+        cache=put(state.cache, row, slot),
         drafter=drafter_state,
         token_counts=put(state.token_counts, counts, slot),
     )
@@ -94,16 +92,6 @@ def _read_whole(drafter: Any, rows: Any, tokens: Array, slot: Array, begins: Arr
         return rows
 
     return cast(Any, lax.cond(begins, read, wait, rows))
-
-
-def _written(cache: KVCache, new: KVCache, slot: Array, start: Array) -> KVCache:
-    """`cache` with a piece of one slot, from position `start` on."""
-    zero = jnp.zeros_like(start)
-    keys = (lax.dynamic_update_slice(room, part, (slot, zero, zero, start))
-            for room, part in zip(cache.keys, new.keys, strict=True))  # fmt: skip
-    values = (lax.dynamic_update_slice(room, part, (slot, zero, start, zero))
-              for room, part in zip(cache.values, new.values, strict=True))  # fmt: skip
-    return KVCache(tuple(keys), tuple(values))
 
 
 def follow(target: Any, drafter: Any, slots: Slots, slot: Array, *, chunk: int) -> Slots:
