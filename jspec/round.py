@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -131,13 +131,23 @@ def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int,
 
 def _by_row(rule: Rule, params: RequestParams, start: Array, draft: Draft, target_probs: Array) -> Verdict:
     """The verdict of `rule`, and in the rows that are `coupled` that of "coupled"."""
-    verdict = rule.accept(params.keys, start, draft, target_probs)
+
+    def by(rule: Rule) -> Verdict:
+        return rule.accept(params.keys, start, draft, target_probs)
+
     if params.coupled is None:
-        return verdict
-    other = RULES["coupled"].accept(params.keys, start, draft, target_probs)
-    if verdict.distortion is not None:
-        other = dataclasses.replace(other, distortion=jnp.zeros_like(verdict.distortion))
-    return jax.tree.map(functools.partial(_where_rows, params.coupled), other, verdict)
+        return by(rule)
+
+    def own() -> Verdict:
+        return by(rule)
+
+    def both() -> Verdict:
+        verdict, other = by(rule), by(RULES["coupled"])
+        if verdict.distortion is not None:
+            other = dataclasses.replace(other, distortion=jnp.zeros_like(verdict.distortion))
+        return jax.tree.map(functools.partial(_where_rows, params.coupled), other, verdict)
+
+    return cast(Verdict, lax.cond(params.coupled.any(), both, own))
 
 
 def _where_rows(chosen: Array, one: Array, other: Array) -> Array:

@@ -6,6 +6,7 @@ import queue
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -20,7 +21,7 @@ from jspec.engine.news import unpack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONGEST, NEW = 48, 24
-OPTIONS = {"slots": 3, "max_length": LONGEST + NEW, "chunks": (4, 16), "rounds": 3}
+OPTIONS = {"slots": 3, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tokens": 16, "rounds": 3}
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,19 @@ def test_what_always_fails_ends(models, monkeypatch):
         assert engine.generate(made(1, seed=8))[0].finish_reason in ("eos", "length")
 
 
+def test_a_drafter_that_guesses_no_tokens_is_named(models):
+    class Beyond(jspec.NGramDrafter):
+        def propose(self, state, context, num_draft_tokens):
+            draft, state = super().propose(state, context, num_draft_tokens)
+            return dataclasses.replace(draft, tokens=draft.tokens + VOCAB, probs=jnp.ones_like(draft.probs)), state
+
+    fields = ["max_ngram", "min_ngram", "tree"]
+    drafter = jax.tree_util.register_dataclass(Beyond, data_fields=[], meta_fields=fields)()
+    with Engine(models[0], drafter, **OPTIONS) as engine:
+        result = engine.generate([Request((1, 2, 3), NEW)])[0]
+    assert result.finish_reason == "error" and "Beyond drafted ids outside" in result.error
+
+
 def test_streams_grow_and_end(engine, models):
     requests = made(5, seed=9)
 
@@ -239,7 +253,7 @@ def check_law(report, count):
     asked = [(prompt, settings) for prompt, settings in zip(PROMPTS, SETTINGS, strict=False)]
     counts = np.zeros((2, len(asked), VOCAB**NUM_TOKENS), np.int64)
     keys = jax.random.split(jax.random.key(3), count)
-    with Engine(target, drafter, slots=32, max_length=16, num_draft_tokens=2, chunks=(8, 256), rounds=4,
+    with Engine(target, drafter, slots=32, max_length=16, num_draft_tokens=2, chunks=(8,), rounds=4,
                 max_waiting=256) as engine:  # fmt: skip
         kinds = [(seeded, i, n) for n in range(count) for i in range(len(asked)) for seeded in (0, 1)]
         requests = [Request(asked[i][0], NUM_TOKENS, jspec.SamplingParams(**asked[i][1]), keys[n] if seeded else None)

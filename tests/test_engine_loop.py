@@ -79,7 +79,7 @@ class Requests(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.device = FakeDevice()
-        self.loop, self.asked, self.told = Loop(self.device), [], []
+        self.loop, self.asked, self.told = Loop(self.device, 8, 1.0), [], []
 
     @rule(length=st.integers(1, 30), limit=st.integers(1, 12), keyed=st.booleans(), again=st.booleans())
     def submit(self, length, limit, keyed, again):
@@ -151,7 +151,7 @@ def test_the_slot_that_holds_most_of_a_text_is_taken():
 
 def test_who_is_cancelled_no_longer_moves():
     device = FakeDevice()
-    loop, tenant = Loop(device), Tenant(Request((1, 7, 7), 50))
+    loop, tenant = Loop(device, 8, 1.0), Tenant(Request((1, 7, 7), 50))
     loop.submit(tenant, lambda _: None)
     while not tenant.result.tokens:
         loop.turn()

@@ -100,6 +100,9 @@ class Drafter(Protocol[State]):
     model's likeliest tokens where ``hidden`` is, by its own logits, the likeliest first (of a vocabulary of V < n
     tokens V).
 
+    One that has `read` can be given texts in pieces, as `jspec.engine.Engine` does (`jspec.drafters.reading.read_on`);
+    of one that has not, and an `init` of its own, `init` is called with all of a prompt as soon as it is there.
+
     One that has `embeddings`, ``float[M, E]``, may draft ids from V to V + M - 1 where it has no guess: in place of
     token V + i the target reads row i of them. What it makes of that, behind its branch, is in ``hidden`` as of any
     other.

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jspec.acceptance import Rule
+from jspec.cache import whole_tiles
 from jspec.checks import check_arguments, check_rule
 from jspec.draft_length import DEFAULT, as_draft_length
 from jspec.drafters.base import Drafter
@@ -36,8 +37,10 @@ class Engine:
         num_draft_tokens: K, 4 unless given; left out for a drafter with a tree.
         accept: the rule for requests without a key.
         max_waiting: how many may wait.
-        chunks: numbers of tokens by which prompts are read; fixes shapes.
-        rounds: how many rounds the device plays before it looks for new requests.
+        chunks: numbers of tokens by which prompts are read, no more than `max_length`; fixes shapes.
+        read_tokens: about how many tokens of prompts are read between two calls of rounds, while others wait for these.
+        rounds: the most rounds that the device plays before it looks for new requests.
+        call_seconds: how long it should play; as many rounds as take about so long.
         journal: whether `device.commands` is kept, to replay what the engine did.
 
     Raises:
@@ -55,25 +58,29 @@ class Engine:
         accept: str | Rule = "rejection",
         max_waiting: int = 64,
         chunks: tuple[int, ...] = (32, 256),
-        rounds: int = 4,
+        read_tokens: int = 256,
+        rounds: int = 16,
+        call_seconds: float = 0.03,
         journal: bool = False,
     ):
         for name, value in {
             "slots": slots,
             "max_length": max_length,
             "max_waiting": max_waiting,
+            "read_tokens": read_tokens,
             "rounds": rounds,
         }.items():
             check_count(name, value)
         drafter, rule, k = None if draft is None else as_drafter(draft), check_rule(accept), None
         if drafter is not None:
             k = as_draft_length(number_of_drafts(target, drafter, num_draft_tokens, rule)).max_draft_tokens
+        chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
         sizes = Sizes(slots, max_length, 8, chunks, (0,) if k is None else (0, k), rounds)
         self.device = Device(target, drafter, rule, sizes, journal)
         self._target, self._drafter, self._num_draft_tokens = target, drafter, k
         self._sizes, self._max_waiting = sizes, max_waiting
         self._any_key = jax.random.split(jax.random.key(0), 1)
-        self._loop = Loop(self.device)
+        self._loop = Loop(self.device, read_tokens, call_seconds)
         self._wake, self._closing, self._thread = threading.Condition(), False, None
         self._arrived: deque[tuple[Tenant, Listener]] = deque()
 

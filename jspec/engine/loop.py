@@ -1,5 +1,6 @@
 """The loop: what the host does between two calls of the device. One thread runs it, and it never waits for sockets."""
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import numpy as np
 
 from jspec.engine.device import Device
 from jspec.engine.news import News, Packed, unpack
+from jspec.engine.pace import Pace
 from jspec.engine.request import Result
 from jspec.engine.scheduler import Scheduler, Tenant
 
@@ -16,13 +18,24 @@ _PATIENCE = 3  # failures in a row
 Listener = Callable[[Result], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call that is under way: of how many rounds, for whom, and whether another was when it was dispatched."""
+
+    packed: Packed
+    rounds: int
+    writing: dict[int, Tenant]
+    at_once: bool
+
+
 class Loop:
     """Admits, reads, plays, and hands on; never more than two calls of rounds ahead of what it has looked at."""
 
-    def __init__(self, device: Device):
-        self._device, self._sizes = device, device.sizes
+    def __init__(self, device: Device, read_tokens: int, call_seconds: float):
+        self._device, self._sizes, self._read_tokens = device, device.sizes, read_tokens
+        self._pace = Pace(self._sizes.rounds, call_seconds)
         self._scheduler = Scheduler(self._sizes.slots)
-        self._played: deque[tuple[Packed, dict[int, Tenant]]] = deque()
+        self._played: deque[_Call] = deque()
         self._stop, self._listeners = np.zeros(self._sizes.slots, bool), dict[int, Listener]()
         self._failures = 0
 
@@ -59,7 +72,7 @@ class Loop:
         if writing or self._stop.any():
             self._play(writing)
         while len(self._played) > bool(writing):
-            self._settle(*self._played.popleft())
+            self._settle(self._played.popleft())
 
     def _drop_cancelled(self) -> None:
         """Those that wait or are being read end at once; of others the device is told with the next call."""
@@ -81,7 +94,7 @@ class Loop:
 
     def _read(self) -> None:
         """Texts, and what drafters are behind, as far as others should wait for it; more where none does."""
-        budget = self._sizes.chunks[-1]
+        budget = self._read_tokens
         for slot, tenant in self._scheduler.reading():
             while not tenant.is_written and (budget > 0 or not self._scheduler.writing()):
                 budget -= self._device.chunk(len(tenant.given) - tenant.read)
@@ -89,7 +102,7 @@ class Loop:
                 tenant.pieces += 1
         if not self._device.lags:
             return
-        budget = self._sizes.chunks[-1]
+        budget = self._read_tokens
         for slot, tenant in self._scheduler.writing():
             if tenant.lag > 2 and budget > 0:
                 budget -= self._device.chunk(tenant.lag)
@@ -98,14 +111,16 @@ class Loop:
     def _play(self, writing: dict[int, Tenant]) -> None:
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
         k = self._sizes.num_draft_tokens[-1]
-        packed = self._device.play(k, self._sizes.rounds if writing else 0, self._stop.copy(), is_lean)
+        rounds = self._pace.rounds() if writing else 0
+        packed = self._device.play(k, rounds, self._stop.copy(), is_lean)
         self._stop[:] = False
-        self._played.append((packed, writing))
+        self._played.append(_Call(packed, rounds, writing, at_once=bool(self._played)))
 
-    def _settle(self, packed: Packed, writing: dict[int, Tenant]) -> None:
+    def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
-        news = unpack(packed, writing)
-        for slot, tenant in writing.items():
+        news = unpack(call.packed, call.writing)
+        self._pace.settled(call.rounds, call.at_once)
+        for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:
                 self._tell(slot, tenant, news[slot])
 
@@ -114,9 +129,16 @@ class Loop:
         for name in ("tokens", "origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted"):
             getattr(result, name).extend(getattr(new, name))
         tenant.lag = new.lag
-        if not new.done:
+        if not (new.done or new.strange):
             return self._listeners[id(tenant)](result) if new.tokens else None
         self._scheduler.leave(slot)
+        if new.strange:
+            self._stop[slot] = True
+            who = type(self._device.drafter).__name__
+            result.error = (
+                f"{who} drafted ids outside the vocabulary; draft the target's, or a law of zeros for no guess."
+            )
+            return self._finish(tenant, "error")
         if new.invalid:
             result.error = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
             return self._finish(tenant, "error")
