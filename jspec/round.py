@@ -47,7 +47,7 @@ def play_round(
         if embeddings is not None:  # those are read; what follows knows tokens only
             draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
     with jax.named_scope("accept"):
-        verdict = _by_row(rule, params, state.lengths, draft, read.probs)
+        verdict = _by_row(rule, params, state, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
             raise TypeError(f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
                             "accepted nodes, or set branches to False.")  # fmt: skip
@@ -129,11 +129,11 @@ def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int,
     return noise if own is None else _where_rows(params.coupled, noise, own)
 
 
-def _by_row(rule: Rule, params: RequestParams, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft, target_probs: Array) -> Verdict:
     """The verdict of `rule`, and in the rows that are `coupled` that of "coupled"."""
 
     def by(rule: Rule) -> Verdict:
-        return rule.accept(params.keys, start, draft, target_probs)
+        return rule.accept(params.keys, state.lengths, draft, target_probs)
 
     if params.coupled is None:
         return by(rule)
@@ -147,7 +147,7 @@ def _by_row(rule: Rule, params: RequestParams, start: Array, draft: Draft, targe
             other = dataclasses.replace(other, distortion=jnp.zeros_like(verdict.distortion))
         return jax.tree.map(functools.partial(_where_rows, params.coupled), other, verdict)
 
-    return cast(Verdict, lax.cond(params.coupled.any(), both, own))
+    return cast(Verdict, lax.cond((params.coupled & ~state.done).any(), both, own))
 
 
 def _where_rows(chosen: Array, one: Array, other: Array) -> Array:

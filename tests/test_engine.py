@@ -30,6 +30,12 @@ def models():
     return target, toys.tiny_llama(1, 1, related_to=target)
 
 
+@pytest.fixture(autouse=True)
+def compiled_when_met(monkeypatch):
+    """Most tests need few of the programs; a warm engine is one test's."""
+    monkeypatch.setattr(Device, "compile", lambda _: None)
+
+
 @pytest.fixture(scope="module")
 def engine(models):
     """One for all tests that disturb nobody; what it did is kept."""
@@ -145,7 +151,8 @@ def test_a_journal_is_the_run(engine, models):
     assert tokens > 100
 
 
-def test_nothing_is_compiled_for_requests_of_another_kind(engine, models, compilations):
+def test_nothing_is_compiled_for_requests_of_another_kind(engine, compilations, monkeypatch):
+    monkeypatch.undo()
     engine.generate(made(14, seed=3) + made(2, seed=3, seeded=False))
     engine.device.compile()
     requests = [*made(21, seed=4), *made(7, seed=5, seeded=False)]
@@ -211,6 +218,24 @@ def test_streams_grow_and_end(engine, models):
         assert sizes == sorted(sizes) and sizes[-1] == len(tokens), request
 
 
+def test_a_listener_that_fails_harms_nobody(engine, models):
+    def fails(result):
+        raise KeyError("planted")
+
+    tenant = engine.submit(Request((1, 2), NEW, key=jax.random.key(0)), fails)
+    requests = made(4, seed=14)
+    check_texts(models[0], requests, engine.generate(requests))
+    assert tenant.result.finish_reason in ("cancelled", "length")
+
+
+def test_an_error_beside_an_engine_cancels_what_it_does(models):
+    with pytest.raises(KeyError), Engine(*models, **OPTIONS) as engine:
+        tenants = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
+        raise KeyError("planted")
+    assert {tenant.result.finish_reason for tenant in tenants} <= {"cancelled", "length"}
+    assert "cancelled" in {tenant.result.finish_reason for tenant in tenants}
+
+
 def test_who_leaves_a_stream_frees_the_slot(engine):
     async def leave():
         async for result in engine.stream(Request((1, 2, 3), NEW, key=jax.random.key(0))):
@@ -228,6 +253,8 @@ def test_bad_requests_are_refused_at_once(engine):
         (Request((1,), 3, jspec.SamplingParams(temperature=-1)), "temperature must be"),
         (Request((1,), 3, eos_ids=(0,) * 9), "at most 8"),
         (Request((1,), 3, eos_ids=(VOCAB,)), "eos_ids holds"),
+        (Request((1,), 3, jspec.SamplingParams(temperature=np.array([0.7]))), "for one request"),
+        (Request((1,), 3, jspec.SamplingParams(max_tokens=2)), "its max_new_tokens"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             engine.submit(request, print)
@@ -235,15 +262,34 @@ def test_bad_requests_are_refused_at_once(engine):
         engine.submit(Request((1,), 3, key=jax.random.PRNGKey(0)), print)
 
 
-def test_too_many_are_refused_and_a_closed_engine_takes_none(models):
-    engine = Engine(*models, **OPTIONS, max_waiting=2)
-    for _ in range(2):
-        engine.submit(Request((1,), 3), print)
-    with pytest.raises(queue.Full, match="2 requests are waiting"):
-        engine.submit(Request((1,), 3), print)
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.submit(Request((1,), 3), print)
+def test_too_many_are_refused_and_a_closed_engine_takes_none(models, monkeypatch):
+    held = threading.Event()
+    with Engine(*models, **OPTIONS, max_waiting=2) as engine:
+        turn = engine._loop.turn
+        monkeypatch.setattr(engine._loop, "turn", lambda: held.wait() and turn())
+        tenants = []
+        with pytest.raises(queue.Full, match="2 requests are waiting"):
+            while True:
+                tenants.append(engine.submit(Request((1,), 3), print))
+        held.set()
+    assert len(tenants) >= 2 and {tenant.result.finish_reason for tenant in tenants} == {"length"}
+    for stopped in (engine, Engine(*models, **OPTIONS)):
+        with pytest.raises(RuntimeError, match="not running"):
+            stopped.submit(Request((1,), 3), print)
+
+
+def test_what_cannot_be_an_engine_is_refused(models):
+    target, draft = models
+
+    for options, message in (
+        ({"chunks": ()}, "chunks must be"), ({"chunks": (0, 4)}, "chunks must be"), ({"slots": 0}, "slots must be"),
+        ({"num_draft_tokens": jspec.UpTo(4)}, "pass an int"), ({"num_draft_tokens": "auto"}, "pass an int"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must be"), ({"accept": "owl"}, "not an acceptance rule"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=message):
+            Engine(target, draft, **(OPTIONS | options))
+    with pytest.raises(ValueError, match="vocabulary"):
+        Engine(target, toys.tiny_llama(1, 1, vocab_size=VOCAB + 1), **OPTIONS)
 
 
 def check_law(report, count):

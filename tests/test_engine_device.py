@@ -1,6 +1,7 @@
 """Texts of an engine's programs, called by hand, are those of `jspec.generate` alone."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -53,7 +54,8 @@ class Host:
     def __init__(self, device, prompts, keys, vocab_size):
         self.device, self.prompts, self.keys, self.vocab_size = device, prompts, keys, vocab_size
         self.waiting, self.seated, self.read = list(range(len(prompts))), [None] * SLOTS, [0] * SLOTS
-        self.texts, self.lags, self.accepted = [[] for _ in prompts], [0] * SLOTS, 0
+        self.texts, self.lags = [[] for _ in prompts], [0] * SLOTS
+        self.accepted, self.judged, self.last = 0, 0, [0] * SLOTS
 
     def run(self):
         for call in range(400):
@@ -66,7 +68,7 @@ class Host:
     def admit(self):
         for slot, tenant in enumerate(self.seated):
             if tenant is None and self.waiting:
-                i = self.seated[slot] = self.waiting.pop(0)
+                i = self.last[slot] = self.seated[slot] = self.waiting.pop(0)
                 self.device.seat(slot, row(self.prompts[i], self.keys[i], self.vocab_size),
                                  len(self.prompts[i]))  # fmt: skip
                 self.read[slot], self.lags[slot] = -1, 9
@@ -87,7 +89,7 @@ class Host:
                 assert not new.tokens
                 continue
             self.texts[i] += new.tokens
-            self.accepted += sum(new.accepted)
+            self.accepted, self.judged = self.accepted + sum(new.accepted), self.judged + sum(new.judged)
             if new.done and self.whole(slot):
                 self.seated[slot] = None
 
@@ -120,6 +122,69 @@ def test_a_text_is_that_of_the_request_alone(models, requests, name):
     for text, out in zip(host.texts, alone, strict=True):
         assert text == out.tokens[0].tolist()
     assert host.accepted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A drafter from elsewhere, that can only read a prompt as a whole."""
+
+    model: jspec.ModelDrafter
+    vocab_size = max_positions = None
+
+    def init(self, tokens, num_slots):
+        return self.model.init(tokens, num_slots), tokens.sum(1)
+
+    def propose(self, state, context, num_draft_tokens):
+        draft, cache = self.model.propose(state[0], context, num_draft_tokens)
+        return draft, (cache, state[1])
+
+    def commit(self, state, draft, verdict, hidden):
+        return state
+
+
+def test_a_drafter_that_reads_texts_as_a_whole(models, requests):
+    prompts, keys, alone = requests
+    sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (2,), 2)
+    one = Device(models[0], Whole(jspec.ModelDrafter(models[0])), RULES["rejection"], sizes)
+    host = Host(one, prompts, keys, models[0].config.vocab_size)
+    host.run()
+    assert host.texts == [out.tokens[0].tolist() for out in alone]
+    assert host.accepted > 0.9 * host.judged  # it is the target itself
+    for slot, i in enumerate(host.last):  # nothing of whom it had before
+        assert int(one._slots.state.drafter[1][slot]) == sum(prompts[i])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("medusa", "lookahead") else pytest.param(name, marks=pytest.mark.slow)
+     for name in drafters.NAMES + drafters.TREE_NAMES],
+)  # fmt: skip
+def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, requests, name):
+    """Under rejection a guess that knew of such a round would be judged by the noise that has made it."""
+    prompts, keys, _ = requests
+    vocab_size = models[0].config.vocab_size
+    one = device(models, name, "traversal" if name in drafters.TREE_NAMES else "rejection", slots=2)
+    k, texts = one.sizes.num_draft_tokens[-1], {}
+    for i, between in itertools.product(range(len(prompts)), (0, 1, 2)):
+        one.reset()
+        one.seat(1, row(prompts[3], keys[3], vocab_size), len(prompts[3]))
+        assert one.read(1, prompts[3], 0) == 16  # it writes
+        text, read = [], 0
+        one.seat(0, row(prompts[i], keys[i], vocab_size, coupled=False), len(prompts[i]))
+        while True:
+            for _ in range(between):
+                one.play(k, 1, np.zeros(2, bool), True)
+            read = one.read(0, prompts[i], read)
+            if read == len(prompts[i]) - 1:
+                break
+        for _ in range(4 * one.lags):
+            one.follow(0, len(prompts[i]))
+        while len(text) < NEW:
+            text += unpack(one.play(k, 2, np.zeros(2, bool), True), [0])[0].tokens
+        texts.setdefault(i, []).append(text)
+    for same in texts.values():
+        assert same[0] == same[1] == same[2]
 
 
 @pytest.mark.parametrize(

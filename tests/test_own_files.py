@@ -102,7 +102,7 @@ def test_several_come_back(tmp_path):
     several = jspec.MultiDrafter([toys.tiny_llama(1), toys.tiny_llama(2)], 3)
     equal(jspec.MultiDrafter.load(several.save(tmp_path / "several")), several)
     assert kind_of(tmp_path / "several") == "several"
-    with pytest.raises(TypeError, match="only models are saved together, and one is a NGramDrafter"):
+    with pytest.raises(TypeError, match="only models are saved together, and one is of type NGramDrafter"):
         jspec.MultiDrafter([toys.tiny_llama(1), jspec.NGramDrafter()]).save(tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

@@ -49,7 +49,7 @@ def _init_of(drafter: object) -> Any:
 
 def begin(drafter: Any, target: Any, batch: int, num_slots: int) -> Any:
     """The state of a drafter that has read nothing yet, of `batch` rows."""
-    tokens = jnp.zeros((batch, 1), jnp.int32)
+    tokens = jnp.zeros((batch, 1 if can_read(drafter) else num_slots), jnp.int32)
     if not features_of(drafter):
         return drafter.init(tokens, num_slots)
     features = jnp.zeros((batch, 1, len(features_of(drafter)), target.config.hidden_size), target.dtype)

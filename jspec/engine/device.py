@@ -31,15 +31,18 @@ class Device:
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
+        self.tolerated = programs.tolerated_lag(drafter, sizes.num_draft_tokens[-1])
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
         # Flat, for models are deep and every call would take them apart.
         self._weights, self._structure = jax.tree.flatten((target, drafter))
+        self._empty = jax.jit(lambda weights: empty_slots(*self._models(weights), sizes))
+        self._slots: Any = None
         self.reset()
         self._programs: dict[Key, Any] = {}
 
     def reset(self) -> None:
         """Empty slots: after a call that has failed what it was given is gone."""
-        self._slots = jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes))(self._weights)
+        self._do("reset")
 
     def _models(self, weights: Any) -> tuple[Any, Any]:
         return jax.tree.unflatten(self._structure, weights)
@@ -73,10 +76,19 @@ class Device:
         """Up to so many rounds of all slots; ``stop bool[S]`` are rows that end where they are."""
         return self._do("play", num_draft_tokens, rounds, stop, is_lean)
 
+    def wait(self) -> None:
+        """Until all is done that was called."""
+        jax.block_until_ready(self._slots.given)
+
     def _do(self, name: str, *arguments: Any) -> Any:
+        found = getattr(self, f"_{name}")(*arguments)
         if self.commands is not None:
             self.commands.append((name, arguments))
-        return getattr(self, f"_{name}")(*arguments)
+        return found
+
+    def _reset(self) -> None:
+        self._slots = None  # the old ones first, for there may not be room for both
+        self._slots = self._empty(self._weights)
 
     def _seat(self, slot: int, row: RequestParams, given: int, kept: int) -> None:
         numbers = Number(given), Number(kept)

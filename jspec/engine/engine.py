@@ -1,10 +1,12 @@
 """The engine: one thread that owns the device, and a queue for everybody else."""
 
 import asyncio
+import numbers
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Self
 
 import jax
@@ -13,11 +15,13 @@ import numpy as np
 from jspec.acceptance import Rule
 from jspec.cache import whole_tiles
 from jspec.checks import check_arguments, check_rule
-from jspec.draft_length import DEFAULT, as_draft_length
+from jspec.draft_length import DEFAULT, Fixed
+from jspec.drafters.asked import features_of
 from jspec.drafters.base import Drafter
 from jspec.drafters.model import as_drafter
+from jspec.drafters.reading import can_read
 from jspec.engine.device import Device
-from jspec.engine.loop import Listener, Loop
+from jspec.engine.loop import Loop
 from jspec.engine.request import Request, Result
 from jspec.engine.scheduler import Tenant
 from jspec.engine.slots import Sizes
@@ -63,58 +67,62 @@ class Engine:
         call_seconds: float = 0.03,
         journal: bool = False,
     ):
-        for name, value in {
-            "slots": slots,
-            "max_length": max_length,
-            "max_waiting": max_waiting,
-            "read_tokens": read_tokens,
-            "rounds": rounds,
-        }.items():
+        counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens,
+                  "rounds": rounds, "the least of chunks": min(chunks, default=0)}  # fmt: skip
+        for name, value in counts.items():
             check_count(name, value)
         drafter, rule, k = None if draft is None else as_drafter(draft), check_rule(accept), None
         if drafter is not None:
-            k = as_draft_length(number_of_drafts(target, drafter, num_draft_tokens, rule)).max_draft_tokens
+            k = _plain_number(number_of_drafts(target, drafter, num_draft_tokens, rule))
+            _check_readable(drafter)
         chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
-        sizes = Sizes(slots, max_length, 8, chunks, (0,) if k is None else (0, k), rounds)
-        self.device = Device(target, drafter, rule, sizes, journal)
+        sizes = Sizes(slots, max_length, 8, chunks, (k or 0,), rounds)
         self._target, self._drafter, self._num_draft_tokens = target, drafter, k
         self._sizes, self._max_waiting = sizes, max_waiting
-        self._any_key = jax.random.split(jax.random.key(0), 1)
+        self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
+        self._check(Request((0,), 1))  # what is wrong with the models
+        _check_one_device((target, drafter))
+        self.device = Device(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)
         self._wake, self._closing, self._thread = threading.Condition(), False, None
-        self._arrived: deque[tuple[Tenant, Listener]] = deque()
+        self._arrived: deque[Tenant] = deque()
 
     def __enter__(self) -> Self:
+        """Compile all programs, which takes a while, and begin."""
+        self.device.compile()
         self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(cancel=kind is not None)
 
-    def close(self) -> None:
-        """Finish what has been submitted, and end."""
+    def close(self, cancel: bool = False) -> None:
+        """Finish what has been submitted, or `cancel` it, and end."""
         with self._wake:
-            self._closing = True
+            self._closing, self._loop.cancels = True, cancel
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
 
-    def submit(self, request: Request, listen: Listener) -> Tenant:
+    def submit(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
         """Queue a request; `listen` is called in the engine's thread whenever there is more of its result.
+
+        It should be quick, for all others wait. If it raises, the request is cancelled.
 
         Raises:
             queue.Full: too many wait.
-            ValueError: something about the request cannot be; nothing was queued.
+            RuntimeError: the engine is not running.
+            ValueError, TypeError: something about the request cannot be; nothing was queued.
         """
         self._check(request)
-        tenant = Tenant(request)
+        tenant = Tenant(request, listen)
         with self._wake:
-            if self._closing:
-                raise RuntimeError("The engine is closed.")
+            if self._closing or self._thread is None:
+                raise RuntimeError("The engine is not running; use it as `with Engine(...) as engine:`.")
             if len(self._arrived) + self._loop.num_waiting >= self._max_waiting:
                 raise queue.Full(f"{self._max_waiting} requests are waiting already; try again later.")
-            self._arrived.append((tenant, listen))
+            self._arrived.append(tenant)
             self._wake.notify()
         return tenant
 
@@ -126,20 +134,28 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
         """All of `requests`, in their order; waits for them."""
-        return [result for _, result in sorted(self._finished(list(requests)), key=lambda one: one[0])]
+        requests = list(requests)
+        for request in requests:
+            self._check(request)
+        return [result for _, result in sorted(self._finished(requests), key=lambda one: one[0])]
 
     def _finished(self, requests: list[Request]) -> Iterator[tuple[int, Result]]:
         done: queue.SimpleQueue[tuple[int, Result]] = queue.SimpleQueue()
-        left, running = deque(enumerate(requests)), 0
 
-        def listen(i: int) -> Listener:
+        def listen(i: int) -> Callable[[Result], None]:
             return lambda result: done.put((i, result)) if result.finish_reason else None
 
+        left, running = deque(enumerate(requests)), 0
         while left or running:
-            while left and running < self._max_waiting:
-                i, request = left.popleft()
-                self.submit(request, listen(i))
-                running += 1
+            try:
+                while left:
+                    self.submit(left[0][1], listen(left[0][0]))
+                    left.popleft()
+                    running += 1
+            except queue.Full:
+                if not running:  # others wait
+                    time.sleep(0.01)
+                    continue
             yield done.get()
             running -= 1
 
@@ -152,10 +168,13 @@ class Engine:
 
         tenant = self.submit(request, listen)
         try:
-            while tenant.result.finish_reason is None:
+            while True:
                 await grown.wait()
                 grown.clear()
+                last = tenant.result.finish_reason is not None
                 yield tenant.result
+                if last:
+                    return
         finally:
             if tenant.result.finish_reason is None:
                 self.cancel(tenant)
@@ -165,13 +184,16 @@ class Engine:
         lengths, keys = np.array([tokens.size]), self._any_key if request.key is None else request.key[None]
         k, limit = self._num_draft_tokens, request.max_new_tokens
         check_arguments(self._target, self._drafter, tokens, lengths, keys, limit, k, request.sampling, eos_ids, 0)
+        if len(request.eos_ids) > self._sizes.eos_ids:
+            raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {self._sizes.eos_ids}.")
+        if np.any(request.sampling.max_tokens):
+            raise ValueError("sampling.max_tokens is for batches; a request's limit is its max_new_tokens.")
+        request.row(self._sizes.eos_ids, self._target.config.vocab_size)
         longest = len(request.tokens) + request.max_new_tokens
         if longest > self._sizes.length:
             raise ValueError(f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more, "
                              f"and texts of this engine have at most {self._sizes.length}; shorten one of the two, or "
                              "use a larger max_length.")  # fmt: skip
-        if len(request.eos_ids) > self._sizes.eos_ids:
-            raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {self._sizes.eos_ids}.")
 
     def _run(self) -> None:
         while True:
@@ -181,5 +203,28 @@ class Engine:
                 if self._closing and not (self._arrived or self._loop.is_busy):
                     return
                 while self._arrived:
-                    self._loop.submit(*self._arrived.popleft())
+                    self._loop.submit(self._arrived.popleft())
             self._loop.turn()
+
+
+def _plain_number(num_draft_tokens: Any) -> int:
+    """K of `num_draft_tokens`; TypeError for what is none."""
+    if isinstance(num_draft_tokens, Fixed):
+        return num_draft_tokens.max_draft_tokens
+    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, numbers.Integral):
+        raise TypeError(f"num_draft_tokens={num_draft_tokens!r}, and an engine drafts a number of tokens; pass an int.")
+    check_count("num_draft_tokens", num_draft_tokens)
+    return int(num_draft_tokens)
+
+
+def _check_readable(drafter: Any) -> None:
+    if features_of(drafter) and not can_read(drafter):
+        raise TypeError(f"{type(drafter).__name__} reads states of the target and has no `read`, with which an engine "
+                        "would tell it those of a prompt piece by piece; see jspec.drafters.reading.")  # fmt: skip
+
+
+def _check_one_device(models: Any) -> None:
+    places = {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    if len(places) > 1:
+        raise ValueError(f"The weights lie on {len(places)} devices, and an engine decodes on one; load them there, or "
+                         "use jspec.speculative_generate.")  # fmt: skip

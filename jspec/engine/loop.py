@@ -3,28 +3,25 @@
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
 from jspec.engine.device import Device
 from jspec.engine.news import News, Packed, unpack
 from jspec.engine.pace import Pace
-from jspec.engine.request import Result
 from jspec.engine.scheduler import Scheduler, Tenant
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 3  # failures in a row
-Listener = Callable[[Result], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call that is under way: of how many rounds, for whom, and whether another was when it was dispatched."""
+    """A call that is under way, for whom by slot, what those had followed, and whether another was under way then."""
 
     packed: Packed
-    rounds: int
     writing: dict[int, Tenant]
+    followed: dict[int, int]
     at_once: bool
 
 
@@ -36,12 +33,12 @@ class Loop:
         self._pace = Pace(self._sizes.rounds, call_seconds)
         self._scheduler = Scheduler(self._sizes.slots)
         self._played: deque[_Call] = deque()
-        self._stop, self._listeners = np.zeros(self._sizes.slots, bool), dict[int, Listener]()
+        self._stop = np.zeros(self._sizes.slots, bool)
         self._failures = 0
+        self.cancels = False  # everything
 
-    def submit(self, tenant: Tenant, listen: Listener) -> None:
-        """Queue a request; `listen` is called whenever there is more of its result."""
-        self._listeners[id(tenant)] = listen
+    def submit(self, tenant: Tenant) -> None:
+        """Queue a request."""
         self._scheduler.submit(tenant)
 
     @property
@@ -58,7 +55,6 @@ class Loop:
         """Once around: admit, read, play, and look at what the call before has brought."""
         try:
             self._turn()
-            self._failures = 0
         except Exception as error:
             _LOG.exception("A call of the engine has failed.")
             self._failures += 1
@@ -76,11 +72,11 @@ class Loop:
 
     def _drop_cancelled(self) -> None:
         """Those that wait or are being read end at once; of others the device is told with the next call."""
-        for tenant in [tenant for tenant in self._scheduler.waiting if tenant.cancelled]:
+        for tenant in [tenant for tenant in self._scheduler.waiting if tenant.cancelled or self.cancels]:
             self._scheduler.waiting.remove(tenant)
             self._finish(tenant, "cancelled")
         for slot, tenant in enumerate(self._scheduler.tenants):
-            if tenant is not None and tenant.cancelled:
+            if tenant is not None and (tenant.cancelled or self.cancels):
                 self._stop[slot] = True
                 self._scheduler.leave(slot)
                 self._finish(tenant, "cancelled")
@@ -93,20 +89,26 @@ class Loop:
             self._stop[slot] = False  # it was stopped by being seated anew
 
     def _read(self) -> None:
-        """Texts, and what drafters are behind, as far as others should wait for it; more where none does."""
-        budget = self._read_tokens
-        for slot, tenant in self._scheduler.reading():
-            while not tenant.is_written and (budget > 0 or not self._scheduler.writing()):
-                budget -= self._device.chunk(len(tenant.given) - tenant.read)
-                tenant.read = self._device.read(slot, tenant.given, tenant.read)
-                tenant.pieces += 1
-        if not self._device.lags:
-            return
+        """Texts, a piece of each in turn, and what drafters are behind; as far as others should wait for it."""
+        budget, reading = self._read_tokens, deque(self._scheduler.reading())
+        while reading and budget > 0:
+            slot, tenant = reading.popleft()
+            budget -= self._device.chunk(len(tenant.given) - tenant.read)
+            tenant.read = self._device.read(slot, tenant.given, tenant.read)
+            tenant.pieces += 1
+            if not tenant.is_written:
+                reading.append((slot, tenant))
+        if reading and not self._scheduler.writing():
+            self._device.wait()  # nothing else does, and new requests should not find all of a long text before them
+        if self._device.lags:
+            self._follow()
+
+    def _follow(self) -> None:
         budget = self._read_tokens
         for slot, tenant in self._scheduler.writing():
-            if tenant.lag > 2 and budget > 0:
-                budget -= self._device.chunk(tenant.lag)
-                tenant.lag -= self._device.follow(slot, tenant.lag)
+            if tenant.lag > self._device.tolerated and budget > 0:
+                read = self._device.follow(slot, tenant.lag)
+                budget, tenant.lag, tenant.followed = budget - read, tenant.lag - read, tenant.followed + read
 
     def _play(self, writing: dict[int, Tenant]) -> None:
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
@@ -114,23 +116,28 @@ class Loop:
         rounds = self._pace.rounds() if writing else 0
         packed = self._device.play(k, rounds, self._stop.copy(), is_lean)
         self._stop[:] = False
-        self._played.append(_Call(packed, rounds, writing, at_once=bool(self._played)))
+        followed = {slot: tenant.followed for slot, tenant in writing.items()}
+        self._played.append(_Call(packed, writing, followed, at_once=bool(self._played)))
 
     def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
         news = unpack(call.packed, call.writing)
-        self._pace.settled(call.rounds, call.at_once)
+        if call.writing:
+            self._failures = 0
+        self._pace.settled(max((len(new.accepted) for new in news.values()), default=0), call.at_once)
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:
+                # What it has been told to read since then is not in the news.
+                tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
                 self._tell(slot, tenant, news[slot])
 
     def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
         result = tenant.result
-        for name in ("tokens", "origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted"):
+        # Tokens last: who looks at them from elsewhere finds the rest there.
+        for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
             getattr(result, name).extend(getattr(new, name))
-        tenant.lag = new.lag
         if not (new.done or new.strange):
-            return self._listeners[id(tenant)](result) if new.tokens else None
+            return _call(tenant) if new.tokens else None
         self._scheduler.leave(slot)
         if new.strange:
             self._stop[slot] = True
@@ -147,7 +154,7 @@ class Loop:
 
     def _finish(self, tenant: Tenant, reason: str) -> None:
         tenant.result.finish_reason = reason
-        self._listeners.pop(id(tenant))(tenant.result)
+        _call(tenant)
 
     def _recover(self, error: Exception) -> None:
         """Empty slots; requests with a key read what they have, and go on as if nothing had been.
@@ -158,6 +165,10 @@ class Loop:
         waiting, self._scheduler = self._scheduler.waiting, Scheduler(self._sizes.slots)
         self._played.clear()
         self._stop[:] = False
+        try:
+            self._device.reset()
+        except Exception as worse:
+            error, self._failures = worse, _PATIENCE
         hopeless = self._failures >= _PATIENCE
         for tenant in [*seated, *waiting]:
             if hopeless or (tenant in seated and tenant.request.key is None):
@@ -165,4 +176,12 @@ class Loop:
                 self._finish(tenant, "error")
             else:
                 self._scheduler.submit(tenant)
-        self._device.reset()
+
+
+def _call(tenant: Tenant) -> None:
+    """Say that there is more; whoever cannot hear it harms nobody else."""
+    try:
+        tenant.listen(tenant.result)
+    except Exception:
+        _LOG.exception("Whoever listens to a request has failed; the request is cancelled.")
+        tenant.cancelled = True

@@ -52,16 +52,16 @@ def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, sta
     """
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
-    row = take(state.cache, slot)
-    _, told, row = target.forward_with_features(piece[:, :-1], row, at, features)
+    told, row = _read(target, features, piece[:, :-1], take(state.cache, slot), at)
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
     begins = end == slots.given[slot]
     drafter_state = state.drafter
     if features:
-        mine = read_on(drafter, take(drafter_state, slot), piece, at, count[None], features=told, target=target)
+        mine = where_read(at, take(drafter_state, slot), begin(drafter, target, 1, tokens.shape[1] - 1))
+        mine = read_on(drafter, mine, piece, at, count[None], features=told, target=target)
         drafter_state = put(drafter_state, mine, slot)
-    elif drafter is not None and not can_read(drafter):
-        drafter_state = _read_whole(drafter, drafter_state, tokens, slot, begins)
+    elif drafter is not None and (keeps_nothing(drafter) or not can_read(drafter)):
+        drafter_state = _begun(target, drafter, drafter_state, take(tokens, slot), slot, begins, end)
     counts = _counted(take(tokens, slot), slots.params.prompt_lengths[slot], end, target.config.vocab_size)
     state = dataclasses.replace(
         state,
@@ -82,16 +82,31 @@ def _counted(row: Array, prompt_length: Array, length: Array, vocab_size: int) -
     return add_tokens(count_prompt(row, jnp.minimum(prompt_length, length)[None], vocab_size), row, written[None])
 
 
-def _read_whole(drafter: Any, rows: Any, tokens: Array, slot: Array, begins: Array) -> Any:
-    """The states of a drafter that reads a text as a whole, when all of it is there."""
+def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tuple[Any, Any]:
+    """The target's states that were asked for, of a model without any None, and its cache."""
+    if features:
+        return target.forward_with_features(tokens, row, at, features)[1:]
+    return None, target.forward(tokens, row, at)[1]
 
-    def read(rows: Any) -> Any:
-        return put(rows, drafter.init(take(tokens, slot), tokens.shape[1] - 1), slot)
+
+def _begun(target: Any, drafter: Any, rows: Any, text: Array, slot: Array, begins: Array, length: Array) -> Any:
+    """The states of a drafter that reads a text as a whole, or nothing of it, when the text is there.
+
+    While a row was still reading rounds were played for others, with its key, and what those left in its state must not
+    choose what is drafted: the same noise decides in the first round of its own.
+    """
+
+    def first(rows: Any) -> Any:
+        positions = text.shape[1] - 1
+        if can_read(drafter):
+            return put(rows, begin(drafter, target, 1, positions), slot)
+        known = jnp.where(jnp.arange(positions) < length, text[:, :-1], 0)
+        return put(rows, drafter.init(known, positions), slot)
 
     def wait(rows: Any) -> Any:
         return rows
 
-    return cast(Any, lax.cond(begins, read, wait, rows))
+    return cast(Any, lax.cond(begins, first, wait, rows))
 
 
 def follow(target: Any, drafter: Any, slots: Slots, slot: Array, *, chunk: int) -> Slots:
@@ -108,6 +123,19 @@ def follow(target: Any, drafter: Any, slots: Slots, slot: Array, *, chunk: int) 
 def lags(drafter: Any) -> bool:
     """Whether a drafter reads texts by itself, so that it may be behind; others know what the target has read."""
     return drafter is not None and not features_of(drafter) and can_read(drafter) and not keeps_nothing(drafter)
+
+
+def is_alone(drafter: Any) -> bool:
+    """Whether it is no combination of several."""
+    return drafter is not None and len(list(leaves_of(drafter))) == 1
+
+
+def tolerated_lag(drafter: Any, num_draft_tokens: int) -> int:
+    """By how many tokens a drafter may be behind that is asked for a draft: it reads those before it drafts.
+
+    Of several drafters one may not have read what a round has brought by another.
+    """
+    return 2 if is_alone(drafter) else num_draft_tokens + 1
 
 
 def play(
@@ -136,12 +164,11 @@ def play(
         transforms = lean(params.transforms), lean(params.draft_transforms)
         params, counts = dataclasses.replace(params, transforms=transforms[0], draft_transforms=transforms[1]), None
     state = dataclasses.replace(slots.state, done=slots.state.done | stop, token_counts=counts)
-    alone = drafter is not None and len(list(leaves_of(drafter))) == 1
+    tolerated, alone = tolerated_lag(drafter, k), is_alone(drafter)
 
     def body(loop: tuple[Array, DecodeState, Array, Packed]) -> tuple[Array, DecodeState, Array, Packed]:
         i, state, known, packed = loop
-        # Of several drafters one may not have read what a round has brought by another.
-        ready = state.lengths - known <= (2 if alone else k + 1)
+        ready = state.lengths - known <= tolerated
         before = dataclasses.replace(state, drafts=ready if behind and k else None)
         after, new = play_round(target, drafts_or_reads, rule, Fixed(k), params, before)
         if behind and k:

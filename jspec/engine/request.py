@@ -6,6 +6,7 @@ import secrets
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -48,7 +49,7 @@ class Request:
         """It as a batch of one for an engine's slots."""
         eos = np.full((1, num_eos_ids), -1, np.int32)
         eos[0, : len(self.eos_ids)] = self.eos_ids
-        key = jax.random.key(secrets.randbits(63)) if self.key is None else self.key
+        key = _any_key() if self.key is None else self.key
         fields: dict[str, Any] = {  # of NumPy: it is copied once, with the call
             "keys": key[None],
             "prompt_lengths": np.array([len(self.tokens)], np.int32),
@@ -61,13 +62,22 @@ class Request:
         return RequestParams(**fields)
 
 
+def _any_key() -> Array:
+    """A key that nobody else has: all of its 64 bits, of which a seed would set half."""
+    bits = jnp.asarray(np.frombuffer(secrets.token_bytes(8), np.uint32))
+    return jax.random.wrap_key_data(bits, impl="threefry2x32")
+
+
 def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
     """`transforms` with nothing left out, as a batch of one."""
     neutral = dataclasses.replace(_NEUTRAL, bias=np.zeros(vocab_size, np.float32))
     fields: dict[str, Any] = {}
     for name, off in vars(neutral).items():
         value = getattr(transforms, name)
-        fields[name] = np.asarray(off if value is None else value, np.float32)[None]
+        array = np.asarray(off if value is None else value, np.float32)
+        if array.shape != np.shape(off):
+            raise ValueError(f"sampling has {name} of shape {array.shape}; expected {np.shape(off)}, for one request.")
+        fields[name] = array[None]
     return LogitsTransforms(**fields)
 
 

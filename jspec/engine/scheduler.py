@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jspec.engine.request import Request, Result
 
@@ -13,20 +13,24 @@ class Tenant:
     """A request on its way.
 
     Attributes:
+        listen: is called whenever there is more of the result.
         given: what it came with to its slot; more than its prompt where it goes on after a failure.
         seat: counts those that got a slot.
         read: how many tokens of `given` have been read.
         pieces: in how many pieces since it was seated; at least in one, be it empty, with which it begins to write.
         lag: how many tokens its drafter may be behind.
+        followed: how many tokens it has been told to read.
     """
 
     request: Request
+    listen: Callable[[Result], None]
     result: Result = dataclasses.field(default_factory=Result)
     given: tuple[int, ...] = ()
     seat: int = 0
     read: int = 0
     pieces: int = 0
     lag: int = 0
+    followed: int = 0
     cancelled: bool = False
 
     @property
@@ -75,13 +79,16 @@ class Scheduler:
         return slot, tenant
 
     def _kept(self, slot: int, tenant: Tenant) -> int:
-        """How many tokens of a text the slot holds; never the last two, for a drafter that must read one."""
+        """How many tokens of a text the slot holds; never the last two, for a drafter that must read one.
+
+        Nor the last that both have: a drafter may have read it together with what came behind it.
+        """
         held, salt = self.residents[slot]
         if salt != tenant.request.salt:
             return 0
         pairs = zip(held, tenant.given or tenant.text, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        kept = min(same, len(held) - 1, len(tenant.given) - 2)
+        kept = min(same - 1, len(held) - 1, len(tenant.given) - 2)
         return kept if kept >= self._least_kept else 0
 
     def reading(self) -> list[tuple[int, Tenant]]:

@@ -69,7 +69,7 @@ def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
     ones, zeros = jnp.ones(count, jnp.int32), jnp.zeros((count, vocab_size), jnp.int32)
     transforms = neutral_transforms(count, vocab_size)
     params = RequestParams(
-        keys=jax.random.split(jax.random.key(0), count),
+        keys=jax.random.split(jax.random.key(0, impl="threefry2x32"), count),
         prompt_lengths=jnp.copy(ones),  # what is donated may be there once only
         limits=jnp.copy(ones),
         eos_ids=jnp.full((count, sizes.eos_ids), -1, jnp.int32),
