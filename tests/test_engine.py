@@ -203,6 +203,12 @@ def test_a_drafter_that_guesses_no_tokens_is_named(models):
     assert result.finish_reason == "error" and "Beyond drafted ids outside" in result.error
 
 
+def test_a_lossy_rule_gives_its_receipt(models):
+    with Engine(*models, **OPTIONS, accept=jspec.Lenient(0.5)) as engine:
+        free, keyed = engine.generate([Request((1, 2, 3), NEW), Request((1, 2, 3), NEW, key=jax.random.key(0))])
+    assert free.distortion > 0 and keyed.distortion == 0
+
+
 def test_streams_grow_and_end(engine, models):
     requests = made(5, seed=9)
 

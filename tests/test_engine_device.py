@@ -124,6 +124,25 @@ def test_a_text_is_that_of_the_request_alone(models, requests, name):
     assert host.accepted
 
 
+def tree_drafters(target, draft):
+    """Trees that are drawn from a drafter of chains, and one that grows."""
+    tree = jspec.Tree.branching((2, 2))
+    eagle = drafters.make("eagle", target, draft)
+    yield "rejection", jspec.TreeDrafter(jspec.ModelDrafter(draft), tree)
+    yield "traversal", jspec.TreeDrafter(eagle, tree)
+    yield "coupled", jspec.DynamicTreeDrafter(eagle, 6, 2, 3)
+
+
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_trees_of_drafters(models, requests, which):
+    prompts, keys, alone = requests
+    rule, drafter = list(tree_drafters(*models))[which]
+    sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, drafter.tree.max_depth), 2)
+    host = Host(Device(models[0], drafter, RULES[rule], sizes), prompts, keys, models[0].config.vocab_size)
+    host.run()
+    assert host.texts == [out.tokens[0].tolist() for out in alone] and host.accepted
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:

@@ -18,6 +18,12 @@ from jspec.engine.slots import Sizes
 
 SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2)
 KEY = jax.random.key(0)
+
+
+def tenant_of(request, listen=print):
+    return Tenant(request, request.row(SIZES.eos_ids, 4), listen)
+
+
 NUMBERS = 6  # of each row and round, behind tokens and origins
 
 
@@ -97,7 +103,7 @@ class Requests(RuleBasedStateMachine):
         if again and self.asked and len(self.asked[-1].text) < 50:  # it goes on where another has ended
             tokens = self.asked[-1].text
         told = lambda _: self.told.__setitem__(number - 1, self.told[number - 1] + 1)  # noqa: E731
-        tenant = Tenant(Request(tokens, limit, key=KEY if keyed else None), told)
+        tenant = tenant_of(Request(tokens, limit, key=KEY if keyed else None), told)
         self.asked.append(tenant)
         self.told.append(0)
         self.loop.submit(tenant)
@@ -152,16 +158,16 @@ def test_the_slot_that_holds_most_of_a_text_is_taken():
     for tokens, salt, slot, kept in (
         ((1, 2, 3, 4, 5, 6, 7), "", 0, 3), ((1, 2, 9, 9, 9), "", 1, 2), ((1, 2), "salt", 2, 0),
     ):  # fmt: skip
-        scheduler.submit(Tenant(Request(tokens, 1, salt=salt), print))
+        scheduler.submit(tenant_of(Request(tokens, 1, salt=salt), print))
         found, tenant = scheduler.admit()
         assert (found, tenant.read) == (slot, kept)
-    scheduler.submit(Tenant(Request((1,), 1), print))
+    scheduler.submit(tenant_of(Request((1,), 1), print))
     assert scheduler.admit() is None
 
 
 def test_a_device_that_always_fails_is_given_up():
     device = FakeDevice()
-    loop, tenants = Loop(device, 8, 1.0), [Tenant(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
+    loop, tenants = Loop(device, 8, 1.0), [tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
     for tenant in tenants:
         loop.submit(tenant)
     for _ in range(20):
@@ -172,7 +178,7 @@ def test_a_device_that_always_fails_is_given_up():
 
 def test_a_device_that_cannot_be_emptied_ends_all():
     device = FakeDevice()
-    loop, tenants = Loop(device, 8, 1.0), [Tenant(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
+    loop, tenants = Loop(device, 8, 1.0), [tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
     for tenant in tenants:
         loop.submit(tenant)
     device.fails, device.reset = True, lambda: 1 / 0
@@ -183,7 +189,7 @@ def test_a_device_that_cannot_be_emptied_ends_all():
 
 def test_who_is_cancelled_no_longer_moves():
     device = FakeDevice()
-    loop, tenant = Loop(device, 8, 1.0), Tenant(Request((1, 7, 7), 50), print)
+    loop, tenant = Loop(device, 8, 1.0), tenant_of(Request((1, 7, 7), 50), print)
     loop.submit(tenant)
     while not tenant.result.tokens:
         loop.turn()
@@ -194,7 +200,7 @@ def test_who_is_cancelled_no_longer_moves():
 
 
 def test_first_come_first_served():
-    scheduler, tenants = Scheduler(2), [Tenant(Request((i, i), 1), print) for i in range(5)]
+    scheduler, tenants = Scheduler(2), [tenant_of(Request((i, i), 1), print) for i in range(5)]
     for tenant in tenants:
         scheduler.submit(tenant)
     order = []

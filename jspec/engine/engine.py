@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Self
 
 import jax
@@ -115,8 +115,11 @@ class Engine:
             RuntimeError: the engine is not running.
             ValueError, TypeError: something about the request cannot be; nothing was queued.
         """
-        self._check(request)
-        tenant = Tenant(request, listen)
+        tenant = self._tenant(request, listen)
+        self._queue(tenant)
+        return tenant
+
+    def _queue(self, tenant: Tenant) -> None:
         with self._wake:
             if self._closing or self._thread is None:
                 raise RuntimeError("The engine is not running; use it as `with Engine(...) as engine:`.")
@@ -124,7 +127,6 @@ class Engine:
                 raise queue.Full(f"{self._max_waiting} requests are waiting already; try again later.")
             self._arrived.append(tenant)
             self._wake.notify()
-        return tenant
 
     def cancel(self, tenant: Tenant) -> None:
         """End a request where it is."""
@@ -134,30 +136,26 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
         """All of `requests`, in their order; waits for them."""
-        requests = list(requests)
-        for request in requests:
-            self._check(request)
-        return [result for _, result in sorted(self._finished(requests), key=lambda one: one[0])]
-
-    def _finished(self, requests: list[Request]) -> Iterator[tuple[int, Result]]:
-        done: queue.SimpleQueue[tuple[int, Result]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def listen(i: int) -> Callable[[Result], None]:
-            return lambda result: done.put((i, result)) if result.finish_reason else None
+            return lambda result: done.put(i) if result.finish_reason else None
 
-        left, running = deque(enumerate(requests)), 0
+        tenants = [self._tenant(request, listen(i)) for i, request in enumerate(requests)]
+        left, running = deque(tenants), 0
         while left or running:
             try:
                 while left:
-                    self.submit(left[0][1], listen(left[0][0]))
+                    self._queue(left[0])
                     left.popleft()
                     running += 1
             except queue.Full:
                 if not running:  # others wait
                     time.sleep(0.01)
                     continue
-            yield done.get()
+            done.get()
             running -= 1
+        return [tenant.result for tenant in tenants]
 
     async def stream(self, request: Request) -> AsyncIterator[Result]:
         """What there is of the result, whenever there is more; the same object, which grows. Leaving it cancels."""
@@ -179,6 +177,10 @@ class Engine:
             if tenant.result.finish_reason is None:
                 self.cancel(tenant)
 
+    def _tenant(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
+        self._check(request)
+        return Tenant(request, request.row(self._sizes.eos_ids, self._target.config.vocab_size), listen)
+
     def _check(self, request: Request) -> None:
         tokens, eos_ids = np.array([request.tokens]), np.array(request.eos_ids, np.int32)
         lengths, keys = np.array([tokens.size]), self._any_key if request.key is None else request.key[None]
@@ -188,7 +190,6 @@ class Engine:
             raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {self._sizes.eos_ids}.")
         if np.any(request.sampling.max_tokens):
             raise ValueError("sampling.max_tokens is for batches; a request's limit is its max_new_tokens.")
-        request.row(self._sizes.eos_ids, self._target.config.vocab_size)
         longest = len(request.tokens) + request.max_new_tokens
         if longest > self._sizes.length:
             raise ValueError(f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more, "

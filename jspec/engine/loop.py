@@ -84,8 +84,7 @@ class Loop:
     def _admit(self) -> None:
         while (seat := self._scheduler.admit()) is not None:
             slot, tenant = seat
-            row = tenant.request.row(self._sizes.eos_ids, self._device.target.config.vocab_size)
-            self._device.seat(slot, row, len(tenant.given), tenant.read)
+            self._device.seat(slot, tenant.row, len(tenant.given), tenant.read)
             self._stop[slot] = False  # it was stopped by being seated anew
 
     def _read(self) -> None:
@@ -136,6 +135,7 @@ class Loop:
         # Tokens last: who looks at them from elsewhere finds the rest there.
         for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
             getattr(result, name).extend(getattr(new, name))
+        result.distortion += new.distortion
         if not (new.done or new.strange):
             return _call(tenant) if new.tokens else None
         self._scheduler.leave(slot)

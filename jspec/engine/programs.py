@@ -4,13 +4,14 @@
 import dataclasses
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.acceptance.base import Rule
 from jspec.draft_length import Fixed
 from jspec.drafters.asked import features_of
-from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on, where_read
+from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on
 from jspec.engine.news import Packed, concluded, empty, pack, with_round
 from jspec.engine.slots import Slots, lean, put, take
 from jspec.round import play_round
@@ -28,17 +29,8 @@ def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParam
         kept: how many of them the slot already holds, and has read.
     """
     state = slots.state
-    drafter_state = state.drafter
-    if drafter is not None:
-        fresh = begin(drafter, target, 1, state.tokens.shape[1] - 1)
-        mine = where_read(kept[None], take(drafter_state, slot), fresh)
-        drafter_state = put(drafter_state, mine, slot)
-    state = dataclasses.replace(
-        state,
-        lengths=state.lengths.at[slot].set(kept + 1),
-        done=state.done.at[slot].set(True),
-        drafter=drafter_state,
-    )
+    lengths, done = state.lengths.at[slot].set(kept + 1), state.done.at[slot].set(True)
+    state = dataclasses.replace(state, lengths=lengths, done=done)
     return Slots(put(slots.params, row, slot), state, slots.given.at[slot].set(given), slots.read.at[slot].min(kept))
 
 
@@ -56,12 +48,14 @@ def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, sta
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
     begins = end == slots.given[slot]
     drafter_state = state.drafter
-    if features:
-        mine = where_read(at, take(drafter_state, slot), begin(drafter, target, 1, tokens.shape[1] - 1))
-        mine = read_on(drafter, mine, piece, at, count[None], features=told, target=target)
+    if drafter is not None:
+        mine, text = take(drafter_state, slot), take(tokens, slot)
+        if features:
+            mine = _where(start == 0, begin(drafter, target, 1, text.shape[1] - 1), mine)
+            mine = read_on(drafter, mine, piece, at, count[None], features=told, target=target)
+        else:
+            mine = _begun(target, drafter, mine, text, end, begins & (slots.read[slot] == 0))
         drafter_state = put(drafter_state, mine, slot)
-    elif drafter is not None and (keeps_nothing(drafter) or not can_read(drafter)):
-        drafter_state = _begun(target, drafter, drafter_state, take(tokens, slot), slot, begins, end)
     counts = _counted(take(tokens, slot), slots.params.prompt_lengths[slot], end, target.config.vocab_size)
     state = dataclasses.replace(
         state,
@@ -89,24 +83,32 @@ def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tup
     return None, target.forward(tokens, row, at)[1]
 
 
-def _begun(target: Any, drafter: Any, rows: Any, text: Array, slot: Array, begins: Array, length: Array) -> Any:
-    """The states of a drafter that reads a text as a whole, or nothing of it, when the text is there.
+def _begun(target: Any, drafter: Any, mine: Any, text: Array, length: Array, anew: Array) -> Any:
+    """The state ``mine``, of one row, or one that has read nothing yet; of a drafter that reads whole texts, all of it.
 
     While a row was still reading rounds were played for others, with its key, and what those left in its state must not
     choose what is drafted: the same noise decides in the first round of its own.
     """
+    positions = text.shape[1] - 1
+    if can_read(drafter):
+        return _where(anew, begin(drafter, target, 1, positions), mine)
 
-    def first(rows: Any) -> Any:
-        positions = text.shape[1] - 1
-        if can_read(drafter):
-            return put(rows, begin(drafter, target, 1, positions), slot)
-        known = jnp.where(jnp.arange(positions) < length, text[:, :-1], 0)
-        return put(rows, drafter.init(known, positions), slot)
+    def whole() -> Any:
+        return drafter.init(jnp.where(jnp.arange(positions) < length, text[:, :-1], 0), positions)
 
-    def wait(rows: Any) -> Any:
-        return rows
+    def kept() -> Any:
+        return mine
 
-    return cast(Any, lax.cond(begins, first, wait, rows))
+    return cast(Any, lax.cond(anew, whole, kept))
+
+
+def _where(chosen: Array, one: Any, other: Any) -> Any:
+    """One pytree, or another."""
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(chosen, a, b)
+
+    return jax.tree.map(pick, one, other)
 
 
 def follow(target: Any, drafter: Any, slots: Slots, slot: Array, *, chunk: int) -> Slots:

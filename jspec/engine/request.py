@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.engine.slots import NEUTRAL
 from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.state import RequestParams
-
-_NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0, repetition=1.0, presence=0.0,
-                            frequency=0.0, bias=None)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,7 @@ def _any_key() -> Array:
 
 def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
     """`transforms` with nothing left out, as a batch of one."""
-    neutral = dataclasses.replace(_NEUTRAL, bias=np.zeros(vocab_size, np.float32))
+    neutral = dataclasses.replace(NEUTRAL, bias=np.zeros(vocab_size, np.float32))
     fields: dict[str, Any] = {}
     for name, off in vars(neutral).items():
         value = getattr(transforms, name)
@@ -88,6 +86,7 @@ class Result:
     Attributes:
         tokens, origins, logprobs, raw_logprobs: of the new tokens, as in `jspec.Output`.
         accepted, judged, drafted: of each round, drafts, as counted in `jspec.Stats`.
+        distortion: the receipt of a lossy rule, as in `jspec.Stats`.
         finish_reason: "eos", "length", "cancelled" or "error"; None while it goes on.
         error: what has gone wrong.
         cached: tokens of the prompt that did not have to be read.
@@ -100,6 +99,7 @@ class Result:
     accepted: list[int] = dataclasses.field(default_factory=list)
     judged: list[int] = dataclasses.field(default_factory=list)
     drafted: list[int] = dataclasses.field(default_factory=list)
+    distortion: float = 0.0
     finish_reason: str | None = None
     error: str | None = None
     cached: int = 0

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from jspec.engine.request import Request, Result
+from jspec.state import RequestParams
 
 
 @dataclasses.dataclass(eq=False)
@@ -13,6 +14,7 @@ class Tenant:
     """A request on its way.
 
     Attributes:
+        row: it for the device.
         listen: is called whenever there is more of the result.
         given: what it came with to its slot; more than its prompt where it goes on after a failure.
         seat: counts those that got a slot.
@@ -23,6 +25,7 @@ class Tenant:
     """
 
     request: Request
+    row: RequestParams
     listen: Callable[[Result], None]
     result: Result = dataclasses.field(default_factory=Result)
     given: tuple[int, ...] = ()
@@ -53,11 +56,11 @@ class Scheduler:
         residents: by slot, what its cache holds, and the salt of whose it is.
     """
 
-    def __init__(self, slots: int, least_kept: int = 1):
+    def __init__(self, slots: int):
         self.waiting: deque[Tenant] = deque()
         self.tenants: list[Tenant | None] = [None] * slots
         self.residents: list[tuple[Sequence[int], str]] = [((), "")] * slots
-        self._least_kept, self._clock, self._left = least_kept, itertools.count(1), [0] * slots
+        self._clock, self._left = itertools.count(1), [0] * slots
 
     def submit(self, tenant: Tenant) -> None:
         """At the end of the queue."""
@@ -88,8 +91,7 @@ class Scheduler:
             return 0
         pairs = zip(held, tenant.given or tenant.text, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        kept = min(same - 1, len(held) - 1, len(tenant.given) - 2)
-        return kept if kept >= self._least_kept else 0
+        return max(0, min(same - 1, len(held) - 1, len(tenant.given) - 2))
 
     def reading(self) -> list[tuple[int, Tenant]]:
         """Slots whose texts are still being read, first come first."""

@@ -11,9 +11,13 @@ from jax import Array, lax
 from jspec.cache import whole_tiles
 from jspec.drafters.base import tree_of
 from jspec.drafters.reading import begin
-from jspec.sampling import LogitsTransforms, TokenCounts
+from jspec.sampling import LogitsTransforms, TokenCounts, broadcast_rows
 from jspec.state import DecodeState, RequestParams
 from jspec.types import pytree
+
+# Transforms that change nothing; the bias is zeros, as many as there are tokens.
+NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0, repetition=1.0, presence=0.0,
+                           frequency=0.0, bias=None)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +94,9 @@ def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
 
 
 def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
-    """Transforms that change nothing, none left out, so that any request fits the same program."""
-
-    def full(value: float) -> Array:
-        return jnp.full(count, value, jnp.float32)
-
-    return LogitsTransforms(
-        temperature=full(1), top_k=full(0), tail_mass=full(0), min_p=full(0), repetition=full(1), presence=full(0),
-        frequency=full(0), bias=jnp.zeros((count, vocab_size), jnp.float32),
-    )  # fmt: skip
+    """`NEUTRAL` for every row, so that any request fits the same program."""
+    bias = jnp.zeros((count, vocab_size), jnp.float32)
+    return dataclasses.replace(broadcast_rows(NEUTRAL, count), bias=bias)
 
 
 def lean(transforms: LogitsTransforms) -> LogitsTransforms:
