@@ -32,6 +32,7 @@ RANGES = {
     "presence_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
     "frequency_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
     "max_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
+    "min_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
 }
 
 
@@ -314,7 +315,7 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
 def _rounded(name: str, values: np.ndarray) -> np.ndarray:
     """`values` as the program sees them, where 1e39 is infinite."""
     with np.errstate(over="ignore"):
-        return values.astype(np.int64 if name == "max_tokens" and values.dtype.kind in "iu" else np.float32)
+        return values.astype(np.int64 if name.endswith("_tokens") and values.dtype.kind in "iu" else np.float32)
 
 
 def _is_number(value: Any) -> bool:

@@ -64,14 +64,17 @@ def run_program(
 
 def traced(
     sampling: SamplingParams, eos_ids: Any, pad_id: Any
-) -> tuple[LogitsTransforms, LogitsTransforms, Any, Any, Any]:
+) -> tuple[LogitsTransforms, LogitsTransforms, Any, Any, Any, Any]:
     """What may change from call to call without compiling again."""
 
     def int32(value: Any) -> Any:
         return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
 
     transforms = target_transforms(sampling), draft_transforms(sampling)
-    return *transforms, int32(sampling.max_tokens), int32(eos_ids), int32(pad_id)
+    fewest = int32(sampling.min_tokens)
+    if isinstance(fewest, np.ndarray) and not fewest.any():
+        fewest = None
+    return *transforms, int32(sampling.max_tokens), fewest, int32(eos_ids), int32(pad_id)
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule", "record"))
@@ -85,6 +88,7 @@ def decode_program(
     transforms: LogitsTransforms,
     drafter_transforms: LogitsTransforms,
     max_tokens: Array,
+    min_tokens: Array | None,
     eos_ids: Array,
     pad_id: Array,
     *,
@@ -108,6 +112,7 @@ def decode_program(
         eos_ids=jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1])),
         transforms=broadcast_rows(transforms, batch),
         draft_transforms=broadcast_rows(drafter_transforms, batch),
+        min_tokens=None if min_tokens is None else jnp.broadcast_to(min_tokens, (batch,)),
     )
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)

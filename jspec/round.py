@@ -22,7 +22,7 @@ from jspec.keys import draft_noise, target_noise
 from jspec.probs import at_tokens
 from jspec.recording import of_round
 from jspec.rows import write_rows
-from jspec.sampling import add_tokens, raw_logprobs
+from jspec.sampling import add_tokens, raw_logprobs, top_logprobs
 from jspec.state import DecodeState, RequestParams, RoundOutput
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
 from jspec.verify import Reading, last_token, verify
@@ -35,10 +35,12 @@ def play_round(
     draft_length: DraftLength,
     params: RequestParams,
     state: DecodeState,
+    num_top: int = 0,
 ) -> tuple[DecodeState, RoundOutput]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens.
 
     Where K is 0 a drafter only reads, for it to go on in a later round; one that has nothing to read may be left out.
+    The `num_top` likeliest tokens of every law are told where a row asks for some.
     """
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
@@ -63,8 +65,10 @@ def play_round(
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
         path = along_path(draft, verdict, read.probs)
-        raw = raw_logprobs(at_path(read.logits, verdict), path.tokens)
-        new, ended = _output(params, state, verdict, path, raw, strange)
+        logits = at_path(read.logits, verdict)
+        top_ids, top = _top(params, state, logits, num_top)
+        told = {"raw_logprobs": raw_logprobs(logits, path.tokens), "top_ids": top_ids, "top_logprobs": top}
+        new, ended = _output(params, state, verdict, path, told | {"strange": strange})
         new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
         return _commit(draft_length, state, new), new
@@ -189,9 +193,9 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
 
 
 def _output(
-    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, raw: Array, strange: Array
+    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, told: dict[str, Any]
 ) -> tuple[RoundOutput, Array]:
-    """What the round brings, and which rows have ended with it."""
+    """What the round brings, with what is `told` besides, and which rows have ended with it."""
     num_accepted = verdict.num_accepted
     stop = _stop(params, state, num_accepted, path)
     accepted = jnp.minimum(num_accepted, stop.gained)
@@ -203,16 +207,30 @@ def _output(
         tokens=path.tokens,
         count=stop.gained,
         logprobs=jnp.log(at_tokens(path.target_probs, path.tokens)),
-        raw_logprobs=raw,
         origins=_origins(num_accepted, path.num_guessed, path.tokens.shape[1]),
         drafted=jnp.where(state.done, 0, drafted),
         judged=accepted + refused,
         accepted=accepted,
         invalid=stop.invalid,
         distortion=_distortion(verdict, stop.gained),
-        strange=strange,
+        **told,
     )
     return output, stop.ended
+
+
+def _top(params: RequestParams, state: DecodeState, logits: Array, num_top: int) -> tuple[Array, Array]:
+    """The likeliest tokens of ``logits[B, K + 1, V]``, where a row that moves asks for some."""
+
+    def found() -> tuple[Array, Array]:
+        return top_logprobs(logits, num_top)
+
+    def nothing() -> tuple[Array, Array]:
+        shape = (*logits.shape[:2], num_top)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    if not num_top or params.top_logprobs is None:
+        return nothing()
+    return cast(tuple[Array, Array], lax.cond(((params.top_logprobs > 0) & ~state.done).any(), found, nothing))
 
 
 def _distortion(verdict: Verdict, count: Array) -> Array:

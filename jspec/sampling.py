@@ -36,6 +36,7 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit as often as it was generated; 0 is off.
         logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``; -inf forbids a token; None is off.
         max_tokens: a limit of new tokens for each request; 0 is off. ``max_new_tokens`` stays the limit of all.
+        min_tokens: no end of text (`eos_ids`) among so many new tokens: their laws forbid it; 0 is off.
         draft_temperature: the draft's own; None means the target's. It changes speed, never the law.
         draft_top_p: the same.
     """
@@ -49,6 +50,7 @@ class SamplingParams:
     frequency_penalty: Any = 0.0
     logit_bias: Any = None
     max_tokens: Any = 0
+    min_tokens: Any = 0
     draft_temperature: Any = None
     draft_top_p: Any = None
 
@@ -170,11 +172,24 @@ def token_probs(
     return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
 
 
+def without_tokens(logits: Array, ids: Array, chosen: Array) -> Array:
+    """``logits[B, S, V]`` in which tokens ``ids[B, n]``, of which -1 is none, are forbidden where ``chosen[B, S]``."""
+    among = (ids[:, :, None] == jnp.arange(logits.shape[-1])).any(1)
+    return jnp.where(chosen[:, :, None] & among[:, None], -jnp.inf, logits)
+
+
 def raw_logprobs(logits: Array, tokens: Array) -> Array:
     """``float32[B, S]``, log-softmax of ``logits[B, S, V]`` at ``tokens[B, S]``: without transforms."""
     logits = logits.astype(jnp.float32)
     largest = logits.max(-1)
     return at_tokens(logits, tokens) - largest - jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
+
+
+def top_logprobs(logits: Array, count: int) -> tuple[Array, Array]:
+    """The likeliest of ``logits[B, S, V]``, highest first: ids ``int32[B, S, count]`` and their `raw_logprobs`."""
+    ids = lax.top_k(logits, count)[1]
+    each = jax.vmap(raw_logprobs, in_axes=(None, 2), out_axes=2)
+    return ids, each(logits, ids)
 
 
 def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.ndarray | None) -> Array:

@@ -20,6 +20,9 @@ class RequestParams:
         limits: ``int32[B]``, most new tokens.
         eos_ids: ``int32[B, n]``, tokens that end a row; -1 matches none.
         transforms, draft_transforms: the transforms of target and draft.
+        min_tokens: ``int32[B]``, among how many new tokens no end of text may be; None for none.
+        top_logprobs: ``int32[B]``, of how many of the likeliest tokens the raw log-probabilities are asked for, at most
+            as many as `jspec.round.play_round` is to find; None for none.
         coupled: ``bool[B]``, rows that the rule "coupled" judges in place of the program's own; None for none.
     """
 
@@ -29,6 +32,8 @@ class RequestParams:
     eos_ids: Array
     transforms: LogitsTransforms
     draft_transforms: LogitsTransforms
+    min_tokens: Any = None
+    top_logprobs: Any = None
     coupled: Any = None
 
 
@@ -70,6 +75,8 @@ class RoundOutput:
         invalid: ``bool[B]``, whether the row has stopped because the target's logits are no law.
         distortion: ``float32[B]``, summed over the new tokens.
         strange: ``bool[B]``, whether a drafter that is not jspec's own has guessed an id outside the vocabulary.
+        top_ids, top_logprobs: ``int32[B, K + 1, n]`` and ``float32``, the likeliest tokens, highest first, and
+            their raw log-probabilities; anything where no row asks for them.
         record: the guesses of this round alone, see `jspec.recording.of_round`.
     """
 
@@ -84,4 +91,6 @@ class RoundOutput:
     invalid: Array
     distortion: Array
     strange: Array
+    top_ids: Array
+    top_logprobs: Array
     record: Record | None = None

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jspec.acceptance.path import num_guessed
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths
-from jspec.sampling import token_probs
+from jspec.sampling import token_probs, without_tokens
 from jspec.state import DecodeState, RequestParams
 from jspec.tree import Branches
 from jspec.types import Draft
@@ -67,7 +67,12 @@ def verify(
             told = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
         logits, drafted = target.logits(hidden), draft.tokens[:, : block.shape[1] - 1]
         seen = None if branches is None else branches.visible[..., 1:]
-        probs = token_probs(logits, params.transforms, state.token_counts, drafted, seen)
+        allowed = logits
+        if params.min_tokens is not None:
+            offsets = jnp.arange(block.shape[1]) if branches is None else branches.offsets
+            new = (state.lengths - params.prompt_lengths)[:, None] + offsets
+            allowed = without_tokens(logits, params.eos_ids, new < params.min_tokens[:, None])
+        probs = token_probs(allowed, params.transforms, state.token_counts, drafted, seen)
         return Reading(hidden, told, logits, probs), cache
 
     if len(lengths) == 1:

@@ -95,7 +95,7 @@ def every_parameter(batch, vocab_size):
         min_p=turns(0.0, 0.0, 0.0, 0.05), repetition_penalty=turns(1.3, 1.0, 1.2, 1.0, 1.0, 0.8),
         presence_penalty=turns(0.0, 0.5, 0.0, 0.0, -0.3), frequency_penalty=turns(0.0, 0.0, 0.2, 0.0, 0.4, 0.0, 0.0),
         draft_temperature=turns(1.0, 0.0, 1.0, 0.5, 2.0), draft_top_p=turns(0.5, 1.0, 1.0),
-        max_tokens=turns(0, 0, 0, 7, 0, 0, 11),
+        max_tokens=turns(0, 0, 0, 7, 0, 0, 11), min_tokens=turns(0, 9, 0, 0, 0),
     )  # fmt: skip
     eos_ids = np.where(np.arange(batch) % 4 == 1, np.arange(batch) % vocab_size, -1)[:, None]
     return {"sampling": sampling, "eos_ids": eos_ids}

@@ -78,6 +78,7 @@ CASES = [
     ("presence_penalty", [np.nan, np.inf, 1e39], "presence_penalty must be between -1e6 and 1e6"),
     ("frequency_penalty", [np.nan, -np.inf, -3e38], "frequency_penalty must be between -1e6 and 1e6"),
     ("max_tokens", [-1, 1.5, 2**31, np.array([1, 2, -1])], "max_tokens must be a whole number, 0"),
+    ("min_tokens", [-1, 1.5, 2**31, np.array([1, 2, -1])], "min_tokens must be a whole number, 0"),
     *[
         (
             name,
@@ -94,6 +95,7 @@ CASES = [
             "presence_penalty",
             "frequency_penalty",
             "max_tokens",
+            "min_tokens",
         )
     ],
     ("temperature", [None], "temperature must be a number"),

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import toys
-from test_law import NUM_TOKENS, VOCAB, exact_law
+from test_law import NUM_TOKENS, VOCAB, exact_law, plain
 from test_matrix import PROMPTS, SETTINGS
 
 import jspec
@@ -49,7 +49,8 @@ def turns(i):
         {}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5, "presence_penalty": 0.5},
         {"top_p": 0.8, "repetition_penalty": 1.3}, {"temperature": 0.6}, {"min_p": 0.05, "frequency_penalty": 0.3},
         {"logit_bias": np.where(np.arange(VOCAB) == i % VOCAB, 1.5, 0.0).astype(np.float32)},
-    ][i % 7]  # fmt: skip
+        {"min_tokens": 6, "temperature": 1.5},
+    ][i % 8]  # fmt: skip
 
 
 def made(count, seed=0, seeded=True):
@@ -144,9 +145,10 @@ def test_a_journal_is_the_run(engine, models):
     other._programs = one._programs = engine.device._programs  # compiled as they are
     first, second = one.replay(commands), other.replay(commands)
     slots, tokens = range(OPTIONS["slots"]), 0
-    for a, b in zip(first, second, strict=True):
-        news = unpack(a, slots)
-        assert news == unpack(b, slots)
+    tops = [0 if of[-1] else engine.device.sizes.top_logprobs for name, of in commands if name == "play"]
+    for a, b, num_top in zip(first, second, tops, strict=True):
+        news = unpack(a, slots, num_top)
+        assert news == unpack(b, slots, num_top)
         tokens += sum(len(new.tokens) for new in news.values())
     assert tokens > 100
 
@@ -209,6 +211,42 @@ def test_a_lossy_rule_gives_its_receipt(models):
     assert free.distortion > 0 and keyed.distortion == 0
 
 
+def check_likeliest(logits, tokens, logprobs, tops, count):
+    """What was told of `tokens`, drawn behind ``logits[N, V]``."""
+    raw = np.asarray(jax.nn.log_softmax(logits))
+    np.testing.assert_allclose(logprobs, raw[np.arange(len(tokens)), tokens], atol=1e-5)
+    assert [len(one) for one in tops] == [count] * len(tokens)
+    if count:
+        ids, values = np.moveaxis(np.array(tops), 2, 0)
+        np.testing.assert_allclose(values, -np.sort(-raw, axis=1)[:, :count], atol=1e-5)
+        np.testing.assert_allclose(values, np.take_along_axis(raw, ids.astype(int), axis=1), atol=1e-5)
+        for token, logprob, one in zip(tokens, logprobs, tops, strict=True):
+            assert dict(one).get(token, logprob) == logprob  # to the last bit, by which clients see what is greedy
+
+
+def test_log_probabilities_of_the_likeliest_and_of_the_prompt(engine, models):
+    """Raw, whatever is sampled how beside whom, read from a prefix that is held or not."""
+    first = made(10, seed=20)
+    counts = [i % 4 * 2 for i in range(10)]
+    requests = [dataclasses.replace(one, top_logprobs=n, prompt_logprobs=i % 3 != 1, eos_ids=())
+                for i, (one, n) in enumerate(zip(first, counts, strict=True))]  # fmt: skip
+    engine.generate([dataclasses.replace(one, key=None) for one in first[:4]])
+    results = engine.generate(requests)
+    check_texts(models[0], requests, results)
+    for request, result, n in zip(requests, results, counts, strict=True):
+        text = np.zeros((1, LONGEST + NEW), np.int32)
+        text[0, : len(request.tokens) + len(result.tokens)] = (*request.tokens, *result.tokens)
+        logits, size = plain(models[0], text)[0], len(request.tokens)
+        tops = result.top_logprobs or [[]] * len(result.tokens)
+        check_likeliest(logits[size - 1 :][: len(result.tokens)], result.tokens, result.raw_logprobs, tops, n)
+        if request.prompt_logprobs:
+            assert np.isnan(result.prompt_logprobs[0]) and result.prompt_top_logprobs[0] == [] and not result.cached
+            check_likeliest(logits[: size - 1], request.tokens[1:], result.prompt_logprobs[1:],
+                            result.prompt_top_logprobs[1:], n)  # fmt: skip
+        else:
+            assert result.prompt_logprobs == []
+
+
 def test_streams_grow_and_end(engine, models):
     requests = made(5, seed=9)
 
@@ -259,6 +297,8 @@ def test_bad_requests_are_refused_at_once(engine):
         (Request((1,), 3, jspec.SamplingParams(temperature=-1)), "temperature must be"),
         (Request((1,), 3, eos_ids=(0,) * 9), "at most 8"),
         (Request((1,), 3, eos_ids=(VOCAB,)), "eos_ids holds"),
+        (Request((1,), 3, top_logprobs=VOCAB + 1), "top_logprobs must be between 0 and 8"),
+        (Request((1,), 3, jspec.SamplingParams(min_tokens=np.array([2]))), "for one request"),
         (Request((1,), 3, jspec.SamplingParams(temperature=np.array([0.7]))), "for one request"),
         (Request((1,), 3, jspec.SamplingParams(max_tokens=2)), "its max_new_tokens"),
     ):  # fmt: skip

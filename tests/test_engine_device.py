@@ -20,7 +20,7 @@ from jspec.engine.slots import Sizes, neutral_transforms
 from jspec.state import RequestParams
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-LENGTHS, NEW, SLOTS = (1, 5, 40, 17, 2, 3), 20, 3
+LENGTHS, NEW, SLOTS, TOP = (1, 5, 40, 17, 2, 3), 20, 3, 2
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,8 @@ def row(prompt, key, vocab_size, coupled=True, **fields):
     """`RequestParams` of one request, temperature 1."""
     transforms = neutral_transforms(1, vocab_size)
     asked = RequestParams(key[None], np.array([len(prompt)], np.int32), np.array([NEW], np.int32),
-                          np.array([[-1]], np.int32), transforms, transforms, np.array([coupled]))  # fmt: skip
+                          np.array([[-1]], np.int32), transforms, transforms, np.zeros(1, np.int32),
+                          np.zeros(1, np.int32), np.array([coupled]))  # fmt: skip
     return dataclasses.replace(asked, **fields)
 
 
@@ -76,14 +77,17 @@ class Host:
     def tick(self, call):
         reading = [slot for slot, i in enumerate(self.seated) if i is not None and not self.whole(slot)]
         for slot in reading[:1]:
-            self.read[slot] = self.device.read(slot, self.prompts[self.seated[slot]], max(0, self.read[slot]))
+            self.read[slot] = self.device.read(slot, self.prompts[self.seated[slot]], max(0, self.read[slot])).end
         for slot, lag in enumerate(self.lags):
             if self.device.lags and lag > 2 and call % 3:
                 self.device.follow(slot, lag)
         lengths = self.device.sizes.num_draft_tokens
         tenants = list(self.seated)
-        played = self.device.play(lengths[call % len(lengths)], 1 + call % 2, np.zeros(SLOTS, bool), call % 5 < 3)
-        for (slot, new), i in zip(unpack(played, range(SLOTS)).items(), tenants, strict=True):
+        is_lean = call % 5 < 3
+        played = self.device.play(lengths[call % len(lengths)], 1 + call % 2, np.zeros(SLOTS, bool), is_lean)
+        for (slot, new), i in zip(
+            unpack(played, range(SLOTS), 0 if is_lean else self.device.sizes.top_logprobs).items(), tenants, strict=True
+        ):
             self.lags[slot] = new.lag
             if i is None:
                 assert not new.tokens
@@ -100,7 +104,7 @@ class Host:
 def device(models, name, rule="rejection", **changes):
     drafter = drafters.make(name, *models)
     tree = own_tree(drafter)
-    sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, 2, 4) if tree is None else (0, tree.max_depth), 2)
+    sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, 2, 4) if tree is None else (0, tree.max_depth), 2, TOP)
     return Device(models[0], drafter, RULES[rule], dataclasses.replace(sizes, **changes))
 
 
@@ -137,7 +141,7 @@ def tree_drafters(target, draft):
 def test_trees_of_drafters(models, requests, which):
     prompts, keys, alone = requests
     rule, drafter = list(tree_drafters(*models))[which]
-    sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, drafter.tree.max_depth), 2)
+    sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, drafter.tree.max_depth), 2, TOP)
     host = Host(Device(models[0], drafter, RULES[rule], sizes), prompts, keys, models[0].config.vocab_size)
     host.run()
     assert host.texts == [out.tokens[0].tolist() for out in alone] and host.accepted
@@ -188,13 +192,13 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
     for i, between in itertools.product(range(len(prompts)), (0, 1, 2)):
         one.reset()
         one.seat(1, row(prompts[3], keys[3], vocab_size), len(prompts[3]))
-        assert one.read(1, prompts[3], 0) == 16  # it writes
+        assert one.read(1, prompts[3], 0).end == 16  # it writes
         text, read = [], 0
         one.seat(0, row(prompts[i], keys[i], vocab_size, coupled=False), len(prompts[i]))
         while True:
             for _ in range(between):
                 one.play(k, 1, np.zeros(2, bool), True)
-            read = one.read(0, prompts[i], read)
+            read = one.read(0, prompts[i], read).end
             if read == len(prompts[i]) - 1:
                 break
         for _ in range(4 * one.lags):
@@ -207,7 +211,9 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
 
 
 @pytest.mark.parametrize(
-    "key", [("seat",), ("read", 16), ("follow", 4), ("play", 0, True), ("play", 4, False)], ids=str
+    "key",
+    [("seat",), ("read", 16, False), ("read", 16, True), ("follow", 4), ("play", 0, True), ("play", 4, False)],
+    ids=str,
 )
 def test_no_program_copies_a_cache(models, as_shipped, key, report):
     """Slots are donated, and what they hold stays where it is."""

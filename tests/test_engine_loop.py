@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jspec.engine.loop import Loop
-from jspec.engine.news import Packed
+from jspec.engine.news import Packed, Piece
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler, Tenant
 from jspec.engine.slots import Sizes
@@ -54,12 +54,12 @@ class FakeDevice:
     def chunk(self, behind):
         return next((size for size in SIZES.chunks if size >= behind - 1), SIZES.chunks[-1])
 
-    def read(self, slot, text, start):
+    def read(self, slot, text, start, scored):
         assert not self.moves[slot] and list(text[:start]) == self.texts[slot][:start]
         count = min(self.chunk(len(text) - start), len(text) - 1 - start)
         self.texts[slot] = list(text[: start + count + 1])
         self.moves[slot] = len(self.texts[slot]) == self.given[slot] == len(text)
-        return start + count
+        return Piece(start, count, None)
 
     def wait(self):
         pass

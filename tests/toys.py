@@ -128,7 +128,7 @@ def decode(target, drafter, tokens, lengths, keys, transforms, *, max_new_tokens
 
     def program(target, drafter, tokens, lengths, keys, transforms):
         return decode_program.__wrapped__(
-            target, drafter, tokens, lengths, keys, *transforms, 0, eos_ids, 0, max_new_tokens=max_new_tokens,
+            target, drafter, tokens, lengths, keys, *transforms, 0, None, eos_ids, 0, max_new_tokens=max_new_tokens,
             draft_length=as_draft_length(num_draft_tokens), rule=rule)[0]  # fmt: skip
 
     return jax.jit(program)(target, drafter, tokens, lengths, keys, transforms)

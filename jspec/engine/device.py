@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.acceptance.base import Rule
 from jspec.engine import programs
-from jspec.engine.news import Packed
+from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.slots import Sizes, empty_slots, take
 from jspec.state import RequestParams
 
@@ -51,16 +51,16 @@ class Device:
         """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`."""
         self._do("seat", slot, row, given, kept)
 
-    def read(self, slot: int, text: Sequence[int], start: int) -> int:
-        """Read the next piece of what was given, of which `start` tokens are read; how many are after it."""
+    def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
+        """Read the next piece of what was given, of which `start` tokens are read."""
         chunk = self.chunk(len(text) - start)
         begin = max(0, min(start, self.positions - chunk))  # near the end some are read again
         piece = np.zeros((1, chunk + 1), np.int32)
         part = text[begin : begin + chunk + 1]
         piece[0, : len(part)] = part
         count = min(chunk, len(text) - 1 - begin)
-        self._do("read", slot, piece, begin, count)
-        return begin + count
+        scores = self._do("read", slot, piece, begin, count, scored)
+        return Piece(begin, count, scores)
 
     def follow(self, slot: int, lag: int) -> int:
         """Let the drafter read on in a slot, where it is behind by so many tokens at most; how many it reads."""
@@ -94,9 +94,10 @@ class Device:
         numbers = Number(given), Number(kept)
         self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, *numbers)
 
-    def _read(self, slot: int, piece: Any, start: int, count: int) -> None:
-        program = self._program("read", piece.shape[1] - 1)
-        self._slots = program(self._weights, self._slots, Number(slot), piece, Number(start), Number(count))
+    def _read(self, slot: int, piece: Any, start: int, count: int, scored: bool) -> Scores | None:
+        program, numbers = self._program("read", piece.shape[1] - 1, scored), (Number(start), Number(count))
+        self._slots, scores = program(self._weights, self._slots, Number(slot), piece, *numbers)
+        return scores
 
     def _follow(self, slot: int, chunk: int) -> None:
         self._slots = self._program("follow", chunk)(self._weights, self._slots, Number(slot))
@@ -109,7 +110,8 @@ class Device:
 
     def replay(self, commands: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Packed]:
         """Do what another device has done; all that its calls of `play` have returned."""
-        return [out for name, arguments in commands if (out := self._do(name, *arguments)) is not None]
+        found = [(name, self._do(name, *arguments)) for name, arguments in commands]
+        return [packed for name, packed in found if name == "play"]
 
     def compile(self) -> None:
         """All programs at once, several at a time, for XLA compiles without Python's lock; else each when it is met."""
@@ -119,7 +121,7 @@ class Device:
 
     def _keys(self) -> list[Key]:
         plays = [("play", k, is_lean) for k in self.sizes.num_draft_tokens for is_lean in (True, False)]
-        reads = [("read", chunk) for chunk in self.sizes.chunks]
+        reads = [("read", chunk, scored) for chunk in self.sizes.chunks for scored in (False, True)]
         follows = [("follow", chunk) for chunk in self.sizes.chunks if self.lags]
         return [("seat",), *reads, *follows, *plays]
 
@@ -143,9 +145,11 @@ class Device:
         if name == "seat":
             return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one, one)
         if name == "read":
-            return programs.read, (one, jax.ShapeDtypeStruct((1, options[0] + 1), np.int32), one, one)
+            read = functools.partial(programs.read, num_top=sizes.top_logprobs if options[1] else -1)
+            return read, (one, jax.ShapeDtypeStruct((1, options[0] + 1), np.int32), one, one)
         if name == "follow":
             return functools.partial(programs.follow, chunk=options[0]), (one,)
         how = dict(zip(("num_draft_tokens", "is_lean"), options, strict=True))
-        play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
+        num_top = 0 if how["is_lean"] else sizes.top_logprobs
+        play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, num_top=num_top, **how)
         return play, (jax.ShapeDtypeStruct((sizes.slots,), bool), one)

@@ -29,6 +29,8 @@ from jspec.llama import Llama
 from jspec.tree_checks import number_of_drafts
 from jspec.types import check_count
 
+_MOST_TOP = 20  # log-probabilities of the likeliest tokens, as much as clients of others may ask for
+
 
 class Engine:
     """Decodes requests that come and go, all of them in one batch, with the rounds of `jspec.speculative_generate`.
@@ -76,7 +78,8 @@ class Engine:
             k = _plain_number(number_of_drafts(target, drafter, num_draft_tokens, rule))
             _check_readable(drafter)
         chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
-        sizes = Sizes(slots, max_length, 8, chunks, (k or 0,), rounds)
+        num_top = min(_MOST_TOP, target.config.vocab_size)
+        sizes = Sizes(slots, max_length, 8, chunks, (k or 0,), rounds, num_top)
         self._target, self._drafter, self._num_draft_tokens = target, drafter, k
         self._sizes, self._max_waiting = sizes, max_waiting
         self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
@@ -188,6 +191,9 @@ class Engine:
         check_arguments(self._target, self._drafter, tokens, lengths, keys, limit, k, request.sampling, eos_ids, 0)
         if len(request.eos_ids) > self._sizes.eos_ids:
             raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {self._sizes.eos_ids}.")
+        if not (0 <= request.top_logprobs <= self._sizes.top_logprobs):
+            raise ValueError(f"top_logprobs must be between 0 and {self._sizes.top_logprobs}; got "
+                             f"{request.top_logprobs}.")  # fmt: skip
         if np.any(request.sampling.max_tokens):
             raise ValueError("sampling.max_tokens is for batches; a request's limit is its max_new_tokens.")
         longest = len(request.tokens) + request.max_new_tokens

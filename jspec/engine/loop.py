@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from jspec.engine.device import Device
-from jspec.engine.news import News, Packed, unpack
+from jspec.engine.news import News, Packed, of_prompt, unpack
 from jspec.engine.pace import Pace
 from jspec.engine.scheduler import Scheduler, Tenant
 
@@ -17,12 +17,20 @@ _PATIENCE = 3  # failures in a row
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call that is under way, for whom by slot, what those had followed, and whether another was under way then."""
+    """A call that is under way.
+
+    Attributes:
+        writing: for whom, by slot.
+        followed: what those had followed.
+        at_once: whether another was under way when it began.
+        num_top: how many of the likeliest tokens it looks for.
+    """
 
     packed: Packed
     writing: dict[int, Tenant]
     followed: dict[int, int]
     at_once: bool
+    num_top: int
 
 
 class Loop:
@@ -93,8 +101,10 @@ class Loop:
         while reading and budget > 0:
             slot, tenant = reading.popleft()
             budget -= self._device.chunk(len(tenant.given) - tenant.read)
-            tenant.read = self._device.read(slot, tenant.given, tenant.read)
-            tenant.pieces += 1
+            piece = self._device.read(slot, tenant.given, tenant.read, tenant.request.prompt_logprobs)
+            tenant.read, tenant.pieces = piece.end, tenant.pieces + 1
+            if piece.scores is not None:
+                tenant.scored.append(piece)
             if not tenant.is_written:
                 reading.append((slot, tenant))
         if reading and not self._scheduler.writing():
@@ -116,11 +126,12 @@ class Loop:
         packed = self._device.play(k, rounds, self._stop.copy(), is_lean)
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
-        self._played.append(_Call(packed, writing, followed, at_once=bool(self._played)))
+        num_top = 0 if is_lean else self._sizes.top_logprobs
+        self._played.append(_Call(packed, writing, followed, at_once=bool(self._played), num_top=num_top))
 
     def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
-        news = unpack(call.packed, call.writing)
+        news = unpack(call.packed, call.writing, call.num_top)
         if call.writing:
             self._failures = 0
         self._pace.settled(max((len(new.accepted) for new in news.values()), default=0), call.at_once)
@@ -131,7 +142,13 @@ class Loop:
                 self._tell(slot, tenant, news[slot])
 
     def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
-        result = tenant.result
+        result, num_top = tenant.result, tenant.request.top_logprobs
+        if tenant.scored:
+            told = of_prompt(tenant.scored, len(tenant.request.tokens), num_top)
+            result.prompt_logprobs, result.prompt_top_logprobs = told
+            tenant.scored = []
+        if num_top:
+            result.top_logprobs.extend(one[:num_top] for one in new.top_logprobs)
         # Tokens last: who looks at them from elsewhere finds the rest there.
         for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
             getattr(result, name).extend(getattr(new, name))

@@ -12,10 +12,10 @@ from jspec.acceptance.base import Rule
 from jspec.draft_length import Fixed
 from jspec.drafters.asked import features_of
 from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on
-from jspec.engine.news import Packed, concluded, empty, pack, with_round
+from jspec.engine.news import Packed, Scores, concluded, empty, pack, with_round
 from jspec.engine.slots import Slots, lean, put, take
 from jspec.round import play_round
-from jspec.sampling import TokenCounts, add_tokens, count_prompt
+from jspec.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
 from jspec.state import DecodeState, RequestParams
 
 
@@ -34,17 +34,20 @@ def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParam
     return Slots(put(slots.params, row, slot), state, slots.given.at[slot].set(given), slots.read.at[slot].min(kept))
 
 
-def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array) -> Slots:
+def read(
+    target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array, *, num_top: int = -1
+) -> tuple[Slots, Scores | None]:
     """Read a piece of a text that was given; with the last of it the request begins to write.
 
     Args:
         piece: ``int32[1, C + 1]``, tokens from position `start` on and the one behind them, then anything.
         start: no more than has been read, and T - C.
         count: how many tokens to read, in 0 .. C; not the text's last one, which the first round reads.
+        num_top: of how many of the likeliest tokens to tell in the scores; -1 for no scores.
     """
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
-    told, row = _read(target, features, piece[:, :-1], take(state.cache, slot), at)
+    told, hidden, row = _read(target, features, piece[:, :-1], take(state.cache, slot), at)
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
     begins = end == slots.given[slot]
     drafter_state = state.drafter
@@ -66,7 +69,16 @@ def read(target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, sta
         drafter=drafter_state,
         token_counts=put(state.token_counts, counts, slot),
     )
-    return dataclasses.replace(slots, state=state)
+    return dataclasses.replace(slots, state=state), _scores(target, hidden, piece, num_top)
+
+
+def _scores(target: Any, hidden: Array, piece: Array, num_top: int) -> Scores | None:
+    """What the target made of a piece behind its first token."""
+    if num_top < 0:
+        return None
+    logits = target.logits(hidden)
+    ids, tops = top_logprobs(logits, num_top)
+    return Scores(raw_logprobs(logits, piece[:, 1:])[0], ids[0], tops[0])
 
 
 def _counted(row: Array, prompt_length: Array, length: Array, vocab_size: int) -> TokenCounts:
@@ -76,11 +88,12 @@ def _counted(row: Array, prompt_length: Array, length: Array, vocab_size: int) -
     return add_tokens(count_prompt(row, jnp.minimum(prompt_length, length)[None], vocab_size), row, written[None])
 
 
-def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tuple[Any, Any]:
-    """The target's states that were asked for, of a model without any None, and its cache."""
+def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tuple[Any, Array, Any]:
+    """The target's states that were asked for, of a model without any None, its last ones, and its cache."""
     if features:
-        return target.forward_with_features(tokens, row, at, features)[1:]
-    return None, target.forward(tokens, row, at)[1]
+        hidden, told, row = target.forward_with_features(tokens, row, at, features)
+        return told, hidden, row
+    return None, *target.forward(tokens, row, at)
 
 
 def _begun(target: Any, drafter: Any, mine: Any, text: Array, length: Array, anew: Array) -> Any:
@@ -151,6 +164,7 @@ def play(
     num_draft_tokens: int,
     most: int,
     is_lean: bool,
+    num_top: int = 0,
 ) -> tuple[Slots, Packed]:
     """Play up to `rounds` rounds, until no row is left that moves.
 
@@ -158,13 +172,15 @@ def play(
         stop: ``bool[S]``, rows that are to end where they are.
         rounds: an int up to `most`.
         is_lean: leave everything beside temperature out; no row that moves may ask for more.
+        num_top: how many of the likeliest tokens to look for, where a row asks for some.
     """
     k, behind = num_draft_tokens, lags(drafter)
     drafts_or_reads = drafter if k or features_of(drafter) else None
     params, counts = slots.params, slots.state.token_counts
     if is_lean:
         transforms = lean(params.transforms), lean(params.draft_transforms)
-        params, counts = dataclasses.replace(params, transforms=transforms[0], draft_transforms=transforms[1]), None
+        params, counts = dataclasses.replace(params, transforms=transforms[0], draft_transforms=transforms[1],
+                                             min_tokens=None, top_logprobs=None), None  # fmt: skip
     state = dataclasses.replace(slots.state, done=slots.state.done | stop, token_counts=counts)
     tolerated, alone = tolerated_lag(drafter, k), is_alone(drafter)
 
@@ -172,7 +188,7 @@ def play(
         i, state, known, packed = loop
         ready = state.lengths - known <= tolerated
         before = dataclasses.replace(state, drafts=ready if behind and k else None)
-        after, new = play_round(target, drafts_or_reads, rule, Fixed(k), params, before)
+        after, new = play_round(target, drafts_or_reads, rule, Fixed(k), params, before, num_top)
         if behind and k:
             now = after.lengths - 2 if alone else state.lengths
             known = jnp.where(ready & ~state.done, jnp.maximum(known, now), known)
@@ -181,7 +197,7 @@ def play(
     def unfinished(loop: tuple[Array, DecodeState, Array, Packed]) -> Array:
         return (loop[0] < rounds) & ~jnp.all(loop[1].done)
 
-    begun = jnp.zeros((), jnp.int32), state, slots.read, empty(most, slots.read.size, k)
+    begun = jnp.zeros((), jnp.int32), state, slots.read, empty(most, slots.read.size, k, num_top)
     _, state, known, packed = lax.while_loop(unfinished, body, begun)
     state = dataclasses.replace(state, token_counts=slots.state.token_counts if is_lean else state.token_counts)
     slots = dataclasses.replace(slots, state=state, read=known)

@@ -14,6 +14,8 @@ from jspec.engine.slots import NEUTRAL
 from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.state import RequestParams
 
+Likeliest = list[tuple[int, float]]  # tokens and their raw log-probabilities, highest first
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -28,6 +30,9 @@ class Request:
             which accepts more.
         eos_ids: tokens that end it.
         salt: of requests with different ones none reuses what another has read.
+        top_logprobs: of how many of the likeliest tokens, at every new one, to tell the raw log-probabilities; at most
+            20.
+        prompt_logprobs: whether to tell the same of the prompt, all of which is read for that.
     """
 
     tokens: tuple[int, ...]
@@ -36,10 +41,14 @@ class Request:
     key: Array | None = None
     eos_ids: tuple[int, ...] = ()
     salt: str = ""
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     @functools.cached_property
     def is_lean(self) -> bool:
         """Whether it asks for nothing beside a temperature."""
+        if self.top_logprobs or np.any(self.sampling.min_tokens):
+            return False
         parts = (target_transforms(self.sampling), draft_transforms(self.sampling))
         return all(getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature")
 
@@ -55,6 +64,8 @@ class Request:
             "eos_ids": eos,
             "transforms": _row(target_transforms(self.sampling), vocab_size),
             "draft_transforms": _row(draft_transforms(self.sampling), vocab_size),
+            "min_tokens": _entry("min_tokens", self.sampling.min_tokens, (), np.int32),
+            "top_logprobs": np.array([self.top_logprobs], np.int32),
             "coupled": np.array([self.key is not None]),
         }
         return RequestParams(**fields)
@@ -72,11 +83,16 @@ def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
     fields: dict[str, Any] = {}
     for name, off in vars(neutral).items():
         value = getattr(transforms, name)
-        array = np.asarray(off if value is None else value, np.float32)
-        if array.shape != np.shape(off):
-            raise ValueError(f"sampling has {name} of shape {array.shape}; expected {np.shape(off)}, for one request.")
-        fields[name] = array[None]
+        fields[name] = _entry(name, off if value is None else value, np.shape(off), np.float32)
     return LogitsTransforms(**fields)
+
+
+def _entry(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A field of the sampling parameters, for one request, as a batch of one."""
+    array = np.asarray(value, dtype)
+    if array.shape != shape:
+        raise ValueError(f"sampling has {name} of shape {array.shape}; expected {shape}, for one request.")
+    return array[None]
 
 
 @dataclasses.dataclass
@@ -85,6 +101,9 @@ class Result:
 
     Attributes:
         tokens, origins, logprobs, raw_logprobs: of the new tokens, as in `jspec.Output`.
+        top_logprobs: of each new token the (id, raw log-probability) of as many tokens as asked for, highest first.
+        prompt_logprobs: of each token of the prompt, if they were asked for, raw; NaN of the first.
+        prompt_top_logprobs: the same as `top_logprobs` for these; nothing for the first.
         accepted, judged, drafted: of each round, drafts, as counted in `jspec.Stats`.
         distortion: the receipt of a lossy rule, as in `jspec.Stats`.
         finish_reason: "eos", "length", "cancelled" or "error"; None while it goes on.
@@ -96,6 +115,9 @@ class Result:
     origins: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[Likeliest] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    prompt_top_logprobs: list[Likeliest] = dataclasses.field(default_factory=list)
     accepted: list[int] = dataclasses.field(default_factory=list)
     judged: list[int] = dataclasses.field(default_factory=list)
     drafted: list[int] = dataclasses.field(default_factory=list)

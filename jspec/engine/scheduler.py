@@ -5,6 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from jspec.engine.news import Piece
 from jspec.engine.request import Request, Result
 from jspec.state import RequestParams
 
@@ -22,6 +23,7 @@ class Tenant:
         pieces: in how many pieces since it was seated; at least in one, be it empty, with which it begins to write.
         lag: how many tokens its drafter may be behind.
         followed: how many tokens it has been told to read.
+        scored: pieces that it was read by, with what was told of them, which nobody has looked at.
     """
 
     request: Request
@@ -34,6 +36,7 @@ class Tenant:
     pieces: int = 0
     lag: int = 0
     followed: int = 0
+    scored: list[Piece] = dataclasses.field(default_factory=list)
     cancelled: bool = False
 
     @property
@@ -76,6 +79,7 @@ class Scheduler:
         # The slot that holds most of it; of those the one that has been left for longest.
         slot = max(free, key=lambda slot: (self._kept(slot, tenant), -self._left[slot]))
         tenant.read = tenant.result.cached = self._kept(slot, tenant)
+        tenant.scored = []
         tenant.pieces, tenant.lag, tenant.seat = 0, len(tenant.given), next(self._clock)
         self.tenants[slot] = tenant
         self.residents[slot] = (), ""
@@ -87,7 +91,7 @@ class Scheduler:
         Nor the last that both have: a drafter may have read it together with what came behind it.
         """
         held, salt = self.residents[slot]
-        if salt != tenant.request.salt:
+        if salt != tenant.request.salt or tenant.request.prompt_logprobs:
             return 0
         pairs = zip(held, tenant.given or tenant.text, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

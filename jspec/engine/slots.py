@@ -31,6 +31,7 @@ class Sizes:
         chunks: C, numbers of tokens that a prompt is read by, ascending.
         num_draft_tokens: K, numbers of tokens to draft a round, ascending; 0 is plain decoding.
         rounds: the most of one call.
+        top_logprobs: of how many of the likeliest tokens requests may ask, and the vocabulary has.
     """
 
     slots: int
@@ -39,6 +40,7 @@ class Sizes:
     chunks: tuple[int, ...]
     num_draft_tokens: tuple[int, ...]
     rounds: int
+    top_logprobs: int = 0
 
     def positions(self, drafter: Any) -> int:
         """T, of a slot's cache: the longest text and what a round may write behind it; no less than a chunk."""
@@ -79,6 +81,8 @@ def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
         eos_ids=jnp.full((count, sizes.eos_ids), -1, jnp.int32),
         transforms=transforms,
         draft_transforms=jax.tree.map(jnp.copy, transforms),
+        min_tokens=jnp.zeros(count, jnp.int32),
+        top_logprobs=jnp.zeros(count, jnp.int32),
         coupled=jnp.ones(count, bool),
     )
     state = DecodeState(
