@@ -329,7 +329,7 @@ def test_what_cannot_be_an_engine_is_refused(models):
 
     for options, message in (
         ({"chunks": ()}, "chunks must be"), ({"chunks": (0, 4)}, "chunks must be"), ({"slots": 0}, "slots must be"),
-        ({"num_draft_tokens": jspec.UpTo(4)}, "pass an int"), ({"num_draft_tokens": "auto"}, "pass an int"),
+        ({"num_draft_tokens": jspec.UpTo(4)}, "pass an int"), ({"num_draft_tokens": "all"}, "pass an int"),
         ({"num_draft_tokens": 0}, "num_draft_tokens must be"), ({"accept": "owl"}, "not an acceptance rule"),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):

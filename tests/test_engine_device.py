@@ -212,7 +212,7 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
 
 @pytest.mark.parametrize(
     "key",
-    [("seat",), ("read", 16, False), ("read", 16, True), ("follow", 4), ("play", 0, True), ("play", 4, False)],
+    [("seat",), ("read", 16, False), ("read", 16, True), ("follow",), ("play", 0, True), ("play", 4, False)],
     ids=str,
 )
 def test_no_program_copies_a_cache(models, as_shipped, key, report):

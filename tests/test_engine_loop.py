@@ -1,7 +1,6 @@
 """The host's side of an engine, with a device that is a few lines of Python: nobody gets what is another's."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -36,7 +35,7 @@ class Failed:
 class FakeDevice:
     """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
 
-    target, lags, tolerated = SimpleNamespace(config=SimpleNamespace(vocab_size=4)), True, 2
+    lags, tolerated, drafts_trees = True, 2, False
 
     def __init__(self):
         self.sizes, self.fails = SIZES, False
@@ -51,7 +50,7 @@ class FakeDevice:
         self.texts[slot], self.given[slot], self.moves[slot] = self.texts[slot][:kept], given, False
         self.prompts[slot], self.limits[slot] = int(row.prompt_lengths[0]), int(row.limits[0])
 
-    def chunk(self, behind):
+    def chunk(self, behind, scored=False):
         return next((size for size in SIZES.chunks if size >= behind - 1), SIZES.chunks[-1])
 
     def read(self, slot, text, start, scored):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jspec.acceptance.base import Rule
+from jspec.drafters.base import own_tree
 from jspec.engine import programs
 from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.slots import Sizes, empty_slots, take
@@ -31,6 +32,7 @@ class Device:
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
+        self.drafts_trees = own_tree(drafter) is not None
         self.tolerated = programs.tolerated_lag(drafter, sizes.num_draft_tokens[-1])
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
         # Flat, for models are deep and every call would take them apart.
@@ -53,7 +55,7 @@ class Device:
 
     def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
         """Read the next piece of what was given, of which `start` tokens are read."""
-        chunk = self.chunk(len(text) - start)
+        chunk = self.chunk(len(text) - start, scored)
         begin = max(0, min(start, self.positions - chunk))  # near the end some are read again
         piece = np.zeros((1, chunk + 1), np.int32)
         part = text[begin : begin + chunk + 1]
@@ -64,12 +66,15 @@ class Device:
 
     def follow(self, slot: int, lag: int) -> int:
         """Let the drafter read on in a slot, where it is behind by so many tokens at most; how many it reads."""
-        chunk = self.chunk(lag)
-        self._do("follow", slot, chunk)
-        return chunk
+        least, most = self.sizes.chunks[0], self.sizes.chunks[-1]
+        pieces = max(1, -(-min(lag - 1, most) // least))
+        self._do("follow", slot, pieces)
+        return pieces * least
 
-    def chunk(self, behind: int) -> int:
+    def chunk(self, behind: int, scored: bool = False) -> int:
         """By how many tokens to read on where that many are unread; the last one always is."""
+        if scored:
+            return self.sizes.chunks[0]  # one program for what few ask for
         return next((size for size in self.sizes.chunks if size >= behind - 1), self.sizes.chunks[-1])
 
     def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool) -> Packed:
@@ -99,8 +104,8 @@ class Device:
         self._slots, scores = program(self._weights, self._slots, Number(slot), piece, *numbers)
         return scores
 
-    def _follow(self, slot: int, chunk: int) -> None:
-        self._slots = self._program("follow", chunk)(self._weights, self._slots, Number(slot))
+    def _follow(self, slot: int, pieces: int) -> None:
+        self._slots = self._program("follow")(self._weights, self._slots, Number(slot), Number(pieces))
 
     def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool) -> Packed:
         program = self._program("play", num_draft_tokens, is_lean)
@@ -120,10 +125,10 @@ class Device:
             self._programs |= zip(waiting, pool.map(lambda one: one.compile(), waiting.values()), strict=True)
 
     def _keys(self) -> list[Key]:
-        plays = [("play", k, is_lean) for k in self.sizes.num_draft_tokens for is_lean in (True, False)]
-        reads = [("read", chunk, scored) for chunk in self.sizes.chunks for scored in (False, True)]
-        follows = [("follow", chunk) for chunk in self.sizes.chunks if self.lags]
-        return [("seat",), *reads, *follows, *plays]
+        plays = [("play", k, is_lean) for is_lean in (True, False) for k in self.sizes.lengths(is_lean)]
+        reads = [("read", chunk, False) for chunk in self.sizes.chunks]
+        follows = [("follow",)] if self.lags else []
+        return [("seat",), *reads, ("read", self.sizes.chunks[0], True), *follows, *plays]
 
     def _program(self, *key: Any) -> Any:
         if key not in self._programs:
@@ -148,7 +153,7 @@ class Device:
             read = functools.partial(programs.read, num_top=sizes.top_logprobs if options[1] else -1)
             return read, (one, jax.ShapeDtypeStruct((1, options[0] + 1), np.int32), one, one)
         if name == "follow":
-            return functools.partial(programs.follow, chunk=options[0]), (one,)
+            return functools.partial(programs.follow, chunk=sizes.chunks[0]), (one, one)
         how = dict(zip(("num_draft_tokens", "is_lean"), options, strict=True))
         num_top = 0 if how["is_lean"] else sizes.top_logprobs
         play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, num_top=num_top, **how)

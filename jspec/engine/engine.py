@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -15,9 +15,9 @@ import numpy as np
 from jspec.acceptance import Rule
 from jspec.cache import whole_tiles
 from jspec.checks import check_arguments, check_rule
-from jspec.draft_length import DEFAULT, Fixed
-from jspec.drafters.asked import features_of
-from jspec.drafters.base import Drafter
+from jspec.draft_length import DEFAULT
+from jspec.drafters.asked import features_of, reach_of
+from jspec.drafters.base import Drafter, own_tree
 from jspec.drafters.model import as_drafter
 from jspec.drafters.reading import can_read
 from jspec.engine.device import Device
@@ -29,6 +29,7 @@ from jspec.llama import Llama
 from jspec.tree_checks import number_of_drafts
 from jspec.types import check_count
 
+_LENGTHS = 0, 1, 2, 4, 8
 _MOST_TOP = 20  # log-probabilities of the likeliest tokens, as much as clients of others may ask for
 
 
@@ -40,7 +41,8 @@ class Engine:
         draft: a model or a drafter; None for plain decoding.
         slots: how many requests at once; others wait.
         max_length: the longest text, prompt included; room for that is reserved in every slot.
-        num_draft_tokens: K, 4 unless given; left out for a drafter with a tree.
+        num_draft_tokens: K; "auto" for that of 0, 1, 2, 4 and 8 which is worth most at a time, by what rounds cost
+            and drafts were worth lately. A drafter with a tree drafts all of it, or nothing.
         accept: the rule for requests without a key.
         max_waiting: how many may wait.
         chunks: numbers of tokens by which prompts are read, no more than `max_length`; fixes shapes.
@@ -60,7 +62,7 @@ class Engine:
         *,
         slots: int = 8,
         max_length: int = 1024,
-        num_draft_tokens: Any = DEFAULT,
+        num_draft_tokens: int | Literal["auto"] = "auto",
         accept: str | Rule = "rejection",
         max_waiting: int = 64,
         chunks: tuple[int, ...] = (32, 256),
@@ -73,14 +75,14 @@ class Engine:
                   "rounds": rounds, "the least of chunks": min(chunks, default=0)}  # fmt: skip
         for name, value in counts.items():
             check_count(name, value)
-        drafter, rule, k = None if draft is None else as_drafter(draft), check_rule(accept), None
+        drafter, rule, lengths = None if draft is None else as_drafter(draft), check_rule(accept), (0,)
         if drafter is not None:
-            k = _plain_number(number_of_drafts(target, drafter, num_draft_tokens, rule))
+            lengths = _lengths(target, drafter, num_draft_tokens, rule)
             _check_readable(drafter)
         chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
         num_top = min(_MOST_TOP, target.config.vocab_size)
-        sizes = Sizes(slots, max_length, 8, chunks, (k or 0,), rounds, num_top)
-        self._target, self._drafter, self._num_draft_tokens = target, drafter, k
+        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top)
+        self._target, self._drafter, self._num_draft_tokens = target, drafter, lengths[-1] or None
         self._sizes, self._max_waiting = sizes, max_waiting
         self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
         self._check(Request((0,), 1))  # what is wrong with the models
@@ -214,14 +216,18 @@ class Engine:
             self._loop.turn()
 
 
-def _plain_number(num_draft_tokens: Any) -> int:
-    """K of `num_draft_tokens`; TypeError for what is none."""
-    if isinstance(num_draft_tokens, Fixed):
-        return num_draft_tokens.max_draft_tokens
-    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, numbers.Integral):
-        raise TypeError(f"num_draft_tokens={num_draft_tokens!r}, and an engine drafts a number of tokens; pass an int.")
-    check_count("num_draft_tokens", num_draft_tokens)
-    return int(num_draft_tokens)
+def _lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) -> tuple[int, ...]:
+    """How many tokens may be drafted, ascending."""
+    is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
+    number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
+    if (tree := own_tree(drafter)) is not None:
+        return 0, tree.max_depth
+    if is_auto:
+        return tuple(k for k in _LENGTHS if k <= reach_of(drafter))
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+        raise TypeError(f'num_draft_tokens={number!r}, and an engine drafts a number of tokens; pass an int or "auto".')
+    check_count("num_draft_tokens", number)
+    return (int(number),)
 
 
 def _check_readable(drafter: Any) -> None:

@@ -6,9 +6,11 @@ from collections import deque
 
 import numpy as np
 
+from jspec.engine.choice import Choice
 from jspec.engine.device import Device
 from jspec.engine.news import News, Packed, of_prompt, unpack
 from jspec.engine.pace import Pace
+from jspec.engine.request import drafts_of
 from jspec.engine.scheduler import Scheduler, Tenant
 
 _LOG = logging.getLogger("jspec")
@@ -22,15 +24,18 @@ class _Call:
     Attributes:
         writing: for whom, by slot.
         followed: what those had followed.
+        num_draft_tokens, is_lean: what is played.
         at_once: whether another was under way when it began.
-        num_top: how many of the likeliest tokens it looks for.
+        alone: whether nothing was read between the two.
     """
 
     packed: Packed
     writing: dict[int, Tenant]
     followed: dict[int, int]
+    num_draft_tokens: int
+    is_lean: bool
     at_once: bool
-    num_top: int
+    alone: bool
 
 
 class Loop:
@@ -39,7 +44,9 @@ class Loop:
     def __init__(self, device: Device, read_tokens: int, call_seconds: float):
         self._device, self._sizes, self._read_tokens = device, device.sizes, read_tokens
         self._pace = Pace(self._sizes.rounds, call_seconds)
+        self._choice = Choice(device.drafts_trees)
         self._scheduler = Scheduler(self._sizes.slots)
+        self._reads = False  # since the last call of rounds
         self._played: deque[_Call] = deque()
         self._stop = np.zeros(self._sizes.slots, bool)
         self._failures = 0
@@ -100,7 +107,8 @@ class Loop:
         budget, reading = self._read_tokens, deque(self._scheduler.reading())
         while reading and budget > 0:
             slot, tenant = reading.popleft()
-            budget -= self._device.chunk(len(tenant.given) - tenant.read)
+            budget -= self._device.chunk(len(tenant.given) - tenant.read, tenant.request.prompt_logprobs)
+            self._reads = True
             piece = self._device.read(slot, tenant.given, tenant.read, tenant.request.prompt_logprobs)
             tenant.read, tenant.pieces = piece.end, tenant.pieces + 1
             if piece.scores is not None:
@@ -109,32 +117,42 @@ class Loop:
                 reading.append((slot, tenant))
         if reading and not self._scheduler.writing():
             self._device.wait()  # nothing else does, and new requests should not find all of a long text before them
-        if self._device.lags:
-            self._follow()
 
-    def _follow(self) -> None:
+    def _follow(self, writing: dict[int, Tenant]) -> None:
         budget = self._read_tokens
-        for slot, tenant in self._scheduler.writing():
+        for slot, tenant in writing.items():
             if tenant.lag > self._device.tolerated and budget > 0:
+                self._reads = True
                 read = self._device.follow(slot, tenant.lag)
                 budget, tenant.lag, tenant.followed = budget - read, tenant.lag - read, tenant.followed + read
 
     def _play(self, writing: dict[int, Tenant]) -> None:
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
-        k = self._sizes.num_draft_tokens[-1]
-        rounds = self._pace.rounds() if writing else 0
+        k = self._length(writing, is_lean)
+        if k and self._device.lags:
+            self._follow(writing)
+        rounds = self._pace.rounds((k, is_lean)) if writing else 0
         packed = self._device.play(k, rounds, self._stop.copy(), is_lean)
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
-        num_top = 0 if is_lean else self._sizes.top_logprobs
-        self._played.append(_Call(packed, writing, followed, at_once=bool(self._played), num_top=num_top))
+        self._played.append(_Call(packed, writing, followed, k, is_lean, bool(self._played), not self._reads))
+        self._reads = False
+
+    def _length(self, writing: dict[int, Tenant], is_lean: bool) -> int:
+        """How many tokens to draft in the next call."""
+        lengths = self._sizes.lengths(is_lean)
+        costs = {k: self._pace.costs[k, is_lean] for k in lengths if (k, is_lean) in self._pace.costs}
+        return self._choice.next(lengths, costs, [tenant.result.lately() for tenant in writing.values()])
 
     def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
-        news = unpack(call.packed, call.writing, call.num_top)
+        news = unpack(call.packed, call.writing, 0 if call.is_lean else self._sizes.top_logprobs)
         if call.writing:
             self._failures = 0
-        self._pace.settled(max((len(new.accepted) for new in news.values()), default=0), call.at_once)
+        rounds = max((len(new.accepted) for new in news.values()), default=0)
+        self._pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, call.alone)
+        for new in news.values():
+            self._choice.saw(*drafts_of(new))
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:
                 # What it has been told to read since then is not in the news.

@@ -124,15 +124,21 @@ def _where(chosen: Array, one: Any, other: Any) -> Any:
     return jax.tree.map(pick, one, other)
 
 
-def follow(target: Any, drafter: Any, slots: Slots, slot: Array, *, chunk: int) -> Slots:
-    """Let a drafter that `lags` read the next `chunk` tokens of a slot's text, as far as it goes."""
+def follow(target: Any, drafter: Any, slots: Slots, slot: Array, pieces: Array, *, chunk: int) -> Slots:
+    """Let a drafter that `lags` read the next `pieces` of `chunk` tokens of a slot's text, as far as it goes."""
     state, positions = slots.state, slots.state.tokens.shape[1] - 1
-    start = jnp.minimum(slots.read[slot], positions - chunk)
-    count = jnp.clip(state.lengths[slot] - 1 - start, 0, chunk)
-    piece = lax.dynamic_slice(state.tokens, (slot, start), (1, chunk + 1))
-    mine = read_on(drafter, take(state.drafter, slot), piece, start[None], count[None])
+
+    def read_one(_: Array, loop: tuple[Array, Any]) -> tuple[Array, Any]:
+        known, mine = loop
+        start = jnp.minimum(known, positions - chunk)
+        count = jnp.clip(state.lengths[slot] - 1 - start, 0, chunk)
+        piece = lax.dynamic_slice(state.tokens, (slot, start), (1, chunk + 1))
+        return start + count, read_on(drafter, mine, piece, start[None], count[None])
+
+    unread = slots.read[slot], take(state.drafter, slot)
+    known, mine = cast(tuple[Array, Any], lax.fori_loop(0, pieces, read_one, unread))
     state = dataclasses.replace(state, drafter=put(state.drafter, mine, slot))
-    return dataclasses.replace(slots, state=state, read=slots.read.at[slot].set(start + count))
+    return dataclasses.replace(slots, state=state, read=slots.read.at[slot].set(known))
 
 
 def lags(drafter: Any) -> bool:

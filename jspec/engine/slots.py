@@ -20,6 +20,9 @@ NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0,
                            frequency=0.0, bias=None)  # fmt: skip
 
 
+_MEDIUM = 4  # tokens to draft: seldom far from the best
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """What fixes the shapes of an engine's programs.
@@ -41,6 +44,13 @@ class Sizes:
     num_draft_tokens: tuple[int, ...]
     rounds: int
     top_logprobs: int = 0
+
+    def lengths(self, is_lean: bool) -> tuple[int, ...]:
+        """Those of `num_draft_tokens` that a call may have; of requests with filters two, to have fewer programs."""
+        if is_lean or len(self.num_draft_tokens) < 3:
+            return self.num_draft_tokens
+        first, second, *_ = self.num_draft_tokens
+        return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM, second))
 
     def positions(self, drafter: Any) -> int:
         """T, of a slot's cache: the longest text and what a round may write behind it; no less than a chunk."""

@@ -1,0 +1,105 @@
+"""How far an engine drafts: what is chosen, against the best single length, with made-up costs and drafts."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jspec.engine.choice import Choice
+from jspec.engine.pace import Pace
+
+LENGTHS = (0, 1, 2, 4, 8)
+RECENT = 32
+
+
+class Requests:
+    """Rows whose drafts are accepted by chance, at rates of their own; a call is one round."""
+
+    def __init__(self, rates, costs, noise=0.05, seed=0):
+        self.rates, self.true, self.noise = rates, costs, noise
+        self.rng, self.costs, self.rounds = np.random.default_rng(seed), {}, [[] for _ in rates]
+
+    def play(self, choice, calls):
+        """Tokens and seconds of so many calls."""
+        tokens, seconds = 0, 0.0
+        for _ in range(calls):
+            lately = [tuple(map(sum, zip((0, 0, 0), *row[-RECENT:], strict=True))) for row in self.rounds]
+            k = choice.next(LENGTHS, self.costs, lately)
+            each = self.true[k] * np.exp(self.noise * self.rng.normal())
+            self.costs[k] = 0.8 * self.costs.get(k, each) + 0.2 * each
+            seconds += each
+            found = [self.one(rate, k) for rate in self.rates]
+            for row, (accepted, judged) in zip(self.rounds, found, strict=True):
+                row.append((accepted, judged, int(k > 0)))
+                tokens += accepted + 1
+            choice.saw(*np.sum(found, 0).tolist(), len(found) if k else 0)
+        return tokens, seconds
+
+    def one(self, rate, k):
+        accepted = next((i for i in range(k) if self.rng.random() > rate), k)
+        return accepted, min(accepted + 1, k)
+
+    def best(self):
+        """Tokens a second of each length, if it is always played."""
+        return {k: sum((1 - rate ** (k + 1)) / (1 - rate) for rate in self.rates) / cost
+                for k, cost in self.true.items()}  # fmt: skip
+
+
+def linear(draft, verify):
+    """Costs of rounds: a draft token costs so much of a target's pass, and so does a verified one more."""
+    return {k: 1 + (draft + verify) * k for k in LENGTHS}
+
+
+@pytest.mark.parametrize("costs", [linear(0.17, 0.02), linear(0.05, 0.0), linear(0.3, 0.5)], ids=["own", "low", "high"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_what_is_chosen_is_worth_as_much_as_the_best(report, rows, costs):
+    shares, of_plain = [], []
+    for rate in (0.05, 0.3, 0.6, 0.75, 0.95):
+        requests = Requests([rate] * rows, costs, seed=rows)
+        best = requests.best()
+        tokens, seconds = requests.play(Choice(), 6_000)
+        shares.append(tokens / seconds / max(best.values()))
+        of_plain.append(tokens / seconds / best[0])
+    report(rates=5, calls=6_000, least_of_best=f"{min(shares):.3f}", least_of_plain=f"{min(of_plain):.3f}")
+    assert min(shares) > 0.96 and min(of_plain) > 0.97
+
+
+def test_it_follows_what_drafts_are_worth():
+    """Other texts, other drafts: it stops drafting, and begins again."""
+    requests, choice, shares = Requests([0.9] * 4, linear(0.2, 0.1)), Choice(), []
+    for rate in (0.9, 0.05, 0.9, 0.4):
+        requests.rates = [rate] * 4
+        requests.play(choice, 1_500)
+        tokens, seconds = requests.play(choice, 1_500)
+        shares.append(tokens / seconds / max(requests.best().values()))
+    assert min(shares) > 0.95, shares
+
+
+def test_each_is_tried_once_and_then_seldom():
+    choice, costs, tried = Choice(), {}, []
+    for _ in range(2_000):
+        tried.append(choice.next(LENGTHS, costs, [(8, 10, 4)]))
+        costs[tried[-1]] = 1 + 0.1 * tried[-1]
+    assert tried[: len(LENGTHS)] == list(LENGTHS)
+    runs = [(k, len(list(group))) for k, group in itertools.groupby(tried[len(LENGTHS) :])]
+    best = max(runs, key=lambda run: run[1])[0]
+    assert sum(size for k, size in runs if k != best) < 0.04 * 2_000
+    assert {k for k, _ in runs} == {best, LENGTHS[LENGTHS.index(best) - 1], LENGTHS[LENGTHS.index(best) + 1]}
+
+
+def test_of_trees_only_what_they_brought_is_known():
+    """A tree of depth 2 brings less than a chain of its acceptance would."""
+    choice = Choice(is_tree=True)
+    choice.saw(50, 400, 100)
+    costs, rows = {0: 1.0, 2: 1.4}, [(16, 128, 32)]
+    assert choice.next((0, 2), costs, rows) == 2  # 1.5 tokens
+    assert choice.next((0, 2), {0: 1.0, 2: 1.6}, rows) == 0
+
+
+def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
+    clock = iter([0.0, 1.0, 11.0, 12.0, 13.0])
+    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(clock))
+    pace = Pace(most=16, seconds=4.0)
+    for at_once, alone in ((False, True), (True, True), (True, False), (False, True), (True, True)):
+        pace.settled("kind", 1, at_once, alone)
+    assert pace.costs == {"kind": 1.0} and pace.rounds("kind") == 4 and pace.rounds("another") == 1
