@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,6 +28,8 @@ from jspec.state import DecodeState, RequestParams, RoundOutput
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
 from jspec.verify import Reading, last_token, verify
 
+Allowed = Callable[[RequestParams, DecodeState, Draft], Array]
+
 
 def play_round(
     target: Any,
@@ -36,16 +39,22 @@ def play_round(
     params: RequestParams,
     state: DecodeState,
     num_top: int = 0,
+    constrain: Allowed | None = None,
 ) -> tuple[DecodeState, RoundOutput]:
     """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens.
 
     Where K is 0 a drafter only reads, for it to go on in a later round; one that has nothing to read may be left out.
-    The `num_top` likeliest tokens of every law are told where a row asks for some.
+    The `num_top` likeliest tokens of every law are told where a row asks for some. `constrain` says which tokens may
+    follow each guess, ``bool[B, N + 1, V]``.
     """
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
         embeddings = embeddings_of(drafter)
-        read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings)
+        allowed = _allowed(params, state, draft, target.config.vocab_size)
+        if constrain is not None:
+            asked = constrain(params, state, draft)
+            allowed = asked if allowed is None else asked & allowed
+        read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings, allowed)
         if embeddings is not None:  # those are read; what follows knows tokens only
             draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
     with jax.named_scope("accept"):
@@ -72,6 +81,15 @@ def play_round(
         new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
         return _commit(draft_length, state, new), new
+
+
+def _allowed(params: RequestParams, state: DecodeState, draft: Draft, vocab_size: int) -> Array | None:
+    """``bool[B, N + 1, V]``, without the ends of text where it is too early for one; None for all tokens."""
+    if params.min_tokens is None:
+        return None
+    new = (state.lengths - params.prompt_lengths)[:, None] + jnp.asarray(draft.topology.offsets)
+    ends = (params.eos_ids[:, :, None] == jnp.arange(vocab_size)).any(1)
+    return (new >= params.min_tokens[:, None])[:, :, None] | ~ends[:, None]
 
 
 def _propose(

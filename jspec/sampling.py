@@ -172,12 +172,6 @@ def token_probs(
     return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
 
 
-def without_tokens(logits: Array, ids: Array, chosen: Array) -> Array:
-    """``logits[B, S, V]`` in which tokens ``ids[B, n]``, of which -1 is none, are forbidden where ``chosen[B, S]``."""
-    among = (ids[:, :, None] == jnp.arange(logits.shape[-1])).any(1)
-    return jnp.where(chosen[:, :, None] & among[:, None], -jnp.inf, logits)
-
-
 def raw_logprobs(logits: Array, tokens: Array) -> Array:
     """``float32[B, S]``, log-softmax of ``logits[B, S, V]`` at ``tokens[B, S]``: without transforms."""
     logits = logits.astype(jnp.float32)

@@ -23,6 +23,7 @@ class RequestParams:
         min_tokens: ``int32[B]``, among how many new tokens no end of text may be; None for none.
         top_logprobs: ``int32[B]``, of how many of the likeliest tokens the raw log-probabilities are asked for, at most
             as many as `jspec.round.play_round` is to find; None for none.
+        constraints: ``int32[B]``, the number of what constrains the text, or 0; None for none.
         coupled: ``bool[B]``, rows that the rule "coupled" judges in place of the program's own; None for none.
     """
 
@@ -34,6 +35,7 @@ class RequestParams:
     draft_transforms: LogitsTransforms
     min_tokens: Any = None
     top_logprobs: Any = None
+    constraints: Any = None
     coupled: Any = None
 
 

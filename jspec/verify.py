@@ -12,7 +12,7 @@ from jax import Array, lax
 from jspec.acceptance.path import num_guessed
 from jspec.cache import KVCache, append
 from jspec.draft_length import DraftLength, compiled_lengths
-from jspec.sampling import token_probs, without_tokens
+from jspec.sampling import token_probs
 from jspec.state import DecodeState, RequestParams
 from jspec.tree import Branches
 from jspec.types import Draft
@@ -47,12 +47,14 @@ def verify(
     draft: Draft,
     features: Sequence[int],
     embeddings: Array | None,
+    allowed: Array | None = None,
 ) -> tuple[Reading, KVCache]:
     """The target's reading of a draft, and its cache with all of it.
 
     Args:
         features: as for `jspec.Llama.forward_with_features`; of a model that has no such method none.
         embeddings: as for `jspec.Llama.forward`; of a model whose method has no such argument None.
+        allowed: ``bool[B, N + 1, V]``, the tokens that may follow; None for all.
     """
     start = state.lengths - 1
     block = jnp.concatenate([last_token(state)[:, None], draft.tokens], axis=1)
@@ -67,12 +69,8 @@ def verify(
             told = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
         logits, drafted = target.logits(hidden), draft.tokens[:, : block.shape[1] - 1]
         seen = None if branches is None else branches.visible[..., 1:]
-        allowed = logits
-        if params.min_tokens is not None:
-            offsets = jnp.arange(block.shape[1]) if branches is None else branches.offsets
-            new = (state.lengths - params.prompt_lengths)[:, None] + offsets
-            allowed = without_tokens(logits, params.eos_ids, new < params.min_tokens[:, None])
-        probs = token_probs(allowed, params.transforms, state.token_counts, drafted, seen)
+        masked = logits if allowed is None else jnp.where(allowed[:, : block.shape[1]], logits, -jnp.inf)
+        probs = token_probs(masked, params.transforms, state.token_counts, drafted, seen)
         return Reading(hidden, told, logits, probs), cache
 
     if len(lengths) == 1:

@@ -44,8 +44,8 @@ def row(prompt, key, vocab_size, coupled=True, **fields):
     """`RequestParams` of one request, temperature 1."""
     transforms = neutral_transforms(1, vocab_size)
     asked = RequestParams(key[None], np.array([len(prompt)], np.int32), np.array([NEW], np.int32),
-                          np.array([[-1]], np.int32), transforms, transforms, np.zeros(1, np.int32),
-                          np.zeros(1, np.int32), np.array([coupled]))  # fmt: skip
+                          np.array([[-1]], np.int32), transforms, transforms,
+                          *(np.zeros(1, np.int32) for _ in range(3)), np.array([coupled]))  # fmt: skip
     return dataclasses.replace(asked, **fields)
 
 

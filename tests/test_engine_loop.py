@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from jspec.engine.constraints import Constraints
 from jspec.engine.loop import Loop
 from jspec.engine.news import Packed, Piece
 from jspec.engine.request import Request
@@ -35,7 +36,7 @@ class Failed:
 class FakeDevice:
     """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
 
-    lags, tolerated, drafts_trees = True, 2, False
+    lags, tolerated, drafts_trees, constraints = True, 2, False, Constraints(4)
 
     def __init__(self):
         self.sizes, self.fails = SIZES, False
@@ -45,10 +46,11 @@ class FakeDevice:
         self.texts, self.given, self.limits = [[] for _ in range(3)], [0] * 3, [0] * 3
         self.moves, self.prompts = [False] * 3, [0] * 3
 
-    def seat(self, slot, row, given, kept):
+    def seat(self, slot, row, given, kept, constraint):
         assert kept == 0 or kept < min(len(self.texts[slot]), given), "what is kept has been read"
         self.texts[slot], self.given[slot], self.moves[slot] = self.texts[slot][:kept], given, False
         self.prompts[slot], self.limits[slot] = int(row.prompt_lengths[0]), int(row.limits[0])
+        return 0
 
     def chunk(self, behind, scored=False):
         return next((size for size in SIZES.chunks if size >= behind - 1), SIZES.chunks[-1])

@@ -1,5 +1,6 @@
 """The device's side of an engine: slots, and the compiled programs that act on them, called one at a time."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import numpy as np
 from jspec.acceptance.base import Rule
 from jspec.drafters.base import own_tree
 from jspec.engine import programs
+from jspec.engine.constraints import Constraints
 from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.slots import Sizes, empty_slots, take
 from jspec.state import RequestParams
@@ -32,6 +34,7 @@ class Device:
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
+        self.constraints = Constraints(target.config.vocab_size)
         self.drafts_trees = own_tree(drafter) is not None
         self.tolerated = programs.tolerated_lag(drafter, sizes.num_draft_tokens[-1])
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
@@ -49,9 +52,13 @@ class Device:
     def _models(self, weights: Any) -> tuple[Any, Any]:
         return jax.tree.unflatten(self._structure, weights)
 
-    def seat(self, slot: int, row: RequestParams, given: int, kept: int = 0) -> None:
-        """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`."""
-        self._do("seat", slot, row, given, kept)
+    def seat(self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: Any = None) -> int:
+        """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`.
+
+        Returns:
+            The number of its constraint in `constraints`, or 0.
+        """
+        return self._do("seat", slot, row, given, kept, constraint)
 
     def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
         """Read the next piece of what was given, of which `start` tokens are read."""
@@ -92,12 +99,15 @@ class Device:
         return found
 
     def _reset(self) -> None:
+        self.constraints.clear()
         self._slots = None  # the old ones first, for there may not be room for both
         self._slots = self._empty(self._weights)
 
-    def _seat(self, slot: int, row: RequestParams, given: int, kept: int) -> None:
-        numbers = Number(given), Number(kept)
+    def _seat(self, slot: int, row: RequestParams, given: int, kept: int, constraint: Any) -> int:
+        number = 0 if constraint is None else self.constraints.add(constraint)
+        row, numbers = dataclasses.replace(row, constraints=np.full(1, number, np.int32)), (Number(given), Number(kept))
         self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, *numbers)
+        return number
 
     def _read(self, slot: int, piece: Any, start: int, count: int, scored: bool) -> Scores | None:
         program, numbers = self._program("read", piece.shape[1] - 1, scored), (Number(start), Number(count))
@@ -155,6 +165,7 @@ class Device:
         if name == "follow":
             return functools.partial(programs.follow, chunk=sizes.chunks[0]), (one, one)
         how = dict(zip(("num_draft_tokens", "is_lean"), options, strict=True))
-        num_top = 0 if how["is_lean"] else sizes.top_logprobs
-        play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, num_top=num_top, **how)
+        if not how["is_lean"]:
+            how |= {"num_top": sizes.top_logprobs, "constrain": self.constraints.allowed}
+        play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
         return play, (jax.ShapeDtypeStruct((sizes.slots,), bool), one)

@@ -99,7 +99,8 @@ class Loop:
     def _admit(self) -> None:
         while (seat := self._scheduler.admit()) is not None:
             slot, tenant = seat
-            self._device.seat(slot, tenant.row, len(tenant.given), tenant.read)
+            constraint = tenant.request.constraint
+            tenant.constraint = self._device.seat(slot, tenant.row, len(tenant.given), tenant.read, constraint)
             self._stop[slot] = False  # it was stopped by being seated anew
 
     def _read(self) -> None:
@@ -161,6 +162,10 @@ class Loop:
 
     def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
         result, num_top = tenant.result, tenant.request.top_logprobs
+        if wrong := self._device.constraints.error(tenant.constraint):  # its last tokens were not constrained
+            self._stop[slot], result.error = True, wrong
+            self._scheduler.leave(slot)
+            return self._finish(tenant, "error")
         if tenant.scored:
             told = of_prompt(tenant.scored, len(tenant.request.tokens), num_top)
             result.prompt_logprobs, result.prompt_top_logprobs = told
@@ -183,11 +188,14 @@ class Loop:
             return self._finish(tenant, "error")
         if new.invalid:
             result.error = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
+            if tenant.request.constraint is not None:
+                result.error = "No token may follow: logit_bias or min_tokens forbid what the constraint allows."
             return self._finish(tenant, "error")
         ended = bool(result.tokens) and result.tokens[-1] in tenant.request.eos_ids
         return self._finish(tenant, "eos" if ended else "length")
 
     def _finish(self, tenant: Tenant, reason: str) -> None:
+        self._device.constraints.drop(tenant.constraint)
         tenant.result.finish_reason = reason
         _call(tenant)
 

@@ -14,7 +14,7 @@ from jspec.drafters.asked import features_of
 from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on
 from jspec.engine.news import Packed, Scores, concluded, empty, pack, with_round
 from jspec.engine.slots import Slots, lean, put, take
-from jspec.round import play_round
+from jspec.round import Allowed, play_round
 from jspec.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
 from jspec.state import DecodeState, RequestParams
 
@@ -171,6 +171,7 @@ def play(
     most: int,
     is_lean: bool,
     num_top: int = 0,
+    constrain: Allowed | None = None,
 ) -> tuple[Slots, Packed]:
     """Play up to `rounds` rounds, until no row is left that moves.
 
@@ -179,6 +180,7 @@ def play(
         rounds: an int up to `most`.
         is_lean: leave everything beside temperature out; no row that moves may ask for more.
         num_top: how many of the likeliest tokens to look for, where a row asks for some.
+        constrain: as for `jspec.round.play_round`.
     """
     k, behind = num_draft_tokens, lags(drafter)
     drafts_or_reads = drafter if k or features_of(drafter) else None
@@ -186,7 +188,7 @@ def play(
     if is_lean:
         transforms = lean(params.transforms), lean(params.draft_transforms)
         params, counts = dataclasses.replace(params, transforms=transforms[0], draft_transforms=transforms[1],
-                                             min_tokens=None, top_logprobs=None), None  # fmt: skip
+                                             min_tokens=None, top_logprobs=None, constraints=None), None  # fmt: skip
     state = dataclasses.replace(slots.state, done=slots.state.done | stop, token_counts=counts)
     tolerated, alone = tolerated_lag(drafter, k), is_alone(drafter)
 
@@ -194,7 +196,7 @@ def play(
         i, state, known, packed = loop
         ready = state.lengths - known <= tolerated
         before = dataclasses.replace(state, drafts=ready if behind and k else None)
-        after, new = play_round(target, drafts_or_reads, rule, Fixed(k), params, before, num_top)
+        after, new = play_round(target, drafts_or_reads, rule, Fixed(k), params, before, num_top, constrain)
         if behind and k:
             now = after.lengths - 2 if alone else state.lengths
             known = jnp.where(ready & ~state.done, jnp.maximum(known, now), known)

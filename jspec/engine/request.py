@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.engine.constraints import Matcher
 from jspec.engine.slots import NEUTRAL
 from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.state import RequestParams
@@ -33,6 +35,8 @@ class Request:
         top_logprobs: of how many of the likeliest tokens, at every new one, to tell the raw log-probabilities; at most
             20.
         prompt_logprobs: whether to tell the same of the prompt, all of which is read for that.
+        constraint: makes a `jspec.engine.constraints.Matcher`, by which the target's law is masked at every place; such
+            as a `jspec.engine.Grammar`.
     """
 
     tokens: tuple[int, ...]
@@ -43,11 +47,12 @@ class Request:
     salt: str = ""
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    constraint: Callable[[], Matcher] | None = None
 
     @functools.cached_property
     def is_lean(self) -> bool:
         """Whether it asks for nothing beside a temperature."""
-        if self.top_logprobs or np.any(self.sampling.min_tokens):
+        if self.top_logprobs or self.constraint is not None or np.any(self.sampling.min_tokens):
             return False
         parts = (target_transforms(self.sampling), draft_transforms(self.sampling))
         return all(getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature")
@@ -66,6 +71,7 @@ class Request:
             "draft_transforms": _row(draft_transforms(self.sampling), vocab_size),
             "min_tokens": _entry("min_tokens", self.sampling.min_tokens, (), np.int32),
             "top_logprobs": np.array([self.top_logprobs], np.int32),
+            "constraints": np.zeros(1, np.int32),  # the device has its number
             "coupled": np.array([self.key is not None]),
         }
         return RequestParams(**fields)

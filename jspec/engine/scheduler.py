@@ -23,6 +23,7 @@ class Tenant:
         pieces: in how many pieces since it was seated; at least in one, be it empty, with which it begins to write.
         lag: how many tokens its drafter may be behind.
         followed: how many tokens it has been told to read.
+        constraint: the number that the device has given it, or 0.
         scored: pieces that it was read by, with what was told of them, which nobody has looked at.
     """
 
@@ -36,6 +37,7 @@ class Tenant:
     pieces: int = 0
     lag: int = 0
     followed: int = 0
+    constraint: int = 0
     scored: list[Piece] = dataclasses.field(default_factory=list)
     cancelled: bool = False
 

@@ -93,6 +93,7 @@ def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
         draft_transforms=jax.tree.map(jnp.copy, transforms),
         min_tokens=jnp.zeros(count, jnp.int32),
         top_logprobs=jnp.zeros(count, jnp.int32),
+        constraints=jnp.zeros(count, jnp.int32),
         coupled=jnp.ones(count, bool),
     )
     state = DecodeState(

@@ -1,0 +1,124 @@
+"""Constraints on texts, such as a grammar: which tokens may follow, asked on the host between draft and verification.
+
+The target's law is masked at every place of a draft by what may follow there, so the text has exactly the law of the
+constrained model, however far and by whom it was drafted.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jspec.state import DecodeState, RequestParams
+from jspec.types import Draft
+
+_LOG = logging.getLogger("jspec")
+
+
+class Matcher(Protocol):
+    """Where a text is in its constraint; at first before the first new token."""
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may follow: ``uint32[ceil(V / 32)]``, token t at bit ``t % 32`` of word ``t // 32``."""
+        ...
+
+    def consume(self, token: int) -> bool:
+        """Go on by a token; False, and nothing, if it may not follow."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Go back by so many tokens."""
+        ...
+
+
+class _Followed:
+    """A matcher, how many new tokens it has consumed, and what has gone wrong with it."""
+
+    def __init__(self, matcher: Matcher):
+        self.matcher, self.consumed, self.error = matcher, 0, ""
+
+    def bits(self, new: list[int], drafted: list[int], parents: list[int], size: int) -> np.ndarray:
+        """What may follow the text, of these `new` tokens, and behind it every node of a draft."""
+        while self.consumed < len(new):
+            if not self.matcher.consume(new[self.consumed]):
+                raise ValueError(f"The constraint refuses token {new[self.consumed]}, which it has allowed.")
+            self.consumed += 1
+        found = np.full((len(drafted) + 1, size), 0xFFFFFFFF, np.uint32)
+        children: list[list[int]] = [[] for _ in found]
+        for node, parent in enumerate(parents, 1):
+            children[parent].append(node)
+
+        def visit(node: int) -> None:
+            found[node] = self.matcher.allowed()
+            for child in children[node]:
+                if self.matcher.consume(drafted[child - 1]):  # else the target's law forbids it, and what is behind it
+                    visit(child)
+                    self.matcher.rollback(1)
+
+        visit(0)
+        return found
+
+
+class Constraints:
+    """Those of running requests, by number. A row carries its own to the device, for slots change hands meanwhile."""
+
+    def __init__(self, vocab_size: int):
+        self._size, self._vocab_size = -(-vocab_size // 32), vocab_size
+        self._followed: dict[int, _Followed] = {}
+        self._numbers = itertools.count(1)
+
+    def add(self, make: Callable[[], Matcher]) -> int:
+        """Follow another text; its number."""
+        number = next(self._numbers)
+        self._followed[number] = _Followed(make())
+        return number
+
+    def drop(self, number: int) -> None:
+        """No longer."""
+        self._followed.pop(number, None)
+
+    def clear(self) -> None:
+        """None any longer."""
+        self._followed.clear()
+
+    def error(self, number: int) -> str:
+        """What has gone wrong with one; of 0, which is none, nothing."""
+        return self._followed[number].error if number else ""
+
+    def allowed(self, params: RequestParams, state: DecodeState, draft: Draft) -> Array:
+        """``bool[B, N + 1, V]``: which tokens may follow the text of each row, and each guess."""
+        batch, nodes = state.lengths.shape[0], draft.tokens.shape[1] + 1
+        shape = jax.ShapeDtypeStruct((batch, nodes, self._size), jnp.uint32)
+        numbers = jnp.where(state.done, 0, params.constraints)
+        parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, nodes - 1))
+
+        def asked() -> Array:
+            return jax.pure_callback(self._bits, shape, numbers, params.prompt_lengths, state.lengths, state.tokens,
+                                     draft.tokens, parents)  # fmt: skip
+
+        def anything() -> Array:
+            return jnp.full(shape.shape, 0xFFFFFFFF, jnp.uint32)
+
+        bits = lax.cond(numbers.any(), asked, anything)
+        each = bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+        return each.reshape(batch, nodes, -1)[..., : self._vocab_size] != 0
+
+    def _bits(self, *arrays: Any) -> np.ndarray:
+        numbers, starts, ends, tokens, drafted, parents = map(np.asarray, arrays)
+        found = np.full((len(numbers), drafted.shape[1] + 1, self._size), 0xFFFFFFFF, np.uint32)
+        for row in np.flatnonzero(numbers):
+            followed = self._followed.get(int(numbers[row]))
+            if followed is None or followed.error:
+                continue  # it has been cancelled, or ends with its error
+            try:
+                new = tokens[row, starts[row] : ends[row]].tolist()
+                found[row] = followed.bits(new, drafted[row].tolist(), parents[row].tolist(), self._size)
+            except Exception as error:
+                _LOG.exception("A constraint has failed; its request ends.")
+                followed.error = f"The constraint has failed: {type(error).__name__}: {error}"
+        return found

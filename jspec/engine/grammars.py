@@ -1,0 +1,76 @@
+# pyright: reportMissingImports=false
+"""Constraints from JSON schemas, regular expressions and grammars, by llguidance."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jspec.engine.constraints import Matcher
+
+
+class Grammars:
+    """Makes constraints for requests: ``Request(..., constraint=grammars.json_schema({...}))``.
+
+    The grammar ends a text with the tokenizer's end of text, which the request's `eos_ids` should have.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers, the target's.
+        vocab_size: that of the target.
+
+    Raises:
+        ModuleNotFoundError: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("Grammars need llguidance: pip install 'jspec[serve]'.") from None
+        self._make, self._vocab_size = LLMatcher, vocab_size
+        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size)
+
+    def json_schema(self, schema: Mapping[str, Any]) -> Callable[[], Matcher]:
+        """A JSON value for which `schema` holds, without needless white space.
+
+        Raises:
+            ValueError: it is no schema, or asks for what cannot be promised.
+        """
+        compact: Any = {"whitespace_flexible": False}
+        return self._constraint("schema", self._make.grammar_from_json_schema(json.dumps(schema), overrides=compact))
+
+    def regex(self, pattern: str) -> Callable[[], Matcher]:
+        """A text all of which matches. ValueError: it is no regular expression."""
+        return self._constraint("regular expression", self._make.grammar_from_regex(pattern))
+
+    def lark(self, grammar: str) -> Callable[[], Matcher]:
+        """A text of a grammar in Lark's notation, as llguidance reads it. ValueError: it is no such grammar."""
+        return self._constraint("grammar", self._make.grammar_from_lark(grammar))
+
+    def _constraint(self, kind: str, grammar: str) -> Callable[[], Matcher]:
+        failed, messages = self._make.validate_grammar_with_warnings(grammar, self._tokenizer)
+        if failed:
+            raise ValueError(f"The {kind} cannot be used: {' '.join(messages[0].split())}")
+        first = self._make(self._tokenizer, grammar)
+        return lambda: _Matcher(first.deep_copy(), -(-self._vocab_size // 32))
+
+
+class _Matcher:
+    """llguidance's as a `jspec.engine.constraints.Matcher`."""
+
+    def __init__(self, matcher: Any, words: int):
+        self._matcher, self._words = matcher, words
+
+    def allowed(self) -> np.ndarray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error())
+        return bits
+
+    def consume(self, token: int) -> bool:
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)

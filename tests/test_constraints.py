@@ -1,0 +1,148 @@
+"""Constrained texts: their law by enumeration, the same text however it is drafted, and constraints that fail."""
+
+import functools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import toys
+from test_law import NUM_TOKENS, VOCAB, plain
+from test_matrix import PROMPTS
+
+import jspec
+from jspec.engine import Engine, Request
+from jspec.engine.device import Device
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+OPTIONS = {"max_length": 40, "chunks": (8,), "rounds": 3}
+
+
+class NoMultiples:
+    """No two neighbours whose sum is a multiple of 3; `at` tells which places of the text were ever asked for."""
+
+    def __init__(self, fails_at=None):
+        self.text, self.fails_at = [], fails_at
+
+    def may(self, token):
+        return not self.text or (self.text[-1] + token) % 3 != 0
+
+    def allowed(self):
+        if len(self.text) == self.fails_at:
+            raise RuntimeError("planted")
+        return np.array([sum(1 << token for token in range(VOCAB) if self.may(token))], np.uint32)
+
+    def consume(self, token):
+        if self.may(token):
+            self.text.append(token)
+            return True
+        return False
+
+    def rollback(self, count):
+        del self.text[len(self.text) - count :]
+
+
+@pytest.fixture(autouse=True)
+def compiled_when_met(monkeypatch):
+    monkeypatch.setattr(Device, "compile", lambda _: None)
+
+
+@functools.cache
+def models():
+    target = toys.tiny_llama(10)
+    return target, toys.tiny_llama(11, 1, related_to=target)
+
+
+def law(prompt, settings):
+    """``float64[512]``, of three tokens that `NoMultiples` allows."""
+
+    def next_law(text):
+        logits = np.asarray(plain(models()[0], np.array([[*prompt, *text]])))[0, -1]
+        matcher = NoMultiples()
+        matcher.text = list(text)
+        bias = np.where([matcher.may(token) for token in range(VOCAB)], 0, -np.inf)
+        return oracle.sampling_law(logits, logit_bias=bias, prompt=prompt, generated=text, **settings)
+
+    return oracle.joint_law(functools.cache(next_law), VOCAB, NUM_TOKENS)
+
+
+def drafter_of(kind):
+    return models()[1] if kind == "chain" else jspec.TreeDrafter(models()[1], jspec.Tree.branching((2, 1)))
+
+
+def check_law(report, kind, count):
+    """With a key and without, beside texts that nothing constrains."""
+    settings = ({}, {"top_p": 0.8, "repetition_penalty": 1.3})
+    kinds = [(keyed, i) for _ in range(count) for i in range(2) for keyed in (0, 1)]
+    keys = iter(jax.random.split(jax.random.key(1), len(kinds)))
+    requests = [Request(PROMPTS[i], NUM_TOKENS, jspec.SamplingParams(**settings[i]), next(keys) if keyed else None,
+                        constraint=NoMultiples) for keyed, i in kinds]  # fmt: skip
+    counts = np.zeros((2, 2, VOCAB**NUM_TOKENS), np.int64)
+    drafts = {"num_draft_tokens": 2} if kind == "chain" else {}
+    with Engine(models()[0], drafter_of(kind), slots=32, max_waiting=256, **OPTIONS, **drafts) as engine:
+        free = [Request(PROMPTS[2], NUM_TOKENS)] * 20
+        results = engine.generate([*free, *requests])[len(free) :]
+    for (keyed, i), result in zip(kinds, results, strict=True):
+        assert result.finish_reason == "length", result.error
+        counts[keyed, i, np.ravel_multi_index(result.tokens, (VOCAB,) * NUM_TOKENS)] += 1
+    p_values = [oracle.p_value(counts[keyed, i], law(PROMPTS[i], settings[i])) for keyed in (0, 1) for i in range(2)]
+    sees = oracle.detectable(count, VOCAB**NUM_TOKENS - 1, oracle.ALPHA / 4)
+    report(settings=4, texts_each=count, min_p=f"{min(p_values):.2g}", sees_tv=f"{sees:.3f}")
+    assert min(p_values) > oracle.ALPHA / 4
+
+
+@pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
+def test_texts_have_the_law_of_the_constrained_model(report, kind):
+    check_law(report, kind, 2_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_texts_have_the_law_of_the_constrained_model_at_length(report, kind):
+    check_law(report, kind, 40_000)
+
+
+def requests(count=6):
+    keys = jax.random.split(jax.random.key(2), count)
+    return [Request(PROMPTS[i % 5], 24, jspec.SamplingParams(temperature=1 + i % 2), keys[i], eos_ids=(7,),
+                    constraint=NoMultiples if i % 3 else None) for i in range(count)]  # fmt: skip
+
+
+def texts(results):
+    assert {result.finish_reason for result in results} <= {"length", "eos"}
+    return [result.tokens for result in results]
+
+
+def test_a_text_does_not_depend_on_how_it_was_drafted():
+    """Nor on neighbours; and it goes on behind a failure where it was."""
+    found = []
+    for draft, slots in ((None, 1), (drafter_of("chain"), 3), (drafter_of("tree"), 2)):
+        with Engine(models()[0], draft, slots=slots, **OPTIONS) as engine:
+            found.append(texts(engine.generate(requests())))
+    with Engine(models()[0], drafter_of("chain"), slots=3, num_draft_tokens=2, **OPTIONS) as engine:
+        play, calls = engine.device.play, iter(range(1000))
+        engine.device.play = lambda *how: 1 / 0 if next(calls) == 4 else play(*how)
+        found.append(texts(engine.generate(requests())))
+    assert found[1:] == found[:1] * 3
+    for request, tokens in zip(requests(), found[0], strict=True):
+        matcher = NoMultiples()
+        assert request.constraint is None or all(map(matcher.consume, tokens))
+
+
+def test_a_constraint_that_fails_ends_its_request_alone():
+    free, failing, other = requests(3)
+    failing = Request(failing.tokens, 24, key=failing.key, constraint=lambda: NoMultiples(fails_at=4))
+    with Engine(*models(), slots=3, **OPTIONS) as engine:
+        alone = texts(engine.generate([free, other]))
+        found = engine.generate([free, failing, other])
+        assert engine.generate([free])[0].tokens == alone[0] and not engine.device.constraints._followed
+    assert texts([found[0], found[2]]) == alone
+    assert found[1].finish_reason == "error" and found[1].error.endswith("RuntimeError: planted")
+    assert all(map(NoMultiples().consume, found[1].tokens[:1])) and len(found[1].tokens) <= 4
+
+
+def test_what_leaves_no_token_is_said():
+    bias = np.where(np.arange(VOCAB) == 0, 0, -np.inf).astype(np.float32)  # and no 0 may follow a 0
+    with Engine(*models(), slots=1, **OPTIONS) as engine:
+        result = engine.generate([Request((1,), 5, jspec.SamplingParams(logit_bias=bias), constraint=NoMultiples)])[0]
+    assert result.tokens == [0] and "No token may follow" in result.error
