@@ -246,6 +246,41 @@ def compiled(
 
 
 @app.command()
+def engine(
+    pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    slots: Annotated[int, typer.Option("--slots", min=1)] = 8,
+    new_tokens: NewTokens = 128,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 32,
+    temperature: Temperature = 1.0,
+    repeats: Repeats = 5,
+) -> None:
+    """Tokens a second of an engine by requests at once: each length of drafts, its own choice, and one program."""
+    from bench import engine
+
+    subject = measured(new_tokens, pair, target, draft, prompts, output)
+    engine.run(subject, slots, new_tokens, width, temperature, repeats)
+
+
+@app.command()
+def waits(
+    pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    output: Output = None,
+    long: Annotated[int, typer.Option("--prompt-tokens", min=16, help="Of the long prompt.")] = 900,
+    repeats: Repeats = 7,
+) -> None:
+    """First tokens with a draft and without, and what three streams and a long prompt wait for each other."""
+    from bench import waits
+
+    waits.run(measured(long, pair, target, draft, None, output), long, repeats)
+
+
+@app.command()
 def interrupts(
     count: Annotated[int, typer.Option("--count", min=1, help="Signals; they take turns over the phases.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Of the moments.")] = 0,

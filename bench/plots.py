@@ -228,6 +228,17 @@ def online(figure: Figure, rows: Rows) -> None:
     _finish(axes, "tokens served", "accepted of judged guesses")
 
 
+def engine(figure: Figure, rows: Rows) -> None:
+    """Of `bench.engine`: tokens a second against requests at once, one line a length of drafts."""
+    axes = figure.subplots()
+    for name in [key for key in rows[0] if key != "requests" and "/" not in key]:
+        axes.plot([row["requests"] for row in rows], [row[name] for row in rows], "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([row["requests"] for row in rows], [str(row["requests"]) for row in rows])
+    axes.set_ylim(bottom=0)
+    _finish(axes, "requests at once", "tokens a second")
+
+
 def _groups(rows: Rows, key: str) -> dict[Any, list[dict[str, Any]]]:
     """The rows of each value of `key`, in order of appearance."""
     return {value: [row for row in rows if row[key] == value] for value in dict.fromkeys(row[key] for row in rows)}

@@ -1,0 +1,74 @@
+"""Tokens a second of an engine: how far it drafts by itself against every fixed length, and against one program."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench import plots
+from bench.report import publish
+from bench.subject import Subject
+from bench.timing import in_turns, ratio, spread
+from jspec.engine import Engine, Request
+
+LENGTHS = (1, 2, 4, 8)
+TOGETHER = 4  # K of the one program, and of the engine that it is compared with
+
+
+def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: float, repeats: int) -> None:
+    """Measure all in turns: 1, 2, ... requests at once, and four times as many as there are slots."""
+    tokens, lengths, keys = subject.request(slots, width)
+    prompts = [tuple(row[:size].tolist()) for row, size in zip(tokens, lengths, strict=True)]
+    sampling = jspec.SamplingParams(temperature=temperature)
+    requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
+    loads = {n: requests[:n] for n in (1, 2, 4, 8, 16) if n <= slots} | {4 * slots: requests * 4}
+    options: dict[str, Any] = {"slots": slots, "max_length": int(lengths.max()) + new_tokens, "max_waiting": 8 * slots}
+    with contextlib.ExitStack() as stack:
+
+        def engine(draft: Any, **how: Any) -> Engine:
+            return stack.enter_context(Engine(subject.target, draft, **options, **how))
+
+        engines = {"plain": engine(None)}
+        engines |= {f"K = {k}": engine(subject.draft, num_draft_tokens=k) for k in LENGTHS}
+        engines["auto"] = engine(subject.draft)
+        calls = {(name, n): _together(one, load) for name, one in engines.items() for n, load in loads.items()}
+        batch = (tokens, lengths, keys)
+        how: dict[str, Any] = {"max_new_tokens": new_tokens, "sampling": sampling}
+        calls["one program", "plain"] = lambda: [jspec.generate(subject.target, *batch, **how).tokens for _ in range(4)]
+        calls["one program", "K = 4"] = lambda: [
+            jspec.speculative_generate(subject.target, subject.draft, *batch, num_draft_tokens=TOGETHER, **how).tokens
+            for _ in range(4)
+        ]
+        times = in_turns(calls, repeats)
+    rows = [_row(n, len(load) * new_tokens, times, tuple(engines)) for n, load in loads.items()]
+    saturated = {name: ratio(times["one program", name], times[name, 4 * slots]) for name in ("plain", "K = 4")}
+    publish(
+        f"engine-{subject.name}-s{slots}-t{temperature:g}-{jax.default_backend()}",
+        f"{subject.name}: tokens a second of an engine of {slots} slots, by requests, temperature {temperature:g}",
+        rows,
+        plots.engine,
+        notes=[f"Of one program, which decodes {slots} at a time, the engine with {4 * slots} requests has "
+               + ", ".join(f"{share.median:.3f} ({share.low:.3f} to {share.high:.3f}), {name}"
+                           for name, share in saturated.items()) + "."],
+        folder=subject.folder,
+        saturated=saturated,
+    )  # fmt: skip
+
+
+def _together(engine: Engine, requests: list[Request]) -> Callable[[], Any]:
+    def call() -> Any:
+        return np.array([len(result.tokens) for result in engine.generate(requests)])
+
+    return call
+
+
+def _row(n: int, tokens: int, times: dict[Any, np.ndarray], names: tuple[str, ...]) -> dict[str, Any]:
+    """Medians, and what was chosen against the best that is fixed, and plain, in the same turns."""
+    speeds = {name: spread(tokens / times[name, n]).median for name in names}
+    best = max((name for name in names if name != "auto"), key=speeds.__getitem__)
+    of = {f"auto / {what}": ratio(times[name, n], times["auto", n]).median
+          for what, name in (("best", best), ("plain", "plain"))}  # fmt: skip
+    return {"requests": n} | speeds | of
