@@ -124,11 +124,21 @@ class Engine:
         self._queue(tenant)
         return tenant
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._arrived) + self._loop.num_waiting
+
+    @property
+    def seated(self) -> list[Tenant]:
+        """Requests with a slot."""
+        return self._loop.seated
+
     def _queue(self, tenant: Tenant) -> None:
         with self._wake:
             if self._closing or self._thread is None:
                 raise RuntimeError("The engine is not running; use it as `with Engine(...) as engine:`.")
-            if len(self._arrived) + self._loop.num_waiting >= self._max_waiting:
+            if self.num_waiting >= self._max_waiting:
                 raise queue.Full(f"{self._max_waiting} requests are waiting already; try again later.")
             self._arrived.append(tenant)
             self._wake.notify()

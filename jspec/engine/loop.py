@@ -62,6 +62,11 @@ class Loop:
         return len(self._scheduler.waiting)
 
     @property
+    def seated(self) -> list[Tenant]:
+        """Requests with a slot."""
+        return [tenant for tenant in self._scheduler.tenants if tenant is not None]
+
+    @property
     def is_busy(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._scheduler.waiting or any(self._scheduler.tenants) or self._played)
@@ -204,7 +209,7 @@ class Loop:
 
         Not if that has failed a few times in a row; then all end with the error.
         """
-        seated = [tenant for tenant in self._scheduler.tenants if tenant is not None]
+        seated = self.seated
         waiting, self._scheduler = self._scheduler.waiting, Scheduler(self._sizes.slots)
         self._played.clear()
         self._stop[:] = False

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ class Tenant:
         listen: is called whenever there is more of the result.
         given: what it came with to its slot; more than its prompt where it goes on after a failure.
         seat: counts those that got a slot.
+        seated_at: when it got its first one, by `time.monotonic`; None before.
         read: how many tokens of `given` have been read.
         pieces: in how many pieces since it was seated; at least in one, be it empty, with which it begins to write.
         lag: how many tokens its drafter may be behind.
@@ -33,6 +35,7 @@ class Tenant:
     result: Result = dataclasses.field(default_factory=Result)
     given: tuple[int, ...] = ()
     seat: int = 0
+    seated_at: float | None = None
     read: int = 0
     pieces: int = 0
     lag: int = 0
@@ -83,6 +86,8 @@ class Scheduler:
         tenant.read = tenant.result.cached = self._kept(slot, tenant)
         tenant.scored = []
         tenant.pieces, tenant.lag, tenant.seat = 0, len(tenant.given), next(self._clock)
+        if tenant.seated_at is None:
+            tenant.seated_at = time.monotonic()
         self.tenants[slot] = tenant
         self.residents[slot] = (), ""
         return slot, tenant
