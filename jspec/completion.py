@@ -77,7 +77,7 @@ class Task:
         """
         check_target(target)
         check_count("max_new_tokens", max_new_tokens)
-        size = room(max_new_tokens, self.batch, _positions(target, draft))
+        size = room(max_new_tokens, self.batch, positions(target, draft))
         sampling = self._limited(sampling, min(max_new_tokens, 2**31 - 1))
         request = self.batch.tokens, self.batch.lengths, request_keys(seed, len(self.prompts))
         options |= {"max_new_tokens": size, "sampling": sampling, "eos_ids": self.ends(target)}
@@ -239,6 +239,12 @@ def statistics(out: Output, row: int) -> dict[str, Any]:
     }
 
 
+def positions(target: Any, draft: Any) -> int:
+    """How many tokens a text may have in all."""
+    limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
+    return min(limit for limit in limits if limit is not None)
+
+
 def _special(tokenizer: Any, string: str) -> int | None:
     """The id of a special token, which texts never show; ValueError where it is only a part of `string`."""
     ids = tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
@@ -250,9 +256,3 @@ def _special(tokenizer: Any, string: str) -> int | None:
     if len(ids) > 1:
         raise ValueError(f"stop has {string!r}, of which texts show only {shown!r}; give the special token alone.")
     return ids[0]
-
-
-def _positions(target: Any, draft: Any) -> int:
-    """How many tokens a text may have in all."""
-    limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
-    return min(limit for limit in limits if limit is not None)

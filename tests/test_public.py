@@ -16,7 +16,7 @@ ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devic
          "layout", "quantizer", "half", "weights", "eagle_weights", "acceptance", "rules", "draft_length", "lengths",
          "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
          "tree_tuning", "exit_tuning", "auto", "decode", "engine", "footprint", "roofline", "planning", "prompts",
-         "names", "completion", "training", "online", "report", "cli"]  # fmt: skip
+         "names", "completion", "training", "online", "report", "serve", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -140,7 +140,15 @@ def test_files_import_only_from_those_above(path):
         if dotted == "jspec" or _room(dotted) in {"__version__", *jspec.__all__} - set(ORDER):
             assert own == "cli", f"{path.name} uses the public API, which stands on top of it"
             continue
-        inside = own == _room(dotted) and own in ("acceptance", "drafters", "kernels", "engine", "training", "cli")
+        inside = own == _room(dotted) and own in (
+            "acceptance",
+            "drafters",
+            "kernels",
+            "engine",
+            "training",
+            "serve",
+            "cli",
+        )
         assert ORDER.index(_room(dotted)) < ORDER.index(own) or inside, f"{path.name} imports {dotted}"
 
 

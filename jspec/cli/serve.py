@@ -1,0 +1,155 @@
+"""`jspec serve`: a model for clients of OpenAI's API."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from jspec.cli import options as o
+from jspec.cli.shared import UsageError, option, prepare_environment, status_line
+from jspec.cli.sources import Sources, sources
+
+EPILOG = """\b
+Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics,
+/version, and / for a browser.
+
+\b
+SIGTERM ends the server when all requests that it has accepted are answered;
+meanwhile new ones get the status 503. Ctrl-C ends it at once.
+"""
+
+
+def serve(
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
+    ] = None,
+    draft: o.Draft = None,
+    plain: o.Plain = False,
+    num_draft_tokens: Annotated[
+        int | None, option("--num-draft-tokens", "N", "Tokens guessed a round.", min=1, show_default="4")
+    ] = None,
+    dtype: o.Dtype = None,
+    quantize: o.Quantize = None,
+    accept: Annotated[
+        Any, o.choice("--accept", "Rule for requests without a seed.", "rejection", "block", "coupled")
+    ] = "rejection",
+    slots: Annotated[int, option("--slots", "N", "Requests at once; others wait.", min=1)] = 8,
+    max_length: Annotated[
+        int | None,
+        option(
+            "--max-length",
+            "N",
+            "Longest text, prompt included; every slot has room for that.",
+            min=2,
+            show_default="1024, or what the models know",
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int, option("--max-waiting", "N", "Requests that may wait; more get the status 429.", min=1)
+    ] = 64,
+    host: Annotated[str, option("--host", "ADDRESS", "Where to listen; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, option("--port", "N", "The same; 0 for any that is free.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, option("--api-key", "KEY", "What clients must know [default: JSPEC_API_KEY].")
+    ] = None,
+    name: Annotated[str | None, option("--name", "NAME", "What clients call the model [default: TARGET].")] = None,
+    metrics_prefix: Annotated[str, option("--metrics-prefix", "TEXT", "Before the names of metrics.")] = "jspec_",
+) -> None:
+    """Answer clients of OpenAI's API over HTTP.
+
+    A request with a seed gets the text that jspec.generate gives for it, whatever else runs.
+    """
+    _check(api_key := api_key or os.environ.get("JSPEC_API_KEY"), metrics_prefix)
+    where = sources(target, draft, plain)
+    if num_draft_tokens is not None and not where.drafts:
+        raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
+    listener = _listener(host, port)
+    prepare_environment()
+    with status_line() as say:
+        with _mistakes():
+            wishes = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
+            engine, tokenizer = _engine(where, say, dtype, quantize, num_draft_tokens, max_length, wishes)
+        say("Compiling, which is kept for the next time")
+        engine.device.compile()
+    _run(engine, tokenizer, listener, name=name or target or "bundled", max_waiting=max_waiting, api_key=api_key,
+         metrics_prefix=metrics_prefix)  # fmt: skip
+
+
+def _check(api_key: str | None, metrics_prefix: str) -> None:
+    """Refuse what typer cannot."""
+    needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise UsageError(f"jspec serve needs packages that are not here ({', '.join(missing)}); install them with pip "
+                         "install 'jspec[serve]'.")  # fmt: skip
+    if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
+        raise UsageError("--api-key must be of visible ASCII characters, for it is sent in a header.")
+    if not (metrics_prefix.isascii() and f"{metrics_prefix}x".replace(":", "_").isidentifier()):
+        raise UsageError(f"--metrics-prefix {metrics_prefix!r} cannot begin a name in Prometheus; use letters, "
+                         "digits, _ and :, not a digit first.")  # fmt: skip
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    from jspec.serve.run import bound
+
+    try:
+        return bound(host, port)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "is no address"
+        raise UsageError(f"--host {host} --port {port} cannot be listened on: {reason}; choose another.") from error
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Models that do not go together are a mistake in the options; files that cannot be read are none."""
+    from convert import CheckpointError
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(" ".join(str(error).split())) from error
+
+
+def _engine(
+    where: Sources,
+    say: Callable[[str], None],
+    dtype: Any,
+    quantize: Any,
+    num_draft_tokens: int | None,
+    max_length: int | None,
+    wishes: dict[str, Any],
+) -> tuple[Any, Any]:
+    """An engine that is not started, and its target's tokenizer."""
+    from jspec.completion import how_far, positions
+    from jspec.draft_length import UpTo
+    from jspec.engine import Engine
+
+    say("Loading")
+    tokenizer = where.tokenizer()
+    target, drafter = where.load(dtype, quantize)
+    known = positions(target, drafter)
+    if max_length is not None and max_length > known:
+        raise UsageError(f"--max-length {max_length} is more than the {known} positions that the models know.")
+    if drafter is not None:
+        far = how_far(drafter, num_draft_tokens)
+        wishes["num_draft_tokens"] = far.max_draft_tokens if isinstance(far, UpTo) else far
+    return Engine(target, drafter, max_length=max_length or min(1024, known), **wishes), tokenizer
+
+
+def _run(engine: Any, tokenizer: Any, listener: socket.socket, **wishes: Any) -> None:
+    from jspec import __version__
+    from jspec.serve.app import Server
+    from jspec.serve.run import run
+
+    with engine:
+        server = Server(engine, tokenizer, version=__version__, **wishes)
+        listener.listen(2048)
+        host, port = listener.getsockname()[:2]
+        place = f"[{host}]" if ":" in host else host
+        typer.echo(f"Serving {wishes['name']} at http://{place}:{port}", err=True)
+        run(server, listener)

@@ -1,0 +1,215 @@
+"""The routes, and what becomes of a request from its arrival to its end."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from anyio import CapacityLimiter
+from sse_starlette import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from jspec.engine import Engine
+from jspec.serve.answers import Answer
+from jspec.serve.asked import Served, number_of_choices
+from jspec.serve.body import check_key, read_json
+from jspec.serve.errors import Refusal, busy, draining, failed, wrong
+from jspec.serve.job import Job
+from jspec.serve.metrics import Metrics
+from jspec.serve.schemas import Body, ChatBody, CompletionBody, understood
+from jspec.serve.text import Names
+
+_LOG = logging.getLogger("jspec")
+_PATIENCE = 600.0  # seconds for a client to take one piece of a stream
+
+
+class Server:
+    """An application for `uvicorn`, or any other ASGI server, on a running engine.
+
+    Args:
+        engine: a running one, that nobody else submits to, with room for `slots` requests more than may wait here.
+        tokenizer: of its target.
+        name: of the model.
+        version: what /version says.
+        max_waiting: how many requests may wait; a request of n choices counts n times.
+        api_key: what clients must know; None for none.
+        metrics_prefix: before the names of metrics.
+        max_body: bytes.
+
+    Attributes:
+        app: the application.
+        is_draining: whether new requests are refused.
+        open: choices that are under way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        name: str,
+        *,
+        version: str = "",
+        max_waiting: int = 64,
+        api_key: str | None = None,
+        metrics_prefix: str = "jspec_",
+        max_body: int = 4 * 2**20,
+    ):
+        self._served = Served(name, engine, tokenizer, Names(tokenizer))
+        self._metrics = Metrics(self._served, metrics_prefix)
+        self._version, self._api_key, self._max_body = version, api_key, max_body
+        self._room = engine.device.sizes.slots + max_waiting
+        self._one_at_a_time = CapacityLimiter(1)
+        self.open, self.is_draining = 0, False
+        self.app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/v1/completions", self._answering(CompletionBody), methods=["POST"]),
+            Route("/v1/chat/completions", self._answering(ChatBody), methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/metrics", self._show_metrics),
+            Route("/version", self._show_version),
+            Route("/", self._page),
+        ]
+
+    def _answering(self, kind: type[Body]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            check_key(request, self._api_key)
+            body = understood(kind, await read_json(request, self._max_body))
+            if body.model != self._served.name:
+                raise _no_model(body.model, self._served.name)
+            with contextlib.ExitStack() as ends:
+                job = self._enter(body)
+                ends.callback(job.close)
+                await job.begin(body, self._one_at_a_time)
+                if body.stream:
+                    ends.pop_all()  # with the stream instead
+                    return _Stream(job)
+                await _unless_gone(request, job)
+                return _json(Answer(job).whole())
+
+        return answer
+
+    def _enter(self, body: Body) -> Job:
+        """Count the request, before anything is done for it."""
+        count = number_of_choices(body)
+        if self.is_draining:
+            raise draining()
+        if count > self._room:
+            raise wrong(f"The request has {count} choices in all, and the server takes {self._room}; send fewer.", "n")
+        if self.open + count > self._room:
+            raise busy(f"{self.open} requests are running or waiting already; try again later.")
+        self.open += count
+        return Job(self._served, self._metrics, lambda: self._left(count))
+
+    def _left(self, count: int) -> None:
+        self.open -= count
+
+    async def _models(self, request: Request) -> Response:
+        check_key(request, self._api_key)
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        check_key(request, self._api_key)
+        if request.path_params["name"] != self._served.name:
+            raise _no_model(request.path_params["name"], self._served.name)
+        return _json(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._served.name, "object": "model", "created": 0, "owned_by": "jspec",
+                "max_model_len": self._served.max_length}  # fmt: skip
+
+    async def _health(self, request: Request) -> Response:
+        if self.is_draining:
+            raise draining()
+        return _json({"status": "ok"})
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _show_version(self, request: Request) -> Response:
+        return _json({"version": self._version})
+
+    async def _page(self, request: Request) -> Response:
+        return HTMLResponse((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+
+
+class _Stream(EventSourceResponse):
+    """A job's answer in events. Whatever happens to it, the job is over afterwards."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        super().__init__(_events(job), sep="\n", send_timeout=_PATIENCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.close()
+
+
+async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
+    try:
+        async for chunk in Answer(job).chunks():
+            yield {"data": _dump(chunk)}
+    except Refusal as refusal:
+        yield {"data": _dump(refusal.as_json())}
+    except Exception:
+        _LOG.exception("A stream has failed.")
+        yield {"data": _dump(failed().as_json())}
+    yield {"data": "[DONE]"}
+
+
+async def _unless_gone(request: Request, job: Job) -> None:
+    """Wait for the job; no longer than the client does."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting = [asyncio.ensure_future(job.done()), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting[0].done():
+            raise ClientDisconnect
+        waiting[0].result()
+    finally:
+        for one in waiting:
+            one.cancel()
+
+
+def _no_model(name: str, served: str) -> Refusal:
+    return Refusal(404, f"There is no model {name!r} here; this server has {served!r}.", "model", "model_not_found")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _json(value: Any, status: int = 200, headers: Any = None) -> Response:
+    return Response(_dump(value), status, headers, media_type="application/json")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        return _json(error.as_json(), error.status, error.headers)
+    if isinstance(error, HTTPException):  # of Starlette itself: no such path or method
+        refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        return _json(refusal.as_json(), error.status_code, error.headers)
+    if isinstance(error, ClientDisconnect):
+        return PlainTextResponse("", 400)  # nobody reads it
+    refusal = Refusal(500, "The server has failed; its log says why.", code="internal_error")
+    return _json(refusal.as_json(), 500)
+
+
+_HANDLERS = dict.fromkeys((Refusal, HTTPException, ClientDisconnect, Exception), _refuse)

@@ -1,0 +1,56 @@
+"""The bytes of a request: whose they are, how many, and what JSON they hold."""
+
+import hmac
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from jspec.serve.errors import Refusal, wrong
+
+
+def check_key(request: Request, key: str | None) -> None:
+    """In a time that says nothing about the key.
+
+    Raises:
+        Refusal: the server has a key, and the request has not.
+    """
+    if key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    same = hmac.compare_digest(given.strip().encode(), key.encode())
+    if not same or scheme.lower() != "bearer":
+        raise Refusal(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
+                      code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+
+
+async def read_json(request: Request, most: int) -> Any:
+    """What the body holds; no more than `most` bytes of it are looked at.
+
+    Raises:
+        Refusal: it is longer, or no JSON.
+    """
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > most:
+        raise _too_long(most)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise _too_long(most)
+    try:
+        return json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise wrong(f"The body is not UTF-8 text (byte {error.start + 1}).") from None
+    except RecursionError:
+        raise wrong("The body is JSON of too many levels.") from None
+    except ValueError as error:
+        raise wrong(f"The body is no JSON that can be read: {error}.") from None
+
+
+def _too_long(most: int) -> Refusal:
+    return Refusal(413, f"The body has more than {most} bytes; send less.", code="body_too_long")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

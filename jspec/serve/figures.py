@@ -1,0 +1,60 @@
+"""How well a text was drafted."""
+
+import dataclasses
+from collections import Counter
+from typing import Any, Self
+
+from jspec.engine import Result
+
+
+@dataclasses.dataclass
+class Figures:
+    """Counts of rounds and drafts; a round counts if it brought a token that was delivered.
+
+    Attributes:
+        rounds: all of them.
+        drafted, judged, accepted: drafts, as counted in `jspec.Stats`.
+        by_accepted: how many of the rounds that had a guess accepted so many.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    judged: int = 0
+    accepted: int = 0
+    by_accepted: Counter[int] = dataclasses.field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, result: Result, delivered: int) -> Self:
+        """Of one text, of which so many tokens were delivered: behind a stop string more may have been decoded."""
+        figures, tokens = cls(), 0
+        for drafted, judged, accepted in zip(result.drafted, result.judged, result.accepted, strict=False):
+            if tokens >= delivered:
+                break
+            tokens += accepted + 1
+            figures.rounds += 1
+            figures.drafted += drafted
+            figures.judged += judged
+            figures.accepted += accepted
+            figures.by_accepted.update([accepted] if drafted else [])
+        return figures
+
+    def __add__(self, other: Self) -> Self:
+        sums = [getattr(self, name) + getattr(other, name) for name in vars(self)]
+        return type(self)(*sums)
+
+    @property
+    def drafts(self) -> int:
+        """Rounds that had a guess."""
+        return self.by_accepted.total()
+
+    def as_json(self, num_draft_tokens: int) -> dict[str, Any]:
+        """For clients; None where nothing was drafted."""
+        return {
+            "mean_acceptance_length": 1 + self.accepted / self.drafts if self.drafts else None,
+            "acceptance_rate": self.accepted / self.judged if self.judged else None,
+            "acceptance_histogram": [self.by_accepted[count] for count in range(num_draft_tokens + 1)],
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "judged": self.judged,
+            "accepted": self.accepted,
+        }

@@ -1,0 +1,122 @@
+"""What /metrics says: vLLM's names behind a prefix. A choice counts as one request, a prompt's tokens count once."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from jspec.serve.asked import Served
+from jspec.serve.choice import Choice
+
+if TYPE_CHECKING:
+    from jspec.serve.job import Job
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_GAUGES = {"num_requests_running": "Requests with a slot.", "num_requests_waiting": "Requests without a slot.",
+           "kv_cache_usage_perc": "Tokens in slots, of those there is room for; 1 is all."}  # fmt: skip
+_COUNTERS = {
+    "prefix_cache_queries": "Tokens of prompts.",
+    "prefix_cache_hits": "Tokens of prompts that were not read, for a slot held them.",
+    "prompt_tokens": "Tokens of prompts.",
+    "generation_tokens": "Tokens that were written.",
+    "spec_decode_num_drafts": "Rounds with a guess.",
+    "spec_decode_num_draft_tokens": "Tokens guessed.",
+    "spec_decode_num_accepted_tokens": "Tokens guessed and accepted.",
+}
+_TIMES = {
+    "time_to_first_token_seconds": "From the request's arrival.",
+    "inter_token_latency_seconds": "Between two tokens of a request, on average over those that came together.",
+    "e2e_request_latency_seconds": "From the request's arrival to its last token.",
+    "request_queue_time_seconds": "From the request's arrival to its slot.",
+    "request_prefill_time_seconds": "From the slot to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+}
+_SIZES = {"request_prompt_tokens": "Tokens of a prompt.", "request_generation_tokens": "Tokens written for a request."}
+
+
+class Metrics:
+    """Of one server."""
+
+    def __init__(self, served: Served, prefix: str = "jspec_"):
+        disable_created_metrics()
+        self.prefix, self._registry, self._served = prefix, CollectorRegistry(), served
+        made: dict[str, Any] = {name: self._made(Gauge, name, text) for name, text in _GAUGES.items()}
+        made |= {name: self._made(Counter, name, text) for name, text in _COUNTERS.items()}
+        made |= {name: self._made(Histogram, name, text, buckets=_SECONDS) for name, text in _TIMES.items()}
+        made |= {name: self._made(Histogram, name, text, buckets=_TOKENS) for name, text in _SIZES.items()}
+        self._of = made
+        self._ended = self._labelled("request_success", "Requests by what ended them.", "finished_reason")
+        self._at = self._labelled("spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft; of a "
+                                  "tree, by depth.", "position")  # fmt: skip
+        for position in range(served.num_draft_tokens):
+            self._at.labels(served.name, str(position))
+        self._describe()
+
+    def _made(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        metric = kind(self.prefix + name, text, ["model_name"], registry=self._registry, **options)
+        return metric.labels(self._served.name)
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        return Counter(self.prefix + name, text, ["model_name", label], registry=self._registry)
+
+    def _describe(self) -> None:
+        engine = self._served.engine
+        sizes = engine.device.sizes
+        labels = {"model_name": self._served.name, "slots": str(sizes.slots), "max_length": str(sizes.length),
+                  "num_draft_tokens": str(self._served.num_draft_tokens)}  # fmt: skip
+        info = Gauge(self.prefix + "cache_config_info", "Sizes of the engine.", [*labels], registry=self._registry)
+        info.labels(**labels).set(1)
+        self._of["num_requests_running"].set_function(lambda: len(engine.seated))
+        self._of["num_requests_waiting"].set_function(lambda: engine.num_waiting)
+        room = sizes.slots * sizes.length
+        self._of["kv_cache_usage_perc"].set_function(lambda: sum(len(one.text) for one in engine.seated) / room)
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def grown(self, choice: Choice, new: int, before: float) -> None:
+        """A choice has so many new tokens; the ones before them came at `before`, 0 for none."""
+        self._of["generation_tokens"].inc(new)
+        if before:
+            for _ in range(new):
+                self._of["inter_token_latency_seconds"].observe((choice.last - before) / new)
+        else:
+            self._of["time_to_first_token_seconds"].observe(choice.first - choice.arrived)
+
+    def finished(self, job: "Job") -> None:
+        """All choices of a job have ended."""
+        for choice in job.choices:
+            self._ended.labels(self._served.name, choice.finish_reason).inc()
+            self._of["request_generation_tokens"].observe(choice.count)
+            self._timed(choice)
+            if choice.index % job.asked.body.n == 0:
+                self._read(choice)
+        if job.choices:
+            self._drafted(job)
+
+    def _read(self, choice: Choice) -> None:
+        count = len(choice.request.tokens)
+        self._of["request_prompt_tokens"].observe(count)
+        self._of["prompt_tokens"].inc(count)
+        self._of["prefix_cache_queries"].inc(count)
+        self._of["prefix_cache_hits"].inc(choice.cached)
+
+    def _timed(self, choice: Choice) -> None:
+        seated = choice.tenant.seated_at if choice.tenant is not None else None
+        self._of["e2e_request_latency_seconds"].observe((choice.last or time.monotonic()) - choice.arrived)
+        if seated is not None:
+            self._of["request_queue_time_seconds"].observe(max(0.0, seated - choice.arrived))
+        if seated is not None and choice.first:
+            self._of["request_prefill_time_seconds"].observe(choice.first - seated)
+            self._of["request_decode_time_seconds"].observe(choice.last - choice.first)
+
+    def _drafted(self, job: "Job") -> None:
+        figures = job.figures()
+        self._of["spec_decode_num_drafts"].inc(figures.drafts)
+        self._of["spec_decode_num_draft_tokens"].inc(figures.drafted)
+        self._of["spec_decode_num_accepted_tokens"].inc(figures.accepted)
+        for accepted, rounds in figures.by_accepted.items():
+            for position in range(accepted):
+                self._at.labels(self._served.name, str(position)).inc(rounds)

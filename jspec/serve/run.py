@@ -1,0 +1,52 @@
+"""A server process: a port, an engine, and an end that loses nothing."""
+
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+
+from jspec.serve.app import Server
+
+_LOG = logging.getLogger("jspec")
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket of this address, that nobody else has.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, port))
+    except OSError:
+        taken.close()
+        raise
+    return taken
+
+
+class _Uvicorn(uvicorn.Server):
+    """At the first signal new requests are refused, and the server ends when the others have; at the second, now."""
+
+    def __init__(self, server: Server):
+        config = uvicorn.Config(server.app, lifespan="off", log_level="warning", access_log=False)
+        super().__init__(config)
+        self._server = server
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.should_exit = self.should_exit or self._server.is_draining
+        self.force_exit = self.should_exit
+        self._server.is_draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._server.is_draining and not self._server.open:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def run(server: Server, listener: socket.socket) -> None:
+    """Serve until a signal says to end."""
+    _Uvicorn(server).run(sockets=[listener])

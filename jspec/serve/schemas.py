@@ -1,0 +1,196 @@
+"""What clients may send. Types are strict, unknown fields are errors, and null is as good as nothing."""
+
+import reprlib
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from jspec.serve.errors import Refusal, wrong
+
+# Fields of OpenAI's that are known and not served.
+_REFUSED = ("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format",
+            "modalities", "audio", "prediction", "web_search_options", "images")  # fmt: skip
+_MOST = 2**31 - 1
+_Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=64)]
+
+
+def _texts(value: Any) -> Any:
+    several = [value] if isinstance(value, str) else value
+    if isinstance(several, list) and all(isinstance(one, str) and one for one in several):
+        return several
+    raise PydanticCustomError("stop", "{place} must be a text or a list of texts, none of them empty")
+
+
+def _prompts(value: Any) -> Any:
+    """One prompt, or a list of prompts, as a list of texts and lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(one, str) for one in value) or all(_is_ids(one) for one in value):
+            return value
+        if _is_ids(value):
+            return [value]
+    raise PydanticCustomError("prompt", "{place} must be a text, a list of texts, a list of token ids or a list of "
+                              "such lists, none of them empty")  # fmt: skip
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(type(one) is int for one in value)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        return {name: value for name, value in fields.items() if value is not None} if type(fields) is dict else fields
+
+
+class StreamOptions(_Strict):
+    """Of a stream."""
+
+    include_usage: bool = False
+
+
+class Body(_Strict):
+    """What completions and chats have in common."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=0, le=_MOST)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=_MOST)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    seed: int | None = Field(None, ge=0, le=2**32 - 1)
+    n: int = Field(1, ge=1, le=128)
+    stop: Annotated[list[str], BeforeValidator(_texts), Field(max_length=16)] = []
+    stop_token_ids: _Ids = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, le=_MOST)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_origins: bool = False
+    cache_salt: str = Field("", max_length=256)
+    user: str = ""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options is for streams; set stream to true")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise PydanticCustomError("min_tokens", "min_tokens is above max_tokens; lower it")
+        return self
+
+
+class CompletionBody(Body):
+    """Of /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    max_tokens: int | None = Field(16, ge=0, le=_MOST)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1, le=128)
+
+    @model_validator(mode="after")
+    def _can_be_served(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise PydanticCustomError("best_of", "best_of must be n, for no choice is thrown away; leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "max_tokens is 0, which is for echo alone; set it to 1 or more")
+        return self
+
+
+class Part(_Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One of a conversation."""
+
+    role: str
+    content: str | list[Part]
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": parts}
+
+
+class ChatBody(Body):
+    """Of /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = Field(None, ge=0, le=_MOST)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _can_be_served(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs is for logprobs; set that to true")
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; leave one out")
+            self.max_tokens = self.max_completion_tokens
+        if self.max_tokens == 0:
+            raise PydanticCustomError("max_tokens", "max_tokens is 0, and an answer has at least one; raise it")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise PydanticCustomError("min_tokens", "min_tokens is above max_completion_tokens; lower it")
+        return self
+
+
+def understood(kind: type[Body], fields: Any) -> Body:
+    """`fields` as a body of that kind.
+
+    Raises:
+        Refusal: of the first thing that is wrong.
+    """
+    if not isinstance(fields, dict):
+        raise wrong(f"The body is {reprlib.repr(fields)}; expected a JSON object.")
+    for name in _REFUSED:
+        if fields.get(name) is not None:
+            raise wrong(f"{name} is not supported by this server; leave it out.", name, "unsupported")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def _refusal(found: ErrorDetails) -> Refusal:
+    """One sentence of what pydantic has found first."""
+    place = _place(found["loc"])
+    kind, message, given = found["type"], found["msg"], reprlib.repr(found["input"])
+    if kind == "missing":
+        return wrong(f"{place} is missing; give it.", place)
+    if kind == "extra_forbidden":
+        return wrong(f"{place} is not a field that this server knows; leave it out.", place, "unknown_field")
+    if place.endswith(".type"):
+        return wrong(f"{place} is {given}, and only parts of type 'text' are supported.", place, "unsupported")
+    if kind in ("prompt", "stop"):
+        return wrong(f"{message.replace('{place}', place)}; got {given}.", place)
+    if not place:  # of several fields
+        return wrong(f"{message}.", kind)
+    expected = message.removeprefix("Input should be ")
+    return wrong(f"{place} is {given}; expected {expected[0].lower()}{expected[1:]}.", place)
+
+
+def _place(path: tuple[int | str, ...]) -> str:
+    """``messages[0].content`` of its parts; alternatives of a union have no name of their own."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not part.startswith(("list[", "str")) or part == "stream":
+            text += f".{part}" if text else part
+    return text

@@ -1,0 +1,131 @@
+"""Tokens to the text that a client may see: no half characters, and nothing that may be the start of a stop string."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jspec.text import Pieces
+
+
+class Writer:
+    """Text as it comes, up to a stop string.
+
+    Args:
+        tokenizer: of the tokens.
+        prompt: the tokens before.
+        stop: strings that end the text.
+        keeps_stop: whether the text ends with the string, not before it.
+        min_tokens: so many tokens are not looked at for strings.
+
+    Attributes:
+        pieces: the text that each token adds.
+        starts: where it begins.
+        text: all of them; without what is behind the end once that is known.
+        stopped: the string that ended it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
+    ):
+        self._coming, self._stop, self._keeps_stop = Pieces(tokenizer, prompt), stop, keeps_stop
+        self._held = max(map(len, stop), default=1) - 1
+        self._min_tokens, self._from, self._ended = min_tokens, 0, False
+        self.pieces: list[str] = []
+        self.starts: list[int] = []
+        self.text, self.stopped = "", None
+
+    @property
+    def shown(self) -> int:
+        """How many characters of the text cannot change any more."""
+        return len(self.text) if self._ended else max(0, len(self.text) - self._held)
+
+    def add(self, token: int) -> None:
+        """The next one; there is none after one that has completed a stop string."""
+        self._append(self._coming.add(token), is_new=True)
+
+    def add_silent(self) -> None:
+        """A token that ends the text, and is no part of it."""
+        self.starts.append(len(self.text))
+        self.pieces.append("")
+
+    def end(self) -> None:
+        """There are no more tokens."""
+        if not self._ended:
+            self._append(self._coming.rest(), is_new=False)
+            self._ended = True
+
+    def _append(self, piece: str, is_new: bool) -> None:
+        known = len(self.text)
+        self.text += piece
+        if is_new:
+            self.starts.append(known)
+            self.pieces.append(piece)
+        elif piece:
+            self.pieces[-1] += piece
+        if len(self.pieces) <= self._min_tokens:
+            self._from = len(self.text)
+        self._find(known)
+
+    def _find(self, known: int) -> None:
+        """End at the first stop string that reaches behind what was known."""
+        starts = ((self.text.find(one, max(self._from, known - len(one) + 1)), one) for one in self._stop)
+        found = min(((start, one) for start, one in starts if start >= 0), default=None)
+        if found is not None:
+            start, self.stopped = found
+            self.text = self.text[: start + len(self.stopped) * self._keeps_stop]
+            self._ended = True
+
+
+class Names:
+    """What single tokens are called in lists of log-probabilities."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._raw = {i: token for token, i in tokenizer.get_vocab().items()}
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def text(self, token: int) -> str:
+        """Its text; ``bytes:\\xe2`` of one that is a part of a character, as OpenAI writes it."""
+        return self._look(token)[0]
+
+    def utf8(self, token: int) -> list[int]:
+        """Its bytes."""
+        return self._look(token)[1]
+
+    def _look(self, token: int) -> tuple[str, list[int]]:
+        if token not in self._known:
+            self._known[token] = self._found(token)
+        return self._known[token]
+
+    def _found(self, token: int) -> tuple[str, list[int]]:
+        raw = self._raw.get(token, "")
+        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if raw.startswith("\u2581"):  # a space, which sentencepiece drops at the start of a text
+            text = raw.replace("\u2581", " ")
+        elif "\ufffd" in text and (part := _bytes(raw)) is not None:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in part), list(part)
+        return text, list(text.encode("utf-8", "replace"))
+
+
+def _bytes(raw: str) -> bytes | None:
+    """What a vocabulary's entry stands for: ``<0xE2>``, or GPT-2's letters for bytes."""
+    if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
+        return bytes([int(found[1], 16)])
+    if raw and all(letter in _LETTERS for letter in raw):
+        return bytes(_LETTERS[letter] for letter in raw)
+    return None
+
+
+def _letters() -> dict[str, int]:
+    """GPT-2's: bytes that are visible in Latin-1 stand for themselves, others for the letters from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_LETTERS = _letters()
