@@ -148,6 +148,7 @@ def _run(engine: Any, tokenizer: Any, listener: socket.socket, **wishes: Any) ->
 
     with engine:
         server = Server(engine, tokenizer, version=__version__, **wishes)
+        server.warm_up()
         listener.listen(2048)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host

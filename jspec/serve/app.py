@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.engine import Engine
 from jspec.serve.answers import Answer
-from jspec.serve.asked import Served, number_of_choices
+from jspec.serve.asked import Served, number_of_choices, understand
 from jspec.serve.body import check_key, read_json
 from jspec.serve.errors import Refusal, busy, draining, failed, wrong
 from jspec.serve.job import Job
@@ -69,6 +69,11 @@ class Server:
         self._one_at_a_time = CapacityLimiter(1)
         self.open, self.is_draining = 0, False
         self.app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
+
+    def warm_up(self) -> None:
+        """Answer one request, so that the first client does not wait for what is compiled when it is met."""
+        body = CompletionBody(model=self._served.name, prompt=[[0]], max_tokens=1, seed=0)
+        self._served.engine.generate(understand(self._served, body).requests)
 
     def _routes(self) -> list[Route]:
         return [

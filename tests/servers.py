@@ -1,0 +1,59 @@
+"""A server of the tiny text pair in this process, on a real port."""
+
+import contextlib
+import dataclasses
+import threading
+from typing import Any
+
+import openai
+import text_pair
+from test_prompts import TEMPLATE
+
+import jspec
+from jspec.engine import Engine
+from jspec.serve.app import Server
+from jspec.serve.run import bound, run
+
+OPTIONS = {"slots": 3, "max_length": 128, "chunks": (16, 64), "rounds": 3, "num_draft_tokens": 3}
+NAME, WAITING = "tiny", 5
+
+
+def tokenizer() -> Any:
+    """That of the pair, with a chat template."""
+    made = text_pair.tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+@dataclasses.dataclass
+class Running:
+    """A server, its engine, and what talks to it."""
+
+    engine: Engine
+    server: Server
+    tokenizer: Any
+    url: str
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """One that does not try again."""
+        return openai.OpenAI(
+            **{"base_url": f"{self.url}/v1", "api_key": "x", "max_retries": 0, "timeout": 60} | options
+        )
+
+
+@contextlib.contextmanager
+def running(sources, **options):
+    """A server of the pair in these folders."""
+    target, draft = (jspec.load(folder) for folder in sources)
+    with Engine(target, draft, max_waiting=3 + WAITING, **OPTIONS) as engine:
+        words = tokenizer()
+        server = Server(engine, words, NAME, version="1.2", **{"max_waiting": WAITING} | options)
+        listener = bound("127.0.0.1", 0)
+        listener.listen(100)
+        thread = threading.Thread(target=run, args=(server, listener))
+        thread.start()
+        try:
+            yield Running(engine, server, words, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.is_draining = True
+            thread.join()

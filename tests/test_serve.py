@@ -1,0 +1,361 @@
+"""The server as clients see it: over a real port, with OpenAI's own client."""
+
+import itertools
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import jax
+import numpy as np
+import openai
+import pytest
+import servers
+import text_pair
+from prometheus_client.parser import text_string_to_metric_families
+
+import jspec
+from jspec.engine import Request, Result
+from jspec.engine.device import Device
+from jspec.text import pieces
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+PROMPT = "in a thing, in a"
+HELLO = [{"role": "user", "content": "the thing"}]
+# What differs from the usual in a request; each is asked of both APIs.
+KINDS = {
+    "plain": {},
+    "greedy": {"temperature": 0},
+    "filters": {"temperature": 0.9, "top_p": 0.9, "extra_body": {"top_k": 40, "min_p": 0.02}},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "extra_body": {"repetition_penalty": 1.2}},
+    "bias": {"logit_bias": {"5": 30, "6": 30, "7": 29}, "extra_body": {"ignore_eos": True}},
+    "choices": {"n": 3},
+    "stop": {"logit_bias": {"5": 30, "6": 30, "7": 30}, "stop": ["XX"]},
+    "ids": {"extra_body": {"return_token_ids": True, "return_origins": True}},
+}
+needs_min_tokens = pytest.mark.skipif("min_tokens" not in Request.__dataclass_fields__, reason="not in the engine yet")
+needs_tops = pytest.mark.skipif("top_logprobs" not in Result.__dataclass_fields__, reason="not in the engine yet")
+
+
+@pytest.fixture(scope="module")
+def running(sources):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "compile", lambda _: None)  # each program when it is met
+        with servers.running(sources) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    return running.client()
+
+
+@pytest.fixture(scope="module")
+def complete(client):
+    """``complete(**fields)``: a completion of 12 tokens with a seed, unless told otherwise."""
+    return lambda **fields: client.completions.create(
+        **{"model": servers.NAME, "prompt": PROMPT, "max_tokens": 12, "seed": 5} | fields
+    )
+
+
+@pytest.fixture(scope="module")
+def chat(client):
+    """``chat(**fields)``: the same of a chat."""
+    return lambda **fields: client.chat.completions.create(
+        **{"model": servers.NAME, "messages": HELLO, "max_completion_tokens": 12, "seed": 5} | fields
+    )
+
+
+def alone(running, prompt, seed, index, count=12, **sampling):
+    """The tokens that `jspec.generate` gives for choice `index`, and their log-probabilities."""
+    ids = prompt if isinstance(prompt, list) else running.tokenizer(prompt)["input_ids"]
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+    out = jspec.generate(running.engine.device.target, np.array([ids]), np.array([len(ids)]), key[None],
+                         max_new_tokens=count, eos_ids=(0,), sampling=jspec.SamplingParams(**sampling))  # fmt: skip
+    tokens = out.tokens[0, : int(out.lengths[0])].tolist()
+    return tokens, "".join(pieces(running.tokenizer, ids, tokens)), np.asarray(out.raw_logprobs)[0, : len(tokens)]
+
+
+def joined(chunks):
+    """By choice, what the chunks of a stream say in all: text, end, ids; and the usage."""
+    found, usage = {}, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text = choice.delta.content if hasattr(choice, "delta") else choice.text
+            one = found.setdefault(choice.index, {"text": "", "ids": [], "pieces": [], "end": None})
+            assert one["end"] is None, "something behind the end"
+            one["text"] += text or ""
+            one["ids"] += getattr(choice, "token_ids", None) or []
+            one["pieces"] += (getattr(choice, "jspec", None) or {"pieces": []})["pieces"]
+            one["end"] = choice.finish_reason
+    return found, usage.model_dump()
+
+
+def as_joined(answer):
+    """The same of an answer that came at once."""
+    found = {
+        choice.index: {
+            "text": choice.message.content if hasattr(choice, "message") else choice.text,
+            "ids": getattr(choice, "token_ids", None) or [],
+            "pieces": (getattr(choice, "jspec", None) or {"pieces": []})["pieces"],
+            "end": choice.finish_reason,
+        }
+        for choice in answer.choices
+    }
+    return found, answer.usage.model_dump()
+
+
+def without_cache(usage):
+    """What of it does not depend on what was asked before, and counts."""
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("api", ["complete", "chat"])
+def test_streamed_is_what_comes_at_once(api, kind, request):
+    ask = request.getfixturevalue(api)
+    whole, usage = as_joined(ask(**KINDS[kind]))
+    stream, streamed_usage = joined(ask(**KINDS[kind], stream=True, stream_options={"include_usage": True}))
+    for one in (*whole.values(), *stream.values()):
+        assert not one["pieces"] or "".join(one.pop("pieces")) == one["text"]
+    drop = lambda found: {i: {k: v for k, v in one.items() if k != "pieces"} for i, one in found.items()}  # noqa: E731
+    assert drop(whole) == drop(stream) and len(whole) == KINDS[kind].get("n", 1)
+    assert without_cache(usage) == without_cache(streamed_usage)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert all(one["end"] in ("stop", "length") for one in whole.values())
+    if kind == "ids":
+        assert len(whole[0]["ids"]) == usage["completion_tokens"]
+
+
+def test_a_seed_s_text_is_that_of_generate_alone(running, complete):
+    """Of every choice of every prompt; so of the same request sent again while others run."""
+    prompts = [PROMPT, "the", running.tokenizer("x then")["input_ids"]]
+    expected = []
+    for i, (prompt, _) in enumerate(itertools.product(prompts, range(2))):
+        expected.append(alone(running, prompt, 9, i)[1])
+
+    def ask(n):
+        if n % 2:
+            return [choice.text for choice in complete(prompt=prompts[:2], seed=9, n=2).choices]
+        return [choice.text for choice in complete(prompt=prompts[0], seed=9, n=2, temperature=1.0).choices]
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = [*pool.map(ask, range(8))]
+    assert texts == [expected[:2], expected[:4]] * 4
+    ids = [running.tokenizer(prompt)["input_ids"] for prompt in prompts[:2]] + [prompts[2]]
+    assert [choice.text for choice in complete(prompt=ids, seed=9, n=2).choices] == expected
+
+
+def test_one_list_of_ids_is_one_prompt(running, complete):
+    ids = running.tokenizer(PROMPT)["input_ids"]
+    assert complete(prompt=ids).choices[0].text == complete().choices[0].text == alone(running, PROMPT, 5, 0)[1]
+
+
+def test_a_chat_is_its_template_s_text(chat, complete):
+    answer = chat()
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].message.role == "assistant"
+    text = "[user]the thing\n[assistant]"
+    assert answer.choices[0].message.content == complete(prompt=text).choices[0].text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "thing"}]}]
+    assert chat(messages=parts).choices[0].message.content == answer.choices[0].message.content
+    first = next(iter(chat(stream=True)))
+    assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
+
+
+def test_without_a_seed_texts_differ(complete):
+    assert len({complete(seed=None).choices[0].text for _ in range(4)}) > 1
+
+
+def test_an_answer_without_a_limit_fills_the_room(chat):
+    answer = chat(max_completion_tokens=None, extra_body={"ignore_eos": True}, logit_bias={"0": -100})
+    assert answer.usage.total_tokens == servers.OPTIONS["max_length"] and answer.choices[0].finish_reason == "length"
+
+
+def test_echo(complete):
+    plain, echo = complete(n=2), complete(n=2, echo=True)
+    assert [choice.text for choice in echo.choices] == [PROMPT + choice.text for choice in plain.choices]
+    (stream, _) = joined(complete(n=2, echo=True, stream=True, stream_options={"include_usage": True}))
+    assert [stream[i]["text"] for i in range(2)] == [choice.text for choice in echo.choices]
+
+
+def test_logprobs_are_the_model_s_own(running, complete, chat):
+    """Whatever the sampling parameters are; each at the place of its text."""
+    tokens, text, expected = alone(running, PROMPT, 5, 0, temperature=0.7, top_k=9)
+    choice = complete(temperature=0.7, extra_body={"top_k": 9}, logprobs=0).choices[0]
+    np.testing.assert_allclose(choice.logprobs.token_logprobs, expected, atol=2e-5)
+    assert choice.text == text and len(choice.logprobs.tokens) == len(tokens)
+    assert choice.logprobs.top_logprobs == [
+        {name: value} for name, value in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=True)
+    ]
+    starts = [len("".join(pieces(running.tokenizer, (), tokens)[:i])) for i in range(len(tokens))]
+    assert choice.logprobs.text_offset == starts
+    chunks = complete(temperature=0.7, extra_body={"top_k": 9}, logprobs=0, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [*itertools.chain(*(getattr(part, name) for part in parts))] == getattr(choice.logprobs, name)
+    content = chat(logprobs=True).choices[0].logprobs.content
+    streamed = [chunk.choices[0].logprobs for chunk in chat(logprobs=True, stream=True)]
+    assert [*itertools.chain(*(part.content for part in streamed if part))] == content
+    assert len(content) == 12 and content[0].top_logprobs == []
+    assert all(bytes(one.bytes).decode("utf-8", "replace") in (one.token, "\ufffd") for one in content)
+
+
+@needs_tops
+def test_the_likeliest_tokens(running, complete, chat):
+    choice = complete(logprobs=3, temperature=0).choices[0]
+    for name, value, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert top[name] == value == max(top.values()) and 3 <= len(top) <= 4
+    entries = chat(logprobs=True, top_logprobs=2, temperature=0).choices[0].logprobs.content
+    assert all([one.top_logprobs[0].token, len(one.top_logprobs)] == [one.token, 2] for one in entries)
+
+
+@needs_tops
+def test_logprobs_of_a_prompt(running, complete):
+    """As lm-eval asks for them, to be compared with the model's own."""
+    ids = running.tokenizer(PROMPT)["input_ids"]
+    choice = complete(prompt=[ids], max_tokens=1, echo=True, logprobs=1, temperature=0).choices[0]
+    law = jax.nn.log_softmax(running.engine.device.target(np.array([ids]))[0])
+    values = choice.logprobs.token_logprobs
+    assert values[0] is None and len(values) == len(ids) + 1
+    np.testing.assert_allclose(values[1:-1], law[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
+    for value, top, row in zip(values[1:-1], choice.logprobs.top_logprobs[1:-1], law[:-1], strict=True):
+        assert value in top.values() and max(top.values()) == pytest.approx(float(row.max()), abs=1e-5)
+    only = complete(prompt=[ids], max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert only.logprobs.token_logprobs == values[:-1] and only.text == PROMPT
+
+
+def test_stop_strings(running, complete):
+    biased = {
+        "logit_bias": {str(i): 25 for i in running.tokenizer("abc")["input_ids"]},
+        "temperature": 2,
+        "max_tokens": 60,
+    }
+    text = complete(**biased).choices[0].text
+    assert set(text) == set("abc") and len(text) == 60
+    for stop in (text[7:9], [text[20:24], "nowhere"], [text[30:36]]):
+        string = stop if isinstance(stop, str) else stop[0]
+        place = text.index(string)
+        answer = complete(**biased, stop=stop)
+        choice = answer.choices[0]
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[:place], "stop", string)
+        assert answer.usage.completion_tokens == place + len(string)
+        kept = complete(**biased, stop=stop, extra_body={"include_stop_str_in_output": True}).choices[0]
+        assert kept.text == text[: place + len(string)]
+
+
+@needs_min_tokens
+def test_no_end_before_the_least_tokens(running, complete):
+    biased = {"logit_bias": {"0": 100}, "temperature": 0}
+    assert complete(**biased).usage.completion_tokens == 1
+    assert complete(**biased, extra_body={"min_tokens": 5}).usage.completion_tokens == 6
+
+
+def test_tokens_that_end_a_text(running, complete):
+    (letter,) = running.tokenizer("a")["input_ids"]
+    biased = {"logit_bias": {str(letter): 100}, "temperature": 0}
+    assert complete(**biased).choices[0].text == "a" * 12
+    ended = complete(**biased, extra_body={"stop_token_ids": [letter]})
+    assert (ended.choices[0].text, ended.usage.completion_tokens) == ("", 1)
+    assert (ended.choices[0].finish_reason, ended.choices[0].stop_reason) == ("stop", letter)
+    shown = complete(**biased, extra_body={"stop_token_ids": [letter], "include_stop_str_in_output": True})
+    assert shown.choices[0].text == "a"
+    model_s_own = {"logit_bias": {"0": 100}, "temperature": 0}
+    own = complete(**model_s_own)
+    assert (own.choices[0].text, own.choices[0].finish_reason, own.choices[0].stop_reason) == ("", "stop", None)
+    ignored = complete(**model_s_own, extra_body={"ignore_eos": True})
+    assert (ignored.usage.completion_tokens, ignored.choices[0].finish_reason) == (12, "length")
+    special = complete(**model_s_own, stop=[text_pair.END], extra_body={"ignore_eos": True})
+    assert (special.usage.completion_tokens, special.choices[0].stop_reason) == (1, text_pair.END)
+
+
+def test_what_slots_hold_is_not_read_again(complete):
+    prompt = "a prompt that nobody else has"
+    salted = {"prompt": prompt, "extra_body": {"cache_salt": "mine"}}
+    cold, warm, other = complete(**salted), complete(**salted), complete(prompt=prompt)
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (cold, warm, other)]
+    assert cached[0] == cached[2] == 0 and cached[1] > 10
+    assert cold.choices[0].text == warm.choices[0].text == other.choices[0].text
+
+
+def test_speculation_in_figures(complete):
+    figures = complete(temperature=0, max_tokens=40).usage.jspec
+    assert 0 < figures["accepted"] <= figures["judged"] <= figures["drafted"]
+    assert figures["acceptance_rate"] == figures["accepted"] / figures["judged"]
+    histogram = figures["acceptance_histogram"]
+    assert len(histogram) == 4 and sum(i * count for i, count in enumerate(histogram)) == figures["accepted"]
+    assert figures["mean_acceptance_length"] == 1 + figures["accepted"] / sum(histogram)
+    assert sum(histogram) <= figures["rounds"] <= 40
+
+
+def metrics(running):
+    """Every counter, with its labels but for the model's name."""
+    families = text_string_to_metric_families(httpx.get(f"{running.url}/metrics").text)
+    return Counter({
+        (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): sample.value
+        for family in families for sample in family.samples
+    })  # fmt: skip
+
+
+def test_metrics_add_up(running, complete, chat):
+    """Exactly, over requests of many kinds."""
+    before, answers = metrics(running), []
+    for kind, api in itertools.product(KINDS.values(), (complete, chat)):
+        answers.append(as_joined(api(**kind)))
+        answers.append(joined(api(**kind, stream=True, stream_options={"include_usage": True})))
+    answers.append(as_joined(complete(prompt=[PROMPT, "the"], n=2)))
+    after = metrics(running)
+    after.subtract(before)
+    usages = [usage for _, usage in answers]
+    ends = Counter(one["end"] for found, _ in answers for one in found.values())
+    assert after["jspec_prompt_tokens_total",] == sum(usage["prompt_tokens"] for usage in usages)
+    assert after["jspec_generation_tokens_total",] == sum(usage["completion_tokens"] for usage in usages)
+    assert after["jspec_request_generation_tokens_sum",] == after["jspec_generation_tokens_total",]
+    assert {end: after["jspec_request_success_total", end] for end in ends} == ends
+    assert after["jspec_request_generation_tokens_count",] == ends.total()
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert (after["jspec_prefix_cache_hits_total",], after["jspec_prefix_cache_queries_total",]) == (
+        cached,
+        after["jspec_prompt_tokens_total",],
+    )
+    figures = [usage["jspec"] for usage in usages]
+    assert after["jspec_spec_decode_num_accepted_tokens_total",] == sum(one["accepted"] for one in figures)
+    assert after["jspec_spec_decode_num_draft_tokens_total",] == sum(one["drafted"] for one in figures)
+    histogram = np.sum([one["acceptance_histogram"] for one in figures], axis=0)
+    assert after["jspec_spec_decode_num_drafts_total",] == histogram.sum()
+    by_place = [after["jspec_spec_decode_num_accepted_tokens_per_pos_total", str(place)] for place in range(3)]
+    assert by_place == [histogram[place + 1 :].sum() for place in range(3)]
+    assert after["jspec_time_to_first_token_seconds_count",] == ends.total()
+    assert metrics(running)["jspec_num_requests_running",] == metrics(running)["jspec_num_requests_waiting",] == 0
+
+
+def test_the_other_routes(running, client):
+    assert [model.id for model in client.models.list()] == [servers.NAME]
+    assert client.models.retrieve(servers.NAME).max_model_len == servers.OPTIONS["max_length"]
+    with pytest.raises(openai.NotFoundError, match="There is no model 'other' here"):
+        client.models.retrieve("other")
+    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{running.url}/version").json() == {"version": "1.2"}
+    page = httpx.get(running.url)
+    assert page.headers["content-type"].startswith("text/html") and "return_origins" in page.text
+    assert "http://" not in page.text and "https://" not in page.text, "the page fetches something"
+
+
+def test_a_stream_is_framed_as_openai_s(running):
+    body = {"model": servers.NAME, "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    answer = httpx.post(f"{running.url}/v1/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    for event in events[:-1]:
+        assert json.loads(event.removeprefix("data: "))["object"] == "text_completion"
+
+
+def test_origins(complete):
+    choice = complete(temperature=0, max_tokens=40, extra_body={"return_origins": True}).choices[0]
+    assert "".join(choice.jspec["pieces"]) == choice.text
+    assert set(choice.jspec["origins"]) <= {"accepted", "corrected", "bonus", "no draft"}
+    assert "accepted" in choice.jspec["origins"] and len(choice.jspec["origins"]) == len(choice.jspec["pieces"])
