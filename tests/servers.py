@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import shutil
 import threading
 from typing import Any
 
 import openai
 import text_pair
+from flax import nnx
 from test_prompts import TEMPLATE
 
 import jspec
@@ -57,3 +59,17 @@ def running(sources, **options):
         finally:
             server.is_draining = True
             thread.join()
+
+
+def swapped(sources, folder):
+    """A draft whose tokenizer has two ids exchanged."""
+    made = folder / "swapped"
+    shutil.copytree(sources[1], made)
+    text_pair.tokenizer(swapped=40).save_pretrained(made)
+    return made
+
+
+def other_heads(folder):
+    """Heads for a target of another width."""
+    wide = jspec.load(text_pair.write(folder / "wide", hidden_size=128))
+    return jspec.HydraDrafter.untrained(wide, 2, rngs=nnx.Rngs(0)).save(folder / "heads")

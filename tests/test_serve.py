@@ -15,7 +15,6 @@ import text_pair
 from prometheus_client.parser import text_string_to_metric_families
 
 import jspec
-from jspec.engine import Request, Result
 from jspec.engine.device import Device
 from jspec.text import pieces
 
@@ -33,8 +32,6 @@ KINDS = {
     "stop": {"logit_bias": {"5": 30, "6": 30, "7": 30}, "stop": ["XX"]},
     "ids": {"extra_body": {"return_token_ids": True, "return_origins": True}},
 }
-needs_min_tokens = pytest.mark.skipif("min_tokens" not in Request.__dataclass_fields__, reason="not in the engine yet")
-needs_tops = pytest.mark.skipif("top_logprobs" not in Result.__dataclass_fields__, reason="not in the engine yet")
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +199,6 @@ def test_logprobs_are_the_model_s_own(running, complete, chat):
     assert all(bytes(one.bytes).decode("utf-8", "replace") in (one.token, "\ufffd") for one in content)
 
 
-@needs_tops
 def test_the_likeliest_tokens(running, complete, chat):
     choice = complete(logprobs=3, temperature=0).choices[0]
     for name, value, top in zip(
@@ -213,7 +209,6 @@ def test_the_likeliest_tokens(running, complete, chat):
     assert all([one.top_logprobs[0].token, len(one.top_logprobs)] == [one.token, 2] for one in entries)
 
 
-@needs_tops
 def test_logprobs_of_a_prompt(running, complete):
     """As lm-eval asks for them, to be compared with the model's own."""
     ids = running.tokenizer(PROMPT)["input_ids"]
@@ -247,7 +242,6 @@ def test_stop_strings(running, complete):
         assert kept.text == text[: place + len(string)]
 
 
-@needs_min_tokens
 def test_no_end_before_the_least_tokens(running, complete):
     biased = {"logit_bias": {"0": 100}, "temperature": 0}
     assert complete(**biased).usage.completion_tokens == 1

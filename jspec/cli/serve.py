@@ -67,16 +67,16 @@ def serve(
     where = sources(target, draft, plain)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
-    listener = _listener(host, port)
-    prepare_environment()
-    with status_line() as say:
-        with _mistakes():
-            wishes = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
-            engine, tokenizer = _engine(where, say, dtype, quantize, num_draft_tokens, max_length, wishes)
-        say("Compiling, which is kept for the next time")
-        engine.device.compile()
-    _run(engine, tokenizer, listener, name=name or target or "bundled", max_waiting=max_waiting, api_key=api_key,
-         metrics_prefix=metrics_prefix)  # fmt: skip
+    wishes = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
+    with _listener(host, port) as listener:
+        prepare_environment()
+        with status_line() as say:
+            with _mistakes():
+                engine, tokenizer = _engine(where, say, dtype, quantize, num_draft_tokens, max_length, wishes)
+            say("Compiling, which is kept for the next time")
+            engine.device.compile()
+        wishes = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix}
+        _run(engine, tokenizer, listener, name or target or "bundled", **wishes)
 
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
@@ -141,16 +141,16 @@ def _engine(
     return Engine(target, drafter, max_length=max_length or min(1024, known), **wishes), tokenizer
 
 
-def _run(engine: Any, tokenizer: Any, listener: socket.socket, **wishes: Any) -> None:
+def _run(engine: Any, tokenizer: Any, listener: socket.socket, name: str, **wishes: Any) -> None:
     from jspec import __version__
     from jspec.serve.app import Server
     from jspec.serve.run import run
 
     with engine:
-        server = Server(engine, tokenizer, version=__version__, **wishes)
+        server = Server(engine, tokenizer, name, version=__version__, **wishes)
         server.warm_up()
         listener.listen(2048)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
-        typer.echo(f"Serving {wishes['name']} at http://{place}:{port}", err=True)
+        typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
         run(server, listener)

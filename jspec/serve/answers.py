@@ -121,7 +121,7 @@ class Answer:
         if self._asked.top is None:
             return None
         choice, result, ids = part.choice, part.choice.result, part.choice.tokens[part.tokens]
-        values, tops = result.raw_logprobs[part.tokens], _tops(result.top_logprobs if self._asked.top else [], part)
+        values, tops = result.raw_logprobs[part.tokens], _tops(result.top_logprobs, part)
         starts = [min(start, len(choice.writer.text)) for start in choice.writer.starts[part.tokens]]
         if self._asked.echoes:
             before = len(self._prompt_text(choice))
@@ -149,7 +149,7 @@ class Answer:
         if self._asked.top is None:
             return None
         result = part.choice.result
-        tops = _tops(result.top_logprobs if self._asked.top else [], part)
+        tops = _tops(result.top_logprobs, part)
         content = [
             self._entry(token, value) | {"top_logprobs": [self._entry(*one) for one in top[: self._asked.top]]}
             for token, value, top in zip(

@@ -111,7 +111,9 @@ class Server:
         if self.is_draining:
             raise draining()
         if count > self._room:
-            raise wrong(f"The request has {count} choices in all, and the server takes {self._room}; send fewer.", "n")
+            param = "n" if body.n > 1 else "prompt"
+            sentence = f"The request has {count} choices in all, and the server takes {self._room}; send fewer."
+            raise wrong(sentence, param)
         if self.open + count > self._room:
             raise busy(f"{self.open} requests are running or waiting already; try again later.")
         self.open += count

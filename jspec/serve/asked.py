@@ -148,7 +148,6 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
     if body.seed is not None:  # of this kind whatever JAX's default is, so that the same seed is the same text
         key = jax.random.fold_in(jax.random.key(body.seed, impl="threefry2x32"), index)
     of_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
-    wishes = {"min_tokens": body.min_tokens, "top_logprobs": _top(body) or 0, "prompt_logprobs": of_prompt}
     return Request(
         prompt,
         room if body.max_tokens is None else max(1, body.max_tokens),
@@ -156,7 +155,8 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
         key,
         tuple(sorted(ends)),
         body.cache_salt,
-        **{name: wish for name, wish in wishes.items() if wish},
+        _top(body) or 0,
+        of_prompt,
     )
 
 
@@ -170,6 +170,7 @@ def _sampling(body: Body, vocab_size: int) -> SamplingParams:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=_bias(body.logit_bias, vocab_size) if body.logit_bias else None,
+        min_tokens=body.min_tokens,
     )
 
 

@@ -39,9 +39,14 @@ async def read_json(request: Request, most: int) -> Any:
         if len(body) > most:
             raise _too_long(most)
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        if b"\\u" in body:  # half a character may be written so
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeDecodeError as error:
         raise wrong(f"The body is not UTF-8 text (byte {error.start + 1}).") from None
+    except UnicodeEncodeError as error:
+        raise wrong(f"The body has {error.object[error.start]!r}, which is half a character.") from None
     except RecursionError:
         raise wrong("The body is JSON of too many levels.") from None
     except ValueError as error:

@@ -33,8 +33,10 @@ class Refusal(Exception):
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> Refusal:
-    """Of a request that cannot be right."""
-    return Refusal(400, message, param, code)
+    """Of a request that cannot be right; the message, which may quote it, is made one short sentence."""
+    message = " ".join(message.split())
+    message = message if len(message) < 300 else f"{message[:297]}..."
+    return Refusal(400, message if message.endswith(".") else f"{message}.", param, code)
 
 
 def busy(message: str) -> Refusal:

@@ -35,6 +35,10 @@ def _prompts(value: Any) -> Any:
                               "such lists, none of them empty")  # fmt: skip
 
 
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(type(one) is int for one in value)
 
@@ -119,19 +123,19 @@ class Message(_Strict):
     """One of a conversation."""
 
     role: str
-    content: str | list[Part]
+    content: Annotated[list[Part], BeforeValidator(_parts)]
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
-        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": parts}
+        return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatBody(Body):
     """Of /v1/chat/completions."""
 
-    messages: list[Message]
-    max_completion_tokens: int | None = Field(None, ge=0, le=_MOST)
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=_MOST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MOST)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
@@ -143,8 +147,6 @@ class ChatBody(Body):
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; leave one out")
             self.max_tokens = self.max_completion_tokens
-        if self.max_tokens == 0:
-            raise PydanticCustomError("max_tokens", "max_tokens is 0, and an answer has at least one; raise it")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise PydanticCustomError("min_tokens", "min_tokens is above max_completion_tokens; lower it")
         return self
@@ -181,8 +183,17 @@ def _refusal(found: ErrorDetails) -> Refusal:
         return wrong(f"{message.replace('{place}', place)}; got {given}.", place)
     if not place:  # of several fields
         return wrong(f"{message}.", kind)
+    if kind in ("too_short", "too_long", "string_too_long"):
+        words = message.replace(" after validation", "").split(" ", 1)[1]
+        return wrong(f"{place} {words}.", place)
+    return wrong(f"{place} is {given}; expected {_expected(kind, message)}.", place)
+
+
+def _expected(kind: str, message: str) -> str:
+    if kind in ("model_type", "dict_type"):
+        return "an object"
     expected = message.removeprefix("Input should be ")
-    return wrong(f"{place} is {given}; expected {expected[0].lower()}{expected[1:]}.", place)
+    return f"a number {expected}" if expected.startswith(("greater", "less")) else expected
 
 
 def _place(path: tuple[int | str, ...]) -> str:
@@ -191,6 +202,6 @@ def _place(path: tuple[int | str, ...]) -> str:
     for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif not part.startswith(("list[", "str")) or part == "stream":
+        elif part != "str" and not part.startswith("list["):
             text += f".{part}" if text else part
     return text

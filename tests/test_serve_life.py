@@ -1,0 +1,291 @@
+"""What goes wrong while a server runs: clients that leave, crowds, slow readers, a failing device, its own end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import servers
+from test_serve import metrics
+
+import jspec
+from jspec.engine.device import Device
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LONG = {"model": servers.NAME, "prompt": "in a thing", "max_tokens": 100, "logit_bias": {"0": -100}}
+SEEDED = LONG | {"seed": 3, "max_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def running(sources):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "compile", lambda _: None)  # each program when it is met
+        with servers.running(sources) as running:
+            post(running, SEEDED)
+            yield running
+
+
+@pytest.fixture
+def gate(running, monkeypatch):
+    """``gate.set()`` lets the device play; until then it is as slow as can be. It is open again afterwards."""
+    opened, play = threading.Event(), running.engine.device.play
+    monkeypatch.setattr(running.engine.device, "play", lambda *arguments: (opened.wait(), play(*arguments))[1])
+    yield opened
+    opened.set()
+    until(lambda: not running.server.open and not running.engine.seated)
+
+
+def post(running, body, path="completions", **options):
+    return httpx.post(f"{running.url}/v1/{path}", json=body, timeout=60, **options)
+
+
+def until(true):
+    """Wait for it."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def asking(running, body, count=1):
+    """Requests that are under way at the same time; ``answers()`` waits for all."""
+    found = [None] * count
+
+    def ask(i):
+        found[i] = post(running, body)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+
+    def answers():
+        for thread in threads:
+            thread.join()
+        return found
+
+    yield answers
+    answers()
+
+
+def texts_of(stream):
+    """What the events of a stream say, and the last of them."""
+    events = [event.removeprefix("data: ") for event in stream.strip().split("\n\n") if event.startswith("data: ")]
+    parts = [json.loads(event) for event in events[:-1]]
+    return "".join(choice["text"] for part in parts for choice in part.get("choices", [])), parts, events[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
+    """While it waits for the first token; others do not notice."""
+    before = metrics(running)["jspec_request_success_total", "abort"]
+    with httpx.Client() as leaving, asking(running, SEEDED) as answers:
+        for _ in range(2):
+            with (
+                contextlib.suppress(httpx.ReadTimeout),
+                leaving.stream(
+                    "POST", f"{running.url}/v1/completions", json=LONG | {"n": 2, "stream": stream}, timeout=0.3
+                ) as answer,
+            ):
+                next(answer.iter_raw(), None)
+        until(lambda: running.server.open == 1)
+        gate.set()
+        until(lambda: not running.engine.seated and not running.engine.num_waiting)
+        assert answers()[0].json()["choices"][0]["text"] == post(running, SEEDED).json()["choices"][0]["text"]
+    assert metrics(running)["jspec_request_success_total", "abort"] == before + 4
+    assert running.server.open == 0
+
+
+def test_a_client_that_leaves_in_the_middle(running, monkeypatch):
+    """Its slot is free long before its text would have ended."""
+    play, played = running.engine.device.play, []
+    monkeypatch.setattr(
+        running.engine.device, "play", lambda *some: (played.append(1), time.sleep(0.05), play(*some))[2]
+    )
+    with httpx.stream(
+        "POST", f"{running.url}/v1/completions", json=LONG | {"stream": True, "temperature": 100}
+    ) as answer:
+        next(answer.iter_lines())
+    until(lambda: not running.server.open and not running.engine.seated)
+    until(lambda: not running.engine._loop.is_busy)
+    assert len(played) < 15  # of more than 30
+
+
+def test_too_many_requests(running, gate):
+    """As many as there is room for are answered, the others at once with 429, whatever they hold."""
+    room = servers.OPTIONS["slots"] + servers.WAITING
+    with asking(running, SEEDED, room) as answers:
+        until(lambda: running.server.open == room)
+        for body in (SEEDED, LONG | {"stream": True}, LONG | {"prompt": "x" * 10_000}):
+            answer = post(running, body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        with pytest.raises(openai.RateLimitError):
+            running.client().completions.create(**SEEDED)
+        until(lambda: len(running.engine.seated) + running.engine.num_waiting == room)
+        gauges = metrics(running)
+        assert gauges["jspec_num_requests_running",] + gauges["jspec_num_requests_waiting",] == room
+        gate.set()
+        assert {answer.status_code for answer in answers()} == {200}
+        assert len({answer.json()["choices"][0]["text"] for answer in answers()}) == 1
+    tried_again = running.client(max_retries=2).completions.create(**SEEDED)
+    assert tried_again.choices[0].finish_reason == "length"
+
+
+def test_choices_count_as_requests(running, gate):
+    with asking(running, SEEDED | {"n": 6}) as answers:
+        until(lambda: running.server.open == 6)
+        assert post(running, SEEDED | {"n": 3}).status_code == 429
+        with asking(running, SEEDED | {"n": 2}) as more:
+            until(lambda: running.server.open == 8)
+            gate.set()
+            assert more()[0].status_code == answers()[0].status_code == 200
+
+
+def test_a_slow_reader_disturbs_nobody(running):
+    """Who reads nothing gets the whole text when it does, and the engine is done with it long before."""
+    host, port = running.url.removeprefix("http://").split(":")
+    body = json.dumps(LONG | {"stream": True, "seed": 1, "n": 3, "return_token_ids": True, "logprobs": 5}).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect((host, int(port)))
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                     b"Content-Length: %d\r\n\r\n%s" % (len(body), body))  # fmt: skip
+        until(lambda: running.engine.seated)
+        until(lambda: not running.engine.seated)
+        assert post(running, SEEDED).status_code == 200
+        raw = b"".join(iter(lambda: slow.recv(65536), b""))
+    pieces, rest = [], raw.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        pieces.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    _, parts, last = texts_of(b"".join(pieces).decode())
+    assert last == "[DONE]"
+    assert sum(len(choice["token_ids"]) for part in parts for choice in part["choices"]) == 300
+
+
+def test_a_failing_device(running, monkeypatch):
+    """Requests with a seed go on as if nothing had been; others end with an error, in a stream as an event."""
+    expected = post(running, SEEDED).json()["choices"][0]["text"]
+    play, fails = running.engine.device.play, [True, True]
+
+    def failing(*arguments):
+        if fails:
+            fails.pop()
+            raise RuntimeError("a secret of the device")
+        return play(*arguments)
+
+    monkeypatch.setattr(running.engine.device, "play", failing)
+    answer = post(running, SEEDED | {"seed": None})
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_failed"
+    assert "secret" not in answer.text
+    assert post(running, SEEDED).json()["choices"][0]["text"] == expected
+    fails.append(True)
+    stream = post(running, SEEDED | {"seed": None, "stream": True})
+    _, parts, last = texts_of(stream.text)
+    assert stream.status_code == 200 and parts[-1]["error"]["code"] == "engine_failed" and last == "[DONE]"
+    with pytest.raises(openai.APIError, match="engine failed"):
+        fails.append(True)
+        list(running.client().completions.create(**(SEEDED | {"seed": None, "stream": True})))
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert running.server.open == 0
+
+
+def test_a_draining_server(running, gate, monkeypatch):
+    """What it has accepted is answered, the rest refused."""
+    monkeypatch.setattr("jspec.serve.run._Uvicorn.on_tick", _never)
+    with asking(running, SEEDED) as answers:
+        until(lambda: running.server.open == 1)
+        monkeypatch.setattr(running.server, "is_draining", True)
+        for answer in (post(running, SEEDED), httpx.get(f"{running.url}/health")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        gate.set()
+        assert answers()[0].status_code == 200
+    monkeypatch.setattr(running.server, "is_draining", False)
+    assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+async def _never(*_):
+    return False
+
+
+def started(folder, *options):
+    """A server process that says where it is."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONUNBUFFERED": "1"}
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    command = [sys.executable, "-m", "jspec", "serve", *map(str, options), "--port", "0", "--slots", "2"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    assert line.startswith("Serving here at http://127.0.0.1:"), line + process.stderr.read()
+    return process, line.split()[-1]
+
+
+def test_sigterm_loses_nothing(sources, tmp_path):
+    """The command, from its start to its end; new requests are refused meanwhile, and the status is 0."""
+    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--max-length", "128", "--name", "here",
+                           "--metrics-prefix", "vllm:", "--api-key", "secret")  # fmt: skip
+    try:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        body = {"model": "here", "prompt": "in a", "max_tokens": 120, "logit_bias": {"0": -100}, "seed": 1}
+        whole = client.completions.create(**body)
+        assert "vllm:request_success_total" in httpx.get(f"{url}/metrics").text
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="other").models.list()
+        streams = [client.completions.create(**body, stream=True) for _ in range(4)]
+        firsts = [next(stream).choices[0].text for stream in streams[:1]]
+        process.send_signal(signal.SIGTERM)
+        texts = [firsts[0] if i == 0 else "" for i in range(4)]
+        for i, stream in enumerate(streams):
+            texts[i] += "".join(chunk.choices[0].text for chunk in stream)
+        assert texts == [whole.choices[0].text] * 4
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
+    monkeypatch.setattr("jspec.engine.device.Device.compile", lambda _: pytest.fail("it went on"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        mistakes = {
+            ("--port", port): f"--port {port} cannot be listened on: Address already in use; choose another.",
+            ("--host", "no such place", "--port", 0): "cannot be listened on",
+            ("--draft", servers.swapped(sources, tmp_path), "--port", 0): "id 40 is",
+            ("--draft", servers.other_heads(tmp_path), "--port", 0): "was made for a target whose",
+            ("--max-length", 10**6, "--port", 0): "is more than the",
+            ("--metrics-prefix", "a-b", "--port", 0): "cannot begin a name in Prometheus",
+            ("--api-key", "a b", "--port", 0): "--api-key must be of visible ASCII",
+            ("--plain", "--num-draft-tokens", 2): "leave out --num-draft-tokens",
+            ("--slots", 0): "--slots",
+        }
+        for options, said in mistakes.items():
+            code, out, error = run("serve", sources[0], *options)
+            assert (code, out) == (2, "") and error.startswith("jspec: ") and error.count("\n") == 1, error
+            assert said in error
+
+
+def test_without_its_packages_the_command_says_how_to_get_them(run, monkeypatch):
+    monkeypatch.setattr("jspec.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
+    code, _, error = run("serve")
+    assert code == 2 and "uvicorn); install them with pip install 'jspec[serve]'" in error
+
+
+def test_the_library_does_without_them():
+    hidden = "starlette uvicorn sse_starlette pydantic prometheus_client"
+    code = f"import sys; sys.modules |= dict.fromkeys('{hidden}'.split()); import jspec, jspec.engine, jspec.cli.app"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert jspec.__version__
