@@ -15,7 +15,9 @@ import text_pair
 from prometheus_client.parser import text_string_to_metric_families
 
 import jspec
+from jspec.engine import Result
 from jspec.engine.device import Device
+from jspec.serve.figures import Figures
 from jspec.text import pieces
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -219,6 +221,8 @@ def test_logprobs_of_a_prompt(running, complete):
     np.testing.assert_allclose(values[1:-1], law[np.arange(len(ids) - 1), ids[1:]], atol=1e-5)
     for value, top, row in zip(values[1:-1], choice.logprobs.top_logprobs[1:-1], law[:-1], strict=True):
         assert value in top.values() and max(top.values()) == pytest.approx(float(row.max()), abs=1e-5)
+    for name, start in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        assert choice.text[start:].startswith(name) or name.startswith("bytes:")
     only = complete(prompt=[ids], max_tokens=0, echo=True, logprobs=1).choices[0]
     assert only.logprobs.token_logprobs == values[:-1] and only.text == PROMPT
 
@@ -283,6 +287,15 @@ def test_speculation_in_figures(complete):
     assert len(histogram) == 4 and sum(i * count for i, count in enumerate(histogram)) == figures["accepted"]
     assert figures["mean_acceptance_length"] == 1 + figures["accepted"] / sum(histogram)
     assert sum(histogram) <= figures["rounds"] <= 40
+
+
+def test_rounds_behind_the_end_do_not_count():
+    result = Result(accepted=[0, 2, 3, 1], judged=[0, 3, 3, 2], drafted=[0, 3, 3, 3])
+    found = [Figures.of(result, delivered) for delivered in range(11)]
+    assert [one.rounds for one in found] == [0, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert (found[4].drafted, found[4].judged, found[4].accepted) == (3, 3, 2)
+    assert found[9].as_json(3)["acceptance_histogram"] == [0, 1, 1, 1]
+    assert found[1].as_json(3)["acceptance_rate"] is None and found[1].drafts == 0
 
 
 def metrics(running):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from anyio import CapacityLimiter
+from anyio import CapacityLimiter, to_thread
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from jspec.engine import Engine
 from jspec.serve.answers import Answer
 from jspec.serve.asked import Served, number_of_choices, understand
-from jspec.serve.body import check_key, read_json
+from jspec.serve.body import as_json, check_key, read
 from jspec.serve.errors import Refusal, busy, draining, failed, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
@@ -90,7 +90,7 @@ class Server:
     def _answering(self, kind: type[Body]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             check_key(request, self._api_key)
-            body = understood(kind, await read_json(request, self._max_body))
+            body = await to_thread.run_sync(_parsed, kind, await read(request, self._max_body))  # it may be large
             if body.model != self._served.name:
                 raise _no_model(body.model, self._served.name)
             with contextlib.ExitStack() as ends:
@@ -149,6 +149,10 @@ class Server:
 
     async def _page(self, request: Request) -> Response:
         return HTMLResponse((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+
+
+def _parsed(kind: type[Body], body: bytes) -> Body:
+    return understood(kind, as_json(body))
 
 
 class _Stream(EventSourceResponse):

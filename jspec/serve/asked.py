@@ -100,6 +100,8 @@ def number_of_choices(body: Body) -> int:
 def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
     chat = isinstance(body, ChatBody)
     asked: Sequence[Any] = [[one.plain() for one in body.messages]] if chat else getattr(body, param)
+    texts = ["".join(one["content"] for one in asked[0])] if chat else [one for one in asked if isinstance(one, str)]
+    _check_characters(served, texts, param)
     try:
         batch = prepare(served.tokenizer, list(asked)).batch
     except ValueError as error:
@@ -109,6 +111,13 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
             f"The {param} cannot be read as this model expects: {' '.join(str(error).split())}.", param
         ) from error
     return [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
+
+
+def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
+    """Refuse what cannot fit without reading it, which might take seconds."""
+    if max(map(len, texts), default=0) > served.max_length * served.names.longest:
+        raise wrong(f"The {param} has {max(map(len, texts))} characters, and texts have at most {served.max_length} "
+                    "tokens here; shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
 def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | int | None]]:

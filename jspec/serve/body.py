@@ -24,11 +24,11 @@ def check_key(request: Request, key: str | None) -> None:
                       code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
 
 
-async def read_json(request: Request, most: int) -> Any:
-    """What the body holds; no more than `most` bytes of it are looked at.
+async def read(request: Request, most: int) -> bytes:
+    """The body, of at most so many bytes.
 
     Raises:
-        Refusal: it is longer, or no JSON.
+        Refusal: it is longer.
     """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > most:
@@ -38,6 +38,15 @@ async def read_json(request: Request, most: int) -> Any:
         body += piece
         if len(body) > most:
             raise _too_long(most)
+    return bytes(body)
+
+
+def as_json(body: bytes) -> Any:
+    """What it holds.
+
+    Raises:
+        Refusal: it is no JSON.
+    """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
         if b"\\u" in body:  # half a character may be written so

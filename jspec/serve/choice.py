@@ -78,7 +78,7 @@ class Choice:
 
     def _write(self, token: int) -> None:
         shows_end = token in self._asked.body.stop_token_ids and self._asked.body.include_stop_str_in_output
-        if token in self._asked.ends and self.count > self._asked.body.min_tokens and not shows_end:
+        if token in self._asked.ends and not shows_end:
             self.writer.add_silent()
         else:
             self.writer.add(token)

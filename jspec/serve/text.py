@@ -82,11 +82,16 @@ class Writer:
 
 
 class Names:
-    """What single tokens are called in lists of log-probabilities."""
+    """What single tokens are called in lists of log-probabilities.
+
+    Attributes:
+        longest: characters of the longest.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._raw = {i: token for token, i in tokenizer.get_vocab().items()}
+        self.longest = max(map(len, self._raw.values()))
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
