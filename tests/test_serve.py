@@ -194,6 +194,9 @@ def test_logprobs_are_the_model_s_own(running, complete, chat):
     parts = [chunk.choices[0].logprobs for chunk in chunks]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [*itertools.chain(*(getattr(part, name) for part in parts))] == getattr(choice.logprobs, name)
+    echo = complete(temperature=0.7, extra_body={"top_k": 9}, logprobs=0, echo=True).choices[0].logprobs
+    assert echo.text_offset[-len(tokens) :] == [len(PROMPT) + start for start in starts]
+    assert echo.tokens[-len(tokens) :] == choice.logprobs.tokens and echo.token_logprobs[0] is None
     content = chat(logprobs=True).choices[0].logprobs.content
     streamed = [chunk.choices[0].logprobs for chunk in chat(logprobs=True, stream=True)]
     assert [*itertools.chain(*(part.content for part in streamed if part))] == content

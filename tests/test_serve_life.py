@@ -103,19 +103,46 @@ def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
     assert running.server.open == 0
 
 
-def test_a_client_that_leaves_in_the_middle(running, monkeypatch):
-    """Its slot is free long before its text would have ended."""
-    play, played = running.engine.device.play, []
+@pytest.fixture
+def played(running, monkeypatch):
+    """A list that grows with every call of the device, of which each takes a while."""
+    play, calls = running.engine.device.play, []
     monkeypatch.setattr(
-        running.engine.device, "play", lambda *some: (played.append(1), time.sleep(0.05), play(*some))[2]
+        running.engine.device, "play", lambda *some: (calls.append(1), time.sleep(0.05), play(*some))[2]
     )
-    with httpx.stream(
-        "POST", f"{running.url}/v1/completions", json=LONG | {"stream": True, "temperature": 100}
-    ) as answer:
-        next(answer.iter_lines())
-    until(lambda: not running.server.open and not running.engine.seated)
+    yield calls
+
+
+def test_a_client_that_leaves_in_the_middle(running, played):
+    """Its slot is free long before its text would have ended."""
+    whole = LONG | {"seed": 1, "max_tokens": 115}
+    post(running, whole)
     until(lambda: not running.engine._loop.is_busy)
-    assert len(played) < 15  # of more than 30
+    all_of_it = len(played)
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=whole | {"stream": True}) as answer:
+        next(answer.iter_lines())
+    until(lambda: not running.server.open and not running.engine._loop.is_busy)
+    assert len(played) - all_of_it < all_of_it - 2
+
+
+def test_a_stop_string_frees_the_slot(running, played):
+    letters = {str(i): 100 for i in running.tokenizer("abcdefgh")["input_ids"]}
+    whole = LONG | {"seed": 1, "logit_bias": letters, "max_tokens": 115}
+    text = post(running, whole).json()["choices"][0]["text"]
+    until(lambda: not running.engine._loop.is_busy)
+    all_of_it = len(played)
+    with asking(running, whole | {"stop": text[1:7], "n": 2}) as answers:
+        until(lambda: len(running.engine.seated) == 2)
+        until(lambda: len(running.engine.seated) == 1)
+        assert len(played) - all_of_it < all_of_it // 2, "the other one has long to go"
+    first, second = answers()[0].json()["choices"]
+    assert (first["text"], first["finish_reason"]) == (text[:1], "stop")
+    assert (len(second["text"]), second["finish_reason"]) == (115, "length")
+
+
+def test_a_body_of_unknown_length(running):
+    answer = httpx.post(f"{running.url}/v1/completions", content=(b" " * 2**20 for _ in range(5)))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_long")
 
 
 def test_too_many_requests(running, gate):
