@@ -72,7 +72,7 @@ class Server:
 
     def warm_up(self) -> None:
         """Answer one request, so that the first client does not wait for what is compiled when it is met."""
-        body = CompletionBody(model=self._served.name, prompt=[[0]], max_tokens=1, seed=0)
+        body = understood(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
         self._served.engine.generate(understand(self._served, body).requests)
 
     def _routes(self) -> list[Route]:
