@@ -25,7 +25,7 @@ def choice(names: str, text: str, *allowed: str) -> Any:
     return option(names, "|".join(allowed), text, parser=one_of(*allowed))
 
 
-def _length(text: str) -> int | str:
+def length(text: str) -> int | str:
     """A number of draft tokens, or "auto"."""
     if text == "auto" or (text.isdecimal() and 1 <= int(text) < 2**31):
         return text if text == "auto" else int(text)
@@ -84,7 +84,7 @@ NumDraftTokens = Annotated[
         "--num-draft-tokens",
         "N",
         "Tokens guessed a round (at most, by lookup or a datastore); auto: as measured first, in a minute or more.",
-        parser=_length,
+        parser=length,
         show_default="4",
     ),
 ]

@@ -30,7 +30,14 @@ def serve(
     draft: o.Draft = None,
     plain: o.Plain = False,
     num_draft_tokens: Annotated[
-        int | None, option("--num-draft-tokens", "N", "Tokens guessed a round.", min=1, show_default="4")
+        Any,
+        option(
+            "--num-draft-tokens",
+            "N",
+            "Tokens guessed a round; auto: as many as pay, by how much there is to do.",
+            parser=o.length,
+            show_default="auto",
+        ),
     ] = None,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
@@ -120,13 +127,12 @@ def _engine(
     say: Callable[[str], None],
     dtype: Any,
     quantize: Any,
-    num_draft_tokens: int | None,
+    num_draft_tokens: Any,
     max_length: int | None,
     wishes: dict[str, Any],
 ) -> tuple[Any, Any]:
     """An engine that is not started, and its target's tokenizer."""
-    from jspec.completion import how_far, positions
-    from jspec.draft_length import UpTo
+    from jspec.completion import positions
     from jspec.engine import Engine
 
     say("Loading")
@@ -135,9 +141,8 @@ def _engine(
     known = positions(target, drafter)
     if max_length is not None and max_length > known:
         raise UsageError(f"--max-length {max_length} is more than the {known} positions that the models know.")
-    if drafter is not None:
-        far = how_far(drafter, num_draft_tokens)
-        wishes["num_draft_tokens"] = far.max_draft_tokens if isinstance(far, UpTo) else far
+    if num_draft_tokens is not None:
+        wishes["num_draft_tokens"] = num_draft_tokens
     return Engine(target, drafter, max_length=max_length or min(1024, known), **wishes), tokenizer
 
 
