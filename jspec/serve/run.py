@@ -32,7 +32,8 @@ class _Uvicorn(uvicorn.Server):
     """At the first signal new requests are refused, and the server ends when the others have; at the second, now."""
 
     def __init__(self, server: Server):
-        config = uvicorn.Config(server.app, lifespan="off", log_level="warning", access_log=False)
+        # A log_config would close the handlers of the whole process.
+        config = uvicorn.Config(server.app, lifespan="off", log_config=None, access_log=False)
         super().__init__(config)
         self._server = server
 
