@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -369,3 +370,22 @@ def test_origins(complete):
     assert "".join(choice.jspec["pieces"]) == choice.text
     assert set(choice.jspec["origins"]) <= {"accepted", "corrected", "bonus", "no draft"}
     assert "accepted" in choice.jspec["origins"] and len(choice.jspec["origins"]) == len(choice.jspec["pieces"])
+
+
+def test_response_formats(complete, chat):
+    """Valid, streamed or not, in every choice; the same text as ever where anything will do."""
+    properties = {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["x", "th"]}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    for each in (chat(n=3, max_completion_tokens=60, response_format=asked),
+                 complete(n=3, max_tokens=60, extra_body={"response_format": asked})):  # fmt: skip
+        for choice in each.choices:
+            found = json.loads(choice.message.content if hasattr(choice, "message") else choice.text)
+            assert choice.finish_reason == "stop" and set(found) == {"a", "b"} and 0 <= found["a"] <= 99
+    whole = chat(max_completion_tokens=60, response_format=asked).choices[0].message.content
+    stream = chat(max_completion_tokens=60, response_format=asked, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == whole
+    regex = {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
+    assert re.fullmatch("(the|in) [a-c]{2}", complete(extra_body=regex).choices[0].text)
+    anything = {"response_format": {"type": "text"}}
+    assert complete(extra_body=anything).choices[0].text == complete().choices[0].text

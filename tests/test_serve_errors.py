@@ -40,6 +40,13 @@ NUMBERS = {  # what is not one of these, by field
     "cache_salt": [1, "x" * 257],
     "model": [1, [], {}],
     "return_token_ids": [1],
+    "response_format": ["json", {}, {"type": "owl"}, {"type": "json_schema"}, {"type": "regex"},
+                        {"type": "text", "regex": "a"}, {"type": "regex", "regex": "[a"},
+                        {"type": "regex", "regex": 1}, {"type": "json_object", "a": 1},
+                        {"type": "json_schema", "json_schema": {"name": "x"}},
+                        {"type": "json_schema", "json_schema": {"schema": {"type": "owl"}}},
+                        {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x/y"}}},
+                        {"type": "json_schema", "json_schema": {"schema": [1]}}],
 }  # fmt: skip
 OF_TEXTS = {
     "prompt": ["", [], [[]], 1, {}, [1, "a"], ["a", 1], [[1], "a"], [1.5], [True], [-1], [261], [HUGE], [[1], [261]],
@@ -49,7 +56,6 @@ OF_TEXTS = {
     "suffix": ["end"],
     "echo": [1, "yes"],
     "messages": [[{"role": "user", "content": "x"}]],
-    "response_format": [{"type": "json_object"}],
     "\ud800": [1],
 }  # fmt: skip
 OF_CHATS = {
@@ -66,7 +72,6 @@ OF_CHATS = {
     "tools": [[{"type": "function"}], []],
     "tool_choice": ["auto"],
     "functions": [[]],
-    "response_format": [{"type": "json_schema"}],
     "modalities": [["audio"]],
     "prompt": ["x"],
     "chat_template": ["x"],

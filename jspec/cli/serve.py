@@ -88,7 +88,7 @@ def serve(
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
     """Refuse what typer cannot."""
-    needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client")
+    needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise UsageError(f"jspec serve needs packages that are not here ({', '.join(missing)}); install them with pip "
                          "install 'jspec[serve]'.")  # fmt: skip

@@ -2,7 +2,7 @@
 """Constraints from JSON schemas, regular expressions and grammars, by llguidance."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,24 +13,25 @@ from jspec.engine.constraints import Matcher
 class Grammars:
     """Makes constraints for requests: ``Request(..., constraint=grammars.json_schema({...}))``.
 
-    The grammar ends a text with the tokenizer's end of text, which the request's `eos_ids` should have.
+    The grammar ends a text with an end of text, which the request's `eos_ids` should have, too.
 
     Args:
         tokenizer: a fast tokenizer of transformers, the target's.
         vocab_size: that of the target.
+        eos_ids: with which a text may end; the tokenizer's, if there are none.
 
     Raises:
         ModuleNotFoundError: llguidance is not installed.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int):
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int] = ()):
         try:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError:
             raise ModuleNotFoundError("Grammars need llguidance: pip install 'jspec[serve]'.") from None
         self._make, self._vocab_size = LLMatcher, vocab_size
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size)
+        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids) or None)
 
     def json_schema(self, schema: Mapping[str, Any]) -> Callable[[], Matcher]:
         """A JSON value for which `schema` holds, without needless white space.

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jspec.engine import Engine
+from jspec.engine.grammars import Grammars
 from jspec.serve.answers import Answer
 from jspec.serve.asked import Served, number_of_choices, understand
 from jspec.serve.body import as_json, check_key, read
@@ -26,6 +27,7 @@ from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
 from jspec.serve.schemas import Body, ChatBody, CompletionBody, understood
 from jspec.serve.text import Names
+from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 600.0  # seconds for a client to take one piece of a stream
@@ -62,7 +64,9 @@ class Server:
         metrics_prefix: str = "jspec_",
         max_body: int = 4 * 2**20,
     ):
-        self._served = Served(name, engine, tokenizer, Names(tokenizer))
+        target = engine.device.target
+        grammars = Grammars(tokenizer, target.config.vocab_size, eos_ids(target, tokenizer))
+        self._served = Served(name, engine, tokenizer, Names(tokenizer), grammars)
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
         self._room = engine.device.sizes.slots + max_waiting

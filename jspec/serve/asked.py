@@ -1,7 +1,7 @@
 """What a body asks of the engine: prompts as tokens, numbers, keys, ends."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ import numpy as np
 
 from jspec.completion import prepare
 from jspec.engine import Engine, Request
+from jspec.engine.constraints import Matcher
+from jspec.engine.grammars import Grammars
 from jspec.sampling import SamplingParams
 from jspec.serve.errors import wrong
 from jspec.serve.schemas import Body, ChatBody, CompletionBody
@@ -25,12 +27,14 @@ class Served:
         engine: decodes.
         tokenizer: of its target.
         names: of single tokens.
+        grammars: constrain texts.
     """
 
     name: str
     engine: Engine
     tokenizer: Any
     names: Names
+    grammars: Grammars
 
     @property
     def target(self) -> Any:
@@ -87,8 +91,9 @@ def understand(served: Served, body: Body) -> Asked:
     prompts = _prompts(served, body, param)
     for prompt in prompts:
         _check(served, body, prompt, param)
+    constraint = _constraint(served, body)
     each = [prompt for prompt in prompts for _ in range(body.n)]
-    requests = [_request(served, body, prompt, ends, index) for index, prompt in enumerate(each)]
+    requests = [_request(served, body, prompt, ends, index, constraint) for index, prompt in enumerate(each)]
     return Asked(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
 
 
@@ -151,7 +156,21 @@ def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> N
                     f"{longest} tokens here; shorten one of the two.", param, "context_length_exceeded")  # fmt: skip
 
 
-def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable[int], index: int) -> Request:
+def _constraint(served: Served, body: Body) -> Callable[[], Matcher] | None:
+    """What the response format allows; None for everything."""
+    wanted = body.response_format
+    if wanted is None or not body.is_formatted:
+        return None
+    try:
+        if wanted.regex is not None:
+            return served.grammars.regex(wanted.regex)
+        return served.grammars.json_schema(wanted.json_schema.held if wanted.json_schema else {"type": "object"})
+    except ValueError as error:
+        raise wrong(f"response_format cannot be kept: {error}", "response_format") from None
+
+
+def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable[int], index: int,
+             constraint: Callable[[], Matcher] | None) -> Request:  # fmt: skip
     room = served.max_length - len(prompt)
     key = None
     if body.seed is not None:  # of this kind whatever JAX's default is, so that the same seed is the same text
@@ -166,6 +185,7 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
         body.cache_salt,
         _top(body) or 0,
         of_prompt,
+        constraint,
     )
 
 

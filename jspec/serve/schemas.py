@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from jspec.serve.errors import Refusal, wrong
 
 # Fields of OpenAI's that are known and not served.
-_REFUSED = ("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format",
+_REFUSED = ("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
             "modalities", "audio", "prediction", "web_search_options", "images")  # fmt: skip
 _MOST = 2**31 - 1
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=64)]
@@ -58,6 +58,30 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
+class JsonSchema(_Strict):
+    """Of a response format. It is kept to whether `strict` or not; name and description are for people."""
+
+    name: str = Field("", max_length=64)
+    description: str = ""
+    strict: bool = True
+    held: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Strict):
+    """What texts are like: anything, any JSON object, a JSON value of a schema, or a match of a regular expression."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = Field(None, min_length=1, max_length=10_000)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for name in ("json_schema", "regex"):
+            if (getattr(self, name) is not None) != (self.type == name):
+                raise PydanticCustomError("response_format", f"{name} goes with type {name!r}, and with no other")
+        return self
+
+
 class Body(_Strict):
     """What completions and chats have in common."""
 
@@ -78,6 +102,7 @@ class Body(_Strict):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=_MOST)
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -91,7 +116,15 @@ class Body(_Strict):
             raise PydanticCustomError("stream_options", "stream_options is for streams; set stream to true")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise PydanticCustomError("min_tokens", "min_tokens is above max_tokens; lower it")
+        if self.is_formatted and (self.ignore_eos or self.min_tokens):
+            raise PydanticCustomError("response_format", "response_format says where a text ends; leave out ignore_eos "
+                                      "and min_tokens")  # fmt: skip
         return self
+
+    @property
+    def is_formatted(self) -> bool:
+        """Whether not every text will do."""
+        return self.response_format is not None and self.response_format.type != "text"
 
 
 class CompletionBody(Body):
