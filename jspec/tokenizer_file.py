@@ -67,6 +67,11 @@ class TokenizerFile:
         """Every token, added ones included, with its id."""
         return self._inner.get_vocab()
 
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """What does the work."""
+        return self._inner
+
     def __len__(self) -> int:
         return self._inner.get_vocab_size()
 

@@ -16,7 +16,7 @@ class Grammars:
     The grammar ends a text with an end of text, which the request's `eos_ids` should have, too.
 
     Args:
-        tokenizer: a fast tokenizer of transformers, the target's.
+        tokenizer: the target's, one of jspec's or a fast one of transformers.
         vocab_size: that of the target.
         eos_ids: with which a text may end; the tokenizer's, if there are none.
 
@@ -26,12 +26,12 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int] = ()):
         try:
-            from llguidance import LLMatcher
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError:
             raise ModuleNotFoundError("Grammars need llguidance: pip install 'jspec[serve]'.") from None
         self._make, self._vocab_size = LLMatcher, vocab_size
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids) or None)
+        ends = list(eos_ids) or [tokenizer.eos_token_id]
+        self._tokenizer = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends)
 
     def json_schema(self, schema: Mapping[str, Any]) -> Callable[[], Matcher]:
         """A JSON value for which `schema` holds, without needless white space.

@@ -65,7 +65,8 @@ class Server:
         max_body: int = 4 * 2**20,
     ):
         target = engine.device.target
-        grammars = Grammars(tokenizer, target.config.vocab_size, eos_ids(target, tokenizer))
+        is_fast = hasattr(tokenizer, "backend_tokenizer")
+        grammars = Grammars(tokenizer, target.config.vocab_size, eos_ids(target, tokenizer)) if is_fast else None
         self._served = Served(name, engine, tokenizer, Names(tokenizer), grammars)
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body

@@ -27,14 +27,14 @@ class Served:
         engine: decodes.
         tokenizer: of its target.
         names: of single tokens.
-        grammars: constrain texts.
+        grammars: constrain texts; None where the tokenizer does not tell how it works.
     """
 
     name: str
     engine: Engine
     tokenizer: Any
     names: Names
-    grammars: Grammars
+    grammars: Grammars | None
 
     @property
     def target(self) -> Any:
@@ -161,6 +161,8 @@ def _constraint(served: Served, body: Body) -> Callable[[], Matcher] | None:
     wanted = body.response_format
     if wanted is None or not body.is_formatted:
         return None
+    if served.grammars is None:
+        raise wrong("response_format needs a fast tokenizer, which this model does not have.", "response_format")
     try:
         if wanted.regex is not None:
             return served.grammars.regex(wanted.regex)
