@@ -2,6 +2,7 @@
 
 import functools
 
+import drafters
 import jax
 import numpy as np
 import oracle
@@ -139,6 +140,34 @@ def test_a_constraint_that_fails_ends_its_request_alone():
     assert texts([found[0], found[2]]) == alone
     assert found[1].finish_reason == "error" and found[1].error.endswith("RuntimeError: planted")
     assert all(map(NoMultiples().consume, found[1].tokens[:1])) and len(found[1].tokens) <= 4
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
+    def fails():
+        raise KeyError("planted")
+
+    free, _, other = requests(3)
+    bad = Request((1, 2), 9, key=free.key if keyed else None, constraint=fails)
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        alone = texts(engine.generate([free, other]))
+        found = engine.generate([free, bad, other, bad])
+    assert texts([found[0], found[2]]) == alone
+    assert [found[i].error for i in (1, 3)] == ["The constraint cannot be made: KeyError: 'planted'"] * 2
+
+
+def test_drafted_ids_that_are_vectors_are_not_asked_for():
+    """Drafters with embeddings have the target read ids beyond its vocabulary."""
+    table = np.ones(VOCAB, bool)
+
+    class Table(NoMultiples):
+        def may(self, token):
+            return bool(table[token]) and super().may(token)
+
+    drafter = drafters.make("vectors", *models())
+    with Engine(models()[0], drafter, slots=2, **OPTIONS) as engine:
+        for result in engine.generate([Request((1, 2), 12, constraint=Table)] * 3):
+            assert result.finish_reason == "length", result.error
 
 
 def test_what_leaves_no_token_is_said():

@@ -87,6 +87,18 @@ def test_each_is_tried_once_and_then_seldom():
     assert {k for k, _ in runs} == {best, LENGTHS[LENGTHS.index(best) - 1], LENGTHS[LENGTHS.index(best) + 1]}
 
 
+def test_a_first_cost_that_was_disturbed_is_measured_again(monkeypatch):
+    """Texts were read before the first calls, as when an engine starts under load."""
+    clock = iter(np.cumsum([0.0, 12.0, 1.0, 1.0]).tolist())
+    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(clock))
+    pace = Pace(most=16, seconds=4.0)
+    pace.settled("kind", 1, True, True)
+    pace.settled("kind", 1, True, False)
+    assert not pace.knows("kind") and pace.costs["kind"] == 12
+    pace.settled("kind", 1, True, True)
+    assert pace.knows("kind") and pace.costs["kind"] == 1
+
+
 def test_of_trees_only_what_they_brought_is_known():
     """A tree of depth 2 brings less than a chain of its acceptance would."""
     choice = Choice(is_tree=True)

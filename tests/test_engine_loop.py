@@ -36,7 +36,7 @@ class Failed:
 class FakeDevice:
     """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
 
-    lags, tolerated, drafts_trees, constraints = True, 2, False, Constraints(4)
+    lags, drafts_trees, constraints = True, False, Constraints(4)
 
     def __init__(self):
         self.sizes, self.fails = SIZES, False
@@ -50,7 +50,12 @@ class FakeDevice:
         assert kept == 0 or kept < min(len(self.texts[slot]), given), "what is kept has been read"
         self.texts[slot], self.given[slot], self.moves[slot] = self.texts[slot][:kept], given, False
         self.prompts[slot], self.limits[slot] = int(row.prompt_lengths[0]), int(row.limits[0])
+
+    def constrain(self, make):
         return 0
+
+    def tolerated(self, num_draft_tokens):
+        return 2
 
     def chunk(self, behind, scored=False):
         return next((size for size in SIZES.chunks if size >= behind - 1), SIZES.chunks[-1])

@@ -79,7 +79,8 @@ OF_CHATS = {
 TOGETHER = [
     {"max_tokens": 0}, {"max_tokens": 5, "min_tokens": 6}, {"stream_options": {"include_usage": True}},
     {"max_tokens": 128}, {"prompt": ["a", "b", "c"], "n": 3}, {"stream": True, "prompt": "x" * 500},
-    {"stream": True, "stream_options": {"x": 1}},
+    {"stream": True, "stream_options": {"x": 1}}, {str(i): 1 for i in range(70_000)},
+    {"logit_bias": {str(i): "x" for i in range(70_000)}}, {"response_format": {str(i): 1 for i in range(70_000)}},
 ]  # fmt: skip
 RAW = [
     b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b'{"model": "tiny", "prompt": "\xff"}', b'{"a": NaN}',
@@ -100,6 +101,12 @@ def bodies():
             if (path, name, value) != ("chat/completions", "min_tokens", 17):  # chats have no limit of 16
                 yield path, json.dumps(usual | {name: value}).encode(), name
         yield path, json.dumps(usual | {"unheard_of": 1}).encode(), "unheard_of"
+        for messages in (
+            [1] * 200_000,
+            [{"role": "user", "content": [1] * 200_000}],
+            [{str(i): 1 for i in range(70_000)}],
+        ):
+            yield path, json.dumps(CHAT | {"messages": messages}).encode(), None
         yield path, json.dumps({}).encode(), "model"
         yield path, json.dumps({"model": servers.NAME}).encode(), "messages" if "chat" in path else "prompt"
     yield from (("completions", json.dumps(TEXT | fields).encode(), None) for fields in TOGETHER)

@@ -70,7 +70,8 @@ def serve(
 
     A request with a seed gets the text that jspec.generate gives for it, whatever else runs.
     """
-    _check(api_key := api_key or os.environ.get("JSPEC_API_KEY"), metrics_prefix)
+    api_key = os.environ.get("JSPEC_API_KEY") if api_key is None else api_key
+    _check(api_key, metrics_prefix)
     where = sources(target, draft, plain)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
@@ -92,7 +93,7 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
     if missing := [name for name in needed if find_spec(name) is None]:
         raise UsageError(f"jspec serve needs packages that are not here ({', '.join(missing)}); install them with pip "
                          "install 'jspec[serve]'.")  # fmt: skip
-    if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
+    if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
         raise UsageError("--api-key must be of visible ASCII characters, for it is sent in a header.")
     if not (metrics_prefix.isascii() and f"{metrics_prefix}x".replace(":", "_").isidentifier()):
         raise UsageError(f"--metrics-prefix {metrics_prefix!r} cannot begin a name in Prometheus; use letters, "

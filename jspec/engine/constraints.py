@@ -39,8 +39,8 @@ class Matcher(Protocol):
 class _Followed:
     """A matcher, how many new tokens it has consumed, and what has gone wrong with it."""
 
-    def __init__(self, matcher: Matcher):
-        self.matcher, self.consumed, self.error = matcher, 0, ""
+    def __init__(self, matcher: Matcher, vocab_size: int):
+        self.matcher, self.vocab_size, self.consumed, self.error = matcher, vocab_size, 0, ""
 
     def bits(self, new: list[int], drafted: list[int], parents: list[int], size: int) -> np.ndarray:
         """What may follow the text, of these `new` tokens, and behind it every node of a draft."""
@@ -56,7 +56,8 @@ class _Followed:
         def visit(node: int) -> None:
             found[node] = self.matcher.allowed()
             for child in children[node]:
-                if self.matcher.consume(drafted[child - 1]):  # else the target's law forbids it, and what is behind it
+                token = drafted[child - 1]  # beyond the vocabulary is a vector to be read, which is no guess
+                if token < self.vocab_size and self.matcher.consume(token):  # else it is forbidden, and what is behind
                     visit(child)
                     self.matcher.rollback(1)
 
@@ -75,7 +76,7 @@ class Constraints:
     def add(self, make: Callable[[], Matcher]) -> int:
         """Follow another text; its number."""
         number = next(self._numbers)
-        self._followed[number] = _Followed(make())
+        self._followed[number] = _Followed(make(), self._vocab_size)
         return number
 
     def drop(self, number: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jspec.acceptance.base import Rule
 from jspec.drafters.base import own_tree
 from jspec.engine import programs
-from jspec.engine.constraints import Constraints
+from jspec.engine.constraints import Constraints, Matcher
 from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.slots import Sizes, empty_slots, take
 from jspec.state import RequestParams
@@ -36,7 +36,6 @@ class Device:
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
         self.constraints = Constraints(target.config.vocab_size)
         self.drafts_trees = own_tree(drafter) is not None
-        self.tolerated = programs.tolerated_lag(drafter, sizes.num_draft_tokens[-1])
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
         # Flat, for models are deep and every call would take them apart.
         self._weights, self._structure = jax.tree.flatten((target, drafter))
@@ -52,13 +51,17 @@ class Device:
     def _models(self, weights: Any) -> tuple[Any, Any]:
         return jax.tree.unflatten(self._structure, weights)
 
-    def seat(self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: Any = None) -> int:
-        """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`.
+    def constrain(self, make: Callable[[], Matcher] | None) -> int:
+        """Follow another constraint: its number in `constraints`; 0 for none."""
+        return 0 if make is None else self._do("constrain", make)
 
-        Returns:
-            The number of its constraint in `constraints`, or 0.
-        """
-        return self._do("seat", slot, row, given, kept, constraint)
+    def release(self, number: int) -> None:
+        """A constraint that no call asks any more."""
+        self._do("release", number)
+
+    def seat(self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: int = 0) -> None:
+        """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`."""
+        self._do("seat", slot, dataclasses.replace(row, constraints=np.full(1, constraint, np.int32)), given, kept)
 
     def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
         """Read the next piece of what was given, of which `start` tokens are read."""
@@ -70,6 +73,10 @@ class Device:
         count = min(chunk, len(text) - 1 - begin)
         scores = self._do("read", slot, piece, begin, count, scored)
         return Piece(begin, count, scores)
+
+    def tolerated(self, num_draft_tokens: int) -> int:
+        """By how many tokens the drafter may be behind, to be asked for so many."""
+        return programs.tolerated_lag(self.drafter, num_draft_tokens)
 
     def follow(self, slot: int, lag: int) -> int:
         """Let the drafter read on in a slot, where it is behind by so many tokens at most; how many it reads."""
@@ -103,11 +110,15 @@ class Device:
         self._slots = None  # the old ones first, for there may not be room for both
         self._slots = self._empty(self._weights)
 
-    def _seat(self, slot: int, row: RequestParams, given: int, kept: int, constraint: Any) -> int:
-        number = 0 if constraint is None else self.constraints.add(constraint)
-        row, numbers = dataclasses.replace(row, constraints=np.full(1, number, np.int32)), (Number(given), Number(kept))
+    def _constrain(self, make: Callable[[], Matcher]) -> int:
+        return self.constraints.add(make)
+
+    def _release(self, number: int) -> None:
+        self.constraints.drop(number)
+
+    def _seat(self, slot: int, row: RequestParams, given: int, kept: int) -> None:
+        numbers = Number(given), Number(kept)
         self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, *numbers)
-        return number
 
     def _read(self, slot: int, piece: Any, start: int, count: int, scored: bool) -> Scores | None:
         program, numbers = self._program("read", piece.shape[1] - 1, scored), (Number(start), Number(count))

@@ -19,7 +19,7 @@ from jspec.draft_length import DEFAULT
 from jspec.drafters.asked import features_of, reach_of
 from jspec.drafters.base import Drafter, own_tree
 from jspec.drafters.model import as_drafter
-from jspec.drafters.reading import can_read
+from jspec.drafters.reading import can_read, keeps_nothing
 from jspec.engine.device import Device
 from jspec.engine.loop import Loop
 from jspec.engine.request import Request, Result
@@ -230,10 +230,14 @@ def _lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule)
     """How many tokens may be drafted, ascending."""
     is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
     number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
+    # One that cannot be told what was written without it always drafts.
+    goes_on = bool(features_of(drafter)) or can_read(drafter) or keeps_nothing(drafter)
     if (tree := own_tree(drafter)) is not None:
-        return 0, tree.max_depth
-    if is_auto:
+        return (0, tree.max_depth) if goes_on else (tree.max_depth,)
+    if is_auto and goes_on:
         return tuple(k for k in _LENGTHS if k <= reach_of(drafter))
+    if is_auto:
+        return (int(min(DEFAULT.max_draft_tokens, reach_of(drafter))),)
     if isinstance(number, bool) or not isinstance(number, numbers.Integral):
         raise TypeError(f'num_draft_tokens={number!r}, and an engine drafts a number of tokens; pass an int or "auto".')
     check_count("num_draft_tokens", number)

@@ -47,6 +47,9 @@ class Loop:
         self._choice = Choice(device.drafts_trees)
         self._scheduler = Scheduler(self._sizes.slots)
         self._reads = False  # since the last call of rounds
+        # Constraints of ended requests; a call that is under way may ask those that ended in this turn.
+        self._over: list[int] = []
+        self._over_before: list[int] = []
         self._played: deque[_Call] = deque()
         self._stop = np.zeros(self._sizes.slots, bool)
         self._failures = 0
@@ -69,7 +72,8 @@ class Loop:
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._scheduler.waiting or any(self._scheduler.tenants) or self._played)
+        return bool(self._scheduler.waiting or any(self._scheduler.tenants) or self._played
+                    or self._over or self._over_before)  # fmt: skip
 
     def turn(self) -> None:
         """Once around: admit, read, play, and look at what the call before has brought."""
@@ -89,6 +93,9 @@ class Loop:
             self._play(writing)
         while len(self._played) > bool(writing):
             self._settle(self._played.popleft())
+        for number in self._over_before:
+            self._device.release(number)
+        self._over_before, self._over = self._over, []
 
     def _drop_cancelled(self) -> None:
         """Those that wait or are being read end at once; of others the device is told with the next call."""
@@ -104,8 +111,15 @@ class Loop:
     def _admit(self) -> None:
         while (seat := self._scheduler.admit()) is not None:
             slot, tenant = seat
-            constraint = tenant.request.constraint
-            tenant.constraint = self._device.seat(slot, tenant.row, len(tenant.given), tenant.read, constraint)
+            try:
+                tenant.constraint = self._device.constrain(tenant.request.constraint)
+            except Exception as error:  # of the constraint's own; nobody else's business
+                _LOG.exception("A constraint cannot be made; its request ends.")
+                tenant.result.error = f"The constraint cannot be made: {type(error).__name__}: {error}"
+                self._scheduler.leave(slot)
+                self._finish(tenant, "error")
+                continue
+            self._device.seat(slot, tenant.row, len(tenant.given), tenant.read, tenant.constraint)
             self._stop[slot] = False  # it was stopped by being seated anew
 
     def _read(self) -> None:
@@ -124,10 +138,11 @@ class Loop:
         if reading and not self._scheduler.writing():
             self._device.wait()  # nothing else does, and new requests should not find all of a long text before them
 
-    def _follow(self, writing: dict[int, Tenant]) -> None:
-        budget = self._read_tokens
-        for slot, tenant in writing.items():
-            if tenant.lag > self._device.tolerated and budget > 0:
+    def _follow(self, writing: dict[int, Tenant], num_draft_tokens: int) -> None:
+        """Those first whose drafter is soonest ready."""
+        budget, tolerated = self._read_tokens, self._device.tolerated(num_draft_tokens)
+        for slot, tenant in sorted(writing.items(), key=lambda one: one[1].lag):
+            if tenant.lag > tolerated and budget > 0:
                 self._reads = True
                 read = self._device.follow(slot, tenant.lag)
                 budget, tenant.lag, tenant.followed = budget - read, tenant.lag - read, tenant.followed + read
@@ -136,7 +151,7 @@ class Loop:
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
         k = self._length(writing, is_lean)
         if k and self._device.lags:
-            self._follow(writing)
+            self._follow(writing, k)
         rounds = self._pace.rounds((k, is_lean)) if writing else 0
         packed = self._device.play(k, rounds, self._stop.copy(), is_lean)
         self._stop[:] = False
@@ -147,7 +162,7 @@ class Loop:
     def _length(self, writing: dict[int, Tenant], is_lean: bool) -> int:
         """How many tokens to draft in the next call."""
         lengths = self._sizes.lengths(is_lean)
-        costs = {k: self._pace.costs[k, is_lean] for k in lengths if (k, is_lean) in self._pace.costs}
+        costs = {k: self._pace.costs[k, is_lean] for k in lengths if self._pace.knows((k, is_lean))}
         return self._choice.next(lengths, costs, [tenant.result.lately() for tenant in writing.values()])
 
     def _settle(self, call: "_Call") -> None:
@@ -157,8 +172,7 @@ class Loop:
             self._failures = 0
         rounds = max((len(new.accepted) for new in news.values()), default=0)
         self._pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, call.alone)
-        for new in news.values():
-            self._choice.saw(*drafts_of(new))
+        self._choice.saw(*np.sum([drafts_of(new) for new in news.values()] or [(0, 0, 0)], axis=0).tolist())
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:
                 # What it has been told to read since then is not in the news.
@@ -200,7 +214,8 @@ class Loop:
         return self._finish(tenant, "eos" if ended else "length")
 
     def _finish(self, tenant: Tenant, reason: str) -> None:
-        self._device.constraints.drop(tenant.constraint)
+        if tenant.constraint:
+            self._over.append(tenant.constraint)
         tenant.result.finish_reason = reason
         _call(tenant)
 
@@ -212,6 +227,7 @@ class Loop:
         seated = self.seated
         waiting, self._scheduler = self._scheduler.waiting, Scheduler(self._sizes.slots)
         self._played.clear()
+        self._over, self._over_before = [], []
         self._stop[:] = False
         try:
             self._device.reset()

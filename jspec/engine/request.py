@@ -36,7 +36,7 @@ class Request:
             20.
         prompt_logprobs: whether to tell the same of the prompt, all of which is read for that.
         constraint: makes a `jspec.engine.constraints.Matcher`, by which the target's law is masked at every place; such
-            as a `jspec.engine.Grammar`.
+            as a `jspec.engine.grammars.Grammars` makes.
     """
 
     tokens: tuple[int, ...]

@@ -71,7 +71,7 @@ class Server:
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
         self._room = engine.device.sizes.slots + max_waiting
-        self._one_at_a_time = CapacityLimiter(1)
+        self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self.is_draining = 0, False
         self.app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
 
@@ -95,7 +95,8 @@ class Server:
     def _answering(self, kind: type[Body]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             check_key(request, self._api_key)
-            body = await to_thread.run_sync(_parsed, kind, await read(request, self._max_body))  # it may be large
+            content = await read(request, self._max_body)
+            body = await to_thread.run_sync(_parsed, kind, content, limiter=self._two_at_a_time)  # it may be large
             if body.model != self._served.name:
                 raise _no_model(body.model, self._served.name)
             with contextlib.ExitStack() as ends:
@@ -106,7 +107,7 @@ class Server:
                     ends.pop_all()  # with the stream instead
                     return _Stream(job)
                 await _unless_gone(request, job)
-                return _json(Answer(job).whole())
+                return await to_thread.run_sync(lambda: _json(Answer(job).whole()))  # an echo may be large
 
         return answer
 

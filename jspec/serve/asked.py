@@ -91,9 +91,9 @@ def understand(served: Served, body: Body) -> Asked:
     prompts = _prompts(served, body, param)
     for prompt in prompts:
         _check(served, body, prompt, param)
-    constraint = _constraint(served, body)
+    common = _sampling(body, served.target.config.vocab_size), _constraint(served, body)
     each = [prompt for prompt in prompts for _ in range(body.n)]
-    requests = [_request(served, body, prompt, ends, index, constraint) for index, prompt in enumerate(each)]
+    requests = [_request(served, body, prompt, ends, index, *common) for index, prompt in enumerate(each)]
     return Asked(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
 
 
@@ -172,7 +172,7 @@ def _constraint(served: Served, body: Body) -> Callable[[], Matcher] | None:
 
 
 def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable[int], index: int,
-             constraint: Callable[[], Matcher] | None) -> Request:  # fmt: skip
+             sampling: SamplingParams, constraint: Callable[[], Matcher] | None) -> Request:  # fmt: skip
     room = served.max_length - len(prompt)
     key = None
     if body.seed is not None:  # of this kind whatever JAX's default is, so that the same seed is the same text
@@ -181,7 +181,7 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
     return Request(
         prompt,
         room if body.max_tokens is None else max(1, body.max_tokens),
-        _sampling(body, served.target.config.vocab_size),
+        sampling,
         key,
         tuple(sorted(ends)),
         body.cache_salt,

@@ -84,10 +84,10 @@ class Choice:
             self.writer.add(token)
 
     def _end(self, reason: str) -> None:
-        if reason == "eos":
+        if reason == "eos" and self._asked.most != 0:  # of a mere echo the engine's token is nobody's
             self._finish("stop", self._asked.ends.get(self.tokens[-1]) if self.count else None)
         else:
-            self._finish({"cancelled": "abort"}.get(reason, reason))
+            self._finish({"cancelled": "abort", "eos": "length"}.get(reason, reason))
 
     def _finish(self, reason: str, stop_reason: str | int | None = None) -> None:
         self.writer.end()

@@ -12,6 +12,7 @@ from jspec.serve.errors import Refusal, wrong
 _REFUSED = ("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
             "modalities", "audio", "prediction", "web_search_options", "images")  # fmt: skip
 _MOST = 2**31 - 1
+_MOST_MESSAGES, _MOST_PARTS, _MOST_FIELDS, _MOST_BIASES = 1024, 64, 64, 4096
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=64)]
 
 
@@ -156,7 +157,7 @@ class Message(_Strict):
     """One of a conversation."""
 
     role: str
-    content: Annotated[list[Part], BeforeValidator(_parts)]
+    content: Annotated[list[Part], BeforeValidator(_parts), Field(max_length=_MOST_PARTS)]
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -166,7 +167,7 @@ class Message(_Strict):
 class ChatBody(Body):
     """Of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=_MOST_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST)
     logprobs: bool = False
@@ -193,6 +194,7 @@ def understood(kind: type[Body], fields: Any) -> Body:
     """
     if not isinstance(fields, dict):
         raise wrong(f"The body is {reprlib.repr(fields)}; expected a JSON object.")
+    _check_sizes(fields)
     for name in _REFUSED:
         if fields.get(name) is not None:
             raise wrong(f"{name} is not supported by this server; leave it out.", name, "unsupported")
@@ -200,6 +202,24 @@ def understood(kind: type[Body], fields: Any) -> Body:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def _check_sizes(fields: dict[str, Any]) -> None:
+    """Refuse large bodies of small things before each of those is found wrong, one by one."""
+
+    def of(value: Any, most: int = _MOST_MESSAGES) -> list[dict[str, Any]]:
+        return [one for one in value if isinstance(one, dict)] if isinstance(value, list) and len(value) <= most else []
+
+    messages = of(fields.get("messages"))
+    parts = [part for one in messages for part in of(one.get("content"), _MOST_PARTS)]
+    others = of([fields.get("response_format"), fields.get("stream_options")])
+    schemas = of([one.get("json_schema") for one in others])
+    most = max(map(len, (fields, *messages, *parts, *others, *schemas)))
+    if most > _MOST_FIELDS:
+        raise wrong(f"An object in the body has {most} fields; expected at most {_MOST_FIELDS}.")
+    biases = fields.get("logit_bias")
+    if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+        raise wrong(f"logit_bias has {len(biases)} tokens; expected at most {_MOST_BIASES}.", "logit_bias")
 
 
 def _refusal(found: ErrorDetails) -> Refusal:
