@@ -1,6 +1,7 @@
-"""The training text: the Python standard library's own sources, split by module into train and held-out.
+"""The training text: the Python standard library's own sources, split by module into train and held-out, and, for
+training alone, those of the packages jspec is developed with.
 
-The split depends only on file paths and contents, so one interpreter version always gives one corpus.
+The split depends only on file paths and contents, so one interpreter and one set of packages always give one corpus.
 """
 
 import hashlib
@@ -12,6 +13,17 @@ from pathlib import Path
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_PERCENT = 4
 LEAK_FRACTION = 0.3
+REPEATED_FRACTION = 0.5
+# What `pip install -e '.[test,dev,docs]'` brings, where the licence is permissive.
+PACKAGES = [
+    "IPython", "absl", "anyio", "attr", "babel", "click", "dateutil", "debugpy", "etils", "flax", "fontTools",
+    "fsspec", "gguf", "google", "griffe", "httpx2", "huggingface_hub", "jax", "jedi", "jinja2", "jsonschema",
+    "jupyter_client", "jupyter_core", "markdown", "markdown_it", "matplotlib", "mkdocs", "mkdocstrings", "mpmath",
+    "mpl_toolkits", "networkx", "nbclient", "nbformat", "numpy", "opt_einsum", "optax", "orbax", "packaging",
+    "parso", "pexpect", "pip", "pluggy", "prompt_toolkit", "psutil", "pydantic", "pygments", "pymdownx",
+    "pyparsing", "_pytest", "requests", "rich", "scipy", "setuptools", "sympy", "torch", "tornado", "traitlets",
+    "transformers", "treescope", "typer", "urllib3", "virtualenv", "watchdog", "xdist", "yaml", "zmq",
+]  # fmt: skip
 # Not programs: other people's packages, generated text, and tables such as code pages and parser fixtures.
 SKIPPED_PARTS = {
     "site-packages",
@@ -75,27 +87,40 @@ def long_lines(text: str) -> set[str]:
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 20}
 
 
-def leaks(document: Document, owners: dict[str, list[int]], sizes: list[int]) -> bool:
-    """True if `document` shares LEAK_FRACTION of its own, or of one held-out file's, long lines.
-
-    `owners` maps a line to the held-out files (indices into `sizes`) that contain it.
-    """
-    lines = long_lines(document.text)
-    shared = Counter(owner for line in lines for owner in owners.get(line, ()))
-    return any(count >= LEAK_FRACTION * min(len(lines), sizes[owner]) for owner, count in shared.items())
-
-
-def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """(train, held-out); training files that nearly duplicate a held-out file are dropped."""
-    held_out = [d for d in documents if is_held_out(d.path)]
+def without_leaks(documents: list[Document], held_out: list[Document]) -> list[Document]:
+    """Those that do not share LEAK_FRACTION of their own, or of one held-out file's, long lines with that file."""
     fingerprints = [long_lines(d.text) for d in held_out]
     owners: dict[str, list[int]] = {}
     for index, lines in enumerate(fingerprints):
         for line in lines:
             owners.setdefault(line, []).append(index)
-    sizes = [len(lines) for lines in fingerprints]
-    train = [d for d in documents if not is_held_out(d.path) and not leaks(d, owners, sizes)]
-    return train, held_out
+
+    def leaks(document: Document) -> bool:
+        lines = long_lines(document.text)
+        shared = Counter(owner for line in lines for owner in owners.get(line, ()))
+        return any(
+            count >= LEAK_FRACTION * min(len(lines), len(fingerprints[owner])) for owner, count in shared.items()
+        )
+
+    return [d for d in documents if not leaks(d)]
+
+
+def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """(train, held-out); training files that nearly duplicate a held-out file are dropped."""
+    held_out = [d for d in documents if is_held_out(d.path)]
+    return without_leaks([d for d in documents if not is_held_out(d.path)], held_out), held_out
+
+
+def without_repeats(documents: list[Document]) -> list[Document]:
+    """Those less than REPEATED_FRACTION of whose long lines were in others before them."""
+    seen: set[str] = set()
+    kept = []
+    for document in documents:
+        lines = long_lines(document.text)
+        if len(lines & seen) < REPEATED_FRACTION * len(lines):
+            kept.append(document)
+            seen |= lines
+    return kept
 
 
 def load_corpus() -> tuple[list[Document], list[Document]]:
@@ -103,10 +128,19 @@ def load_corpus() -> tuple[list[Document], list[Document]]:
     return split_documents(read_documents())
 
 
+def load_packages(held_out: list[Document]) -> list[Document]:
+    """The sources of PACKAGES, without repeats and what nearly duplicates a held-out file; all must be installed."""
+    root = Path(sysconfig.get_path("purelib"))
+    if missing := [name for name in PACKAGES if not (root / name).exists()]:
+        raise FileNotFoundError(f"The corpus lacks the packages {missing}; install jspec[test,dev,docs].")
+    documents = [Document(f"{name}/{d.path}", d.text) for name in sorted(PACKAGES) for d in read_documents(root / name)]
+    return without_leaks(without_repeats(documents), held_out)
+
+
 def main() -> None:
     """Print the size of each side and the held-out paths."""
     train, held_out = load_corpus()
-    for name, side in (("train", train), ("held-out", held_out)):
+    for name, side in (("train", train), ("packages", load_packages(held_out)), ("held-out", held_out)):
         print(f"{name}: {len(side)} files, {sum(len(d.text) for d in side) / 1e6:.2f} M characters")
     print("\n".join(d.path for d in held_out))
 

@@ -8,7 +8,7 @@ MUON_RATE = 0.02
 MUON_DECAY = 0.01
 ADAM_RATE = 3e-3
 WARMUP_STEPS = 20
-DECAY_FRACTION = 0.4
+DECAY = 0.4
 CLIP_NORM = 1.0
 
 
@@ -18,7 +18,7 @@ class Optimiser:
     At this size Muon needs clearly fewer tokens than AdamW alone, and tokens are what a CPU is short of.
     """
 
-    def __init__(self, model: LlamaForCausalLM, steps: int, scale: float = 1.0):
+    def __init__(self, model: LlamaForCausalLM, steps: int, scale: float = 1.0, decay: float = DECAY):
         self.parameters = list(model.parameters())
         inside = {p for p in model.model.layers.parameters() if p.ndim == 2}
         matrices = [p for p in self.parameters if p in inside]
@@ -26,14 +26,14 @@ class Optimiser:
         adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
         muon = torch.optim.Muon(matrices, weight_decay=MUON_DECAY)
         self.parts = [(muon, MUON_RATE), (adam, ADAM_RATE)]
-        self.steps, self.scale = steps, scale
+        self.steps, self.scale, self.decay = steps, scale, decay
 
     def step(self, loss: torch.Tensor, step: int) -> None:
         """Back-propagate the scalar `loss` and update; `step` counts from 0 and sets the rates."""
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
         for optimiser, peak in self.parts:
-            optimiser.param_groups[0]["lr"] = peak * self.scale * rate_factor(step, self.steps)
+            optimiser.param_groups[0]["lr"] = peak * self.scale * rate_factor(step, self.steps, self.decay)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
@@ -47,9 +47,10 @@ class Optimiser:
             optimiser.load_state_dict(state)
 
 
-def rate_factor(step: int, steps: int) -> float:
-    """Share of the peak rate at `step`: linear warm-up, constant, then linearly down to zero.
+def rate_factor(step: int, steps: int, decay: float) -> float:
+    """Share of the peak rate at `step`: linear warm-up, constant, then, for the share `decay`, linearly down to zero.
 
     Before the decay nothing depends on `steps`, so a resumed run may be given more or fewer of them.
     """
-    return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_FRACTION * steps))
+    rates = [1.0, (step + 1) / WARMUP_STEPS]
+    return min([*rates, (steps - step) / (decay * steps)] if decay else rates)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from pair.corpus import load_corpus
+from pair.corpus import load_corpus, load_packages
 from pair.distill import acceptance_loss, divergence, sample_pool
 from pair.models import DRAFT, MAX_POSITIONS, TARGET, grow, load_model, new_model, save_model
 from pair.optim import Optimiser
@@ -24,7 +24,7 @@ from pair.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 
 THREADS = 2
 SEED = 20240607
-TARGET_STEP_TOKENS = 2048
+TARGET_STEP_TOKENS = 4096
 DRAFT_STEP_TOKENS = 4096
 SAVE_EVERY = 50
 LOG_EVERY = 10
@@ -32,19 +32,30 @@ LOG_EVERY = 10
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of target training: depth, optimiser steps, tokens per window, share of the peak rates."""
+    """One stretch of target training.
+
+    Attributes:
+        layers: depth.
+        steps: of the optimiser.
+        window: tokens.
+        rate_scale: share of the peak rates.
+        decay: share of the steps in which the rates go down to zero.
+        wide: share of the windows that come from the packages and not from the standard library.
+    """
 
     layers: int
     steps: int
     window: int
     rate_scale: float
+    decay: float
+    wide: float
 
 
 # The last stage has the final depth and the longest windows that the model will serve.
 TARGET_STAGES = (
-    Stage(layers=2, steps=550, window=512, rate_scale=1.0),
-    Stage(layers=2, steps=700, window=512, rate_scale=0.5),
-    Stage(layers=6, steps=260, window=MAX_POSITIONS, rate_scale=0.5),
+    Stage(layers=2, steps=1500, window=256, rate_scale=1.0, decay=0.0, wide=0.75),
+    Stage(layers=6, steps=1950, window=256, rate_scale=0.7, decay=0.0, wide=0.75),
+    Stage(layers=6, steps=1000, window=MAX_POSITIONS, rate_scale=0.7, decay=0.9, wide=0.5),
 )
 
 # Divergence first, then the rejection probability; every POOL_EVERY steps on the target's own text.
@@ -104,7 +115,7 @@ def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train_target_stage(number: int, stream: np.ndarray, vocab_size: int, work: Path) -> None:
+def train_target_stage(number: int, stream: np.ndarray, packages: np.ndarray, vocab_size: int, work: Path) -> None:
     """Train stage `number` from the weights of the one before, into work/target-NUMBER."""
     stage = TARGET_STAGES[number]
     if number == 0:
@@ -114,16 +125,22 @@ def train_target_stage(number: int, stream: np.ndarray, vocab_size: int, work: P
     model.train()
 
     def loss_of(step: int) -> torch.Tensor:
-        return next_token_loss(model, windows(stream, TARGET_STEP_TOKENS, stage.window, SEED + number, step))
+        wide = int(stage.wide * TARGET_STEP_TOKENS)
+        parts = [
+            windows(source, tokens, stage.window, SEED + number, step)
+            for source, tokens in ((packages, wide), (stream, TARGET_STEP_TOKENS - wide))
+        ]
+        return next_token_loss(model, torch.cat(parts))
 
     name = f"target-{number}"
-    run_steps(model, Optimiser(model, stage.steps, stage.rate_scale), work / name, work / f"{name}.pt", loss_of)
+    optimiser = Optimiser(model, stage.steps, stage.rate_scale, stage.decay)
+    run_steps(model, optimiser, work / name, work / f"{name}.pt", loss_of)
 
 
-def train_target(stream: np.ndarray, vocab_size: int, work: Path, folder: Path) -> None:
+def train_target(stream: np.ndarray, packages: np.ndarray, vocab_size: int, work: Path, folder: Path) -> None:
     """Run every target stage, then write the last one's weights to `folder`."""
     for number in range(len(TARGET_STAGES)):
-        train_target_stage(number, stream, vocab_size, work)
+        train_target_stage(number, stream, packages, vocab_size, work)
     save_model(load_model(work / f"target-{number}"), folder)
 
 
@@ -153,13 +170,14 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     options.work.mkdir(parents=True, exist_ok=True)
     target_folder, draft_folder = options.out / "target", options.out / "draft"
-    train, _ = load_corpus()
+    train, held_out = load_corpus()
     tokenizer = train_tokenizer(d.text for d in train)
     for folder in (target_folder, draft_folder):
         save_tokenizer(tokenizer, folder)
     stream = encode_documents(tokenizer, train)
-    print(f"{len(train)} files, {len(stream)} tokens", flush=True)
-    train_target(stream, tokenizer.get_vocab_size(), options.work, target_folder)
+    packages = encode_documents(tokenizer, load_packages(held_out))
+    print(f"{len(train)} files, {len(stream)} tokens; and {len(packages)} of packages", flush=True)
+    train_target(stream, packages, tokenizer.get_vocab_size(), options.work, target_folder)
     train_draft(stream, options.work, target_folder, draft_folder)
 
 
