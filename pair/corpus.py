@@ -87,6 +87,18 @@ def long_lines(text: str) -> set[str]:
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 20}
 
 
+def shared_lines(documents: list[Document], held_out: list[Document]) -> tuple[float, float]:
+    """The largest share of a held-out file's long lines that one document has, and the share of all that any has."""
+    fingerprints = [long_lines(d.text) for d in held_out]
+    seen, most = set(), 0.0
+    wanted = set().union(*fingerprints)
+    for document in documents:
+        lines = long_lines(document.text) & wanted
+        most = max([most, *(len(lines & each) / len(each) for each in fingerprints if each)] if lines else [most])
+        seen |= lines
+    return most, sum(len(each & seen) for each in fingerprints) / sum(map(len, fingerprints))
+
+
 def without_leaks(documents: list[Document], held_out: list[Document]) -> list[Document]:
     """Those that do not share LEAK_FRACTION of their own, or of one held-out file's, long lines with that file."""
     fingerprints = [long_lines(d.text) for d in held_out]
@@ -140,8 +152,13 @@ def load_packages(held_out: list[Document]) -> list[Document]:
 def main() -> None:
     """Print the size of each side and the held-out paths."""
     train, held_out = load_corpus()
-    for name, side in (("train", train), ("packages", load_packages(held_out)), ("held-out", held_out)):
+    packages = load_packages(held_out)
+    for name, side in (("train", train), ("packages", packages), ("held-out", held_out)):
         print(f"{name}: {len(side)} files, {sum(len(d.text) for d in side) / 1e6:.2f} M characters")
+    most, common = shared_lines(train + packages, held_out)
+    print(
+        f"of a held-out file's long lines a training file has at most {most:.0%}; {common:.1%} of all occur in training"
+    )
     print("\n".join(d.path for d in held_out))
 
 

@@ -73,11 +73,10 @@ def bytes_per_token(documents: list[Document], stream: np.ndarray) -> float:
 
 
 def report_losses(measures: dict[str, torch.Tensor], ratio: float) -> None:
-    """Print both losses in nats per token and bits per byte; `ratio` is bytes per token."""
-    for name in ("target", "draft"):
+    """Print the losses of models in nats per token and bits per byte; `ratio` is bytes per token."""
+    for name in [name for name in ("target", "draft") if name in measures]:
         loss = estimate(measures[name])
         print(f"{name} loss, nats/token: {loss}; bits/byte: {loss.mean / math.log(2) / ratio:.4f}")
-    print(f"entropy of the target's distribution, nats: {estimate(measures['entropy'])}")
 
 
 def main() -> None:
@@ -88,13 +87,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts to continue")
     options = parser.parse_args()
     torch.set_num_threads(2)
-    target, draft = (load_model(options.pair / name) for name in ("target", "draft"))
+    target = load_model(options.pair / "target")
     _, documents = load_corpus()
     stream = encode_documents(load_tokenizer(options.pair / "target"), documents)
     print(f"held-out: {len(documents)} files, {len(stream)} tokens")
 
-    text = compare(target, draft, held_out_windows(stream, options.windows), 1)
-    report_losses(text, bytes_per_token(documents, stream))
+    windows, ratio = held_out_windows(stream, options.windows), bytes_per_token(documents, stream)
+    if not (options.pair / "draft").exists():  # it is still to be trained
+        return report_losses({"target": compare(target, target, windows, 1)["target"]}, ratio)
+    draft = load_model(options.pair / "draft")
+    text = compare(target, draft, windows, 1)
+    report_losses(text, ratio)
+    print(f"entropy of the target's distribution, nats: {estimate(text['entropy'])}")
     print(f"greedy agreement on held-out text: {estimate(text['argmax'])}")
     print(f"sum min(p, q) at temperature 1 on held-out text: {estimate(text['overlap'])}")
     prompts = random_prompts(stream, options.prompts, PROMPT_TOKENS, SEED)

@@ -101,6 +101,8 @@ def no_programs_of_other_files():
     """In a process that holds thousands of programs everything takes longer, and few are of use to the next file."""
     yield
     jax.clear_caches()
+    if engines := sys.modules.get("jspec.engine.device"):
+        engines._programs.cache_clear()
 
 
 @pytest.fixture
@@ -180,6 +182,29 @@ def sources(tmp_path_factory):
     """Folders of a tiny target and its draft."""
     folder = tmp_path_factory.mktemp("sources")
     return text_pair.write(folder / "target"), text_pair.write(folder / "draft", distance=0.3)
+
+
+@pytest.fixture(scope="module")
+def running(sources):
+    """A server of the two on a real port; each of its programs is compiled when it is met."""
+    import servers  # OpenAI's client, which most tests do without, takes a second to load
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jspec.engine.device.Device.compile", lambda _: None)
+        with servers.running(sources) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def complete(running):
+    """``complete(**fields)``: a completion of 12 tokens with a seed, unless told otherwise."""
+    return running.complete
+
+
+@pytest.fixture(scope="module")
+def chat(running):
+    """``chat(**fields)``: the same of a chat."""
+    return running.chat
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import threading
 from typing import Any
@@ -18,6 +19,8 @@ from jspec.serve.run import bound, run
 
 OPTIONS = {"slots": 3, "max_length": 128, "chunks": (16, 64), "rounds": 3, "num_draft_tokens": 3}
 NAME, WAITING = "tiny", 5
+PROMPT = "in a thing, in a"
+HELLO = [{"role": "user", "content": "the thing"}]
 
 
 def tokenizer() -> Any:
@@ -36,11 +39,26 @@ class Running:
     tokenizer: Any
     url: str
 
+    @functools.cached_property
+    def usual(self) -> openai.OpenAI:
+        """The client of those who need no other."""
+        return self.client()
+
     def client(self, **options: Any) -> openai.OpenAI:
         """One that does not try again."""
         return openai.OpenAI(
             **{"base_url": f"{self.url}/v1", "api_key": "x", "max_retries": 0, "timeout": 60} | options
         )
+
+    def complete(self, **fields: Any) -> Any:
+        """A completion of 12 tokens with a seed, unless told otherwise."""
+        usual = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "seed": 5}
+        return self.usual.completions.create(**usual | fields)
+
+    def chat(self, **fields: Any) -> Any:
+        """The same of a chat."""
+        usual = {"model": NAME, "messages": HELLO, "max_completion_tokens": 12, "seed": 5}
+        return self.usual.chat.completions.create(**usual | fields)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ import pytest
 
 from jspec.engine.choice import Choice
 from jspec.engine.pace import Pace
+from jspec.engine.request import RECENT
 
 LENGTHS = (0, 1, 2, 4, 8)
-RECENT = 32
 
 
 class Requests:

@@ -17,19 +17,10 @@ import servers
 from test_serve import metrics
 
 import jspec
-from jspec.engine.device import Device
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONG = {"model": servers.NAME, "prompt": "in a thing", "max_tokens": 100, "logit_bias": {"0": -100}}
 SEEDED = LONG | {"seed": 3, "max_tokens": 20}
-
-
-@pytest.fixture(scope="module")
-def running(sources):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "compile", lambda _: None)  # each program when it is met
-        with servers.running(sources) as running:
-            yield running
 
 
 @pytest.fixture

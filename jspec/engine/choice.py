@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-_RECENT = 32  # rounds of a request
 _PRIOR = 4  # drafts that a request is taken to have had, as good as all others'
 _MEMORY = 0.99  # by call
 _MARGIN = 1.02  # by how much another length must be better

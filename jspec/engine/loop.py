@@ -167,7 +167,8 @@ class Loop:
 
     def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
-        news = unpack(call.packed, call.writing, 0 if call.is_lean else self._sizes.top_logprobs)
+        wanted = [slot for slot, tenant in call.writing.items() if tenant.request.top_logprobs]
+        news = unpack(call.packed, call.writing, 0 if call.is_lean else self._sizes.top_logprobs, wanted)
         if call.writing:
             self._failures = 0
         rounds = max((len(new.accepted) for new in news.values()), default=0)

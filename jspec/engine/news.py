@@ -1,7 +1,7 @@
 """News: what a call has brought to every slot, packed into two arrays: fewer copies to the host are faster."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -84,7 +84,8 @@ class News:
 
     Attributes:
         tokens, origins, logprobs, raw_logprobs: of the new tokens, as in `jspec.Output`.
-        top_logprobs: of each new token the likeliest ones, ids and raw log-probabilities; as many as were looked for.
+        top_logprobs: of each new token the likeliest ones, ids and raw log-probabilities, as many as were looked for;
+            of a slot that wants them.
         accepted, judged, drafted: of each round that was played, drafts, as counted in `jspec.Stats`.
         done: whether the row does not move any more: its text has ended or was stopped, or it is still being read.
         lag: how many of the last tokens of the text the drafter may not have read.
@@ -107,8 +108,13 @@ class News:
     distortion: float
 
 
-def unpack(packed: Any, slots: Iterable[int], num_top: int = 0) -> dict[int, News]:
-    """Those of some slots, from what a call has returned that looked for so many of the likeliest; waits for it."""
+def unpack(packed: Any, slots: Iterable[int], num_top: int = 0, wanted: Container[int] = ()) -> dict[int, News]:
+    """Those of some slots, from what a call has returned; waits for it.
+
+    Args:
+        num_top: how many of the likeliest tokens it looked for.
+        wanted: slots of which those are wanted.
+    """
     integers, floats = np.asarray(packed.integers), np.asarray(packed.floats)
     integers, last = integers[:-1], integers[-1]
     width, end = (integers.shape[2] - len(_NUMBERS)) // (2 + num_top), len(_NUMBERS)
@@ -121,13 +127,16 @@ def unpack(packed: Any, slots: Iterable[int], num_top: int = 0) -> dict[int, New
     def of_slot(slot: int) -> News:
         kept, rounds = new[:, slot], played[:, slot]
         row = floats[:, slot]
-        tops = zip(_likeliest(top_ids[:, slot], kept), _likeliest(row[:, 2 * width + 1 :], kept), strict=True)
+        tops = []
+        if slot in wanted:
+            ids, highest = (_likeliest(part, kept) for part in (top_ids[:, slot], row[:, 2 * width + 1 :]))
+            tops = [list(zip(*one, strict=True)) for one in zip(ids, highest, strict=True)]
         return News(
             tokens=tokens[:, slot][kept].tolist(),
             origins=origins[:, slot][kept].tolist(),
             logprobs=row[:, :width][kept].tolist(),
             raw_logprobs=row[:, width : 2 * width][kept].tolist(),
-            top_logprobs=[list(zip(*one, strict=True)) for one in tops],
+            top_logprobs=tops,
             accepted=named["accepted"][rounds, slot].tolist(),
             judged=named["judged"][rounds, slot].tolist(),
             drafted=named["drafted"][rounds, slot].tolist(),

@@ -16,6 +16,7 @@ from jspec.engine.slots import NEUTRAL
 from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.state import RequestParams
 
+RECENT = 32  # rounds of a request, by which its drafts are judged
 Likeliest = list[tuple[int, float]]  # tokens and their raw log-probabilities, highest first
 
 
@@ -133,8 +134,8 @@ class Result:
     cached: int = 0
 
     def lately(self) -> tuple[int, int, int]:
-        """`drafts_of` the last 32 rounds."""
-        return drafts_of(self, -32)
+        """`drafts_of` the last `RECENT` rounds."""
+        return drafts_of(self, -RECENT)
 
     @property
     def acceptance_rate(self) -> float:
