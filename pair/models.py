@@ -9,7 +9,7 @@ END_ID = 0
 MAX_POSITIONS = 1024
 
 TARGET = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, head_dim=64, intermediate_size=704)
-DRAFT = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=32, intermediate_size=384)
+DRAFT = TARGET | dict(num_hidden_layers=2, intermediate_size=512)
 
 
 def new_model(shape: dict, vocab_size: int, seed: int) -> LlamaForCausalLM:
@@ -45,6 +45,22 @@ def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
         if index and sources[index] == sources[index - 1]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+@torch.no_grad()
+def cut(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A draft of the target's embeddings and its first and last layers, with the heaviest neurons of these."""
+    model = new_model(DRAFT, target.config.vocab_size, 0)
+    model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(target.model.norm.state_dict())
+    for layer, source in zip(model.model.layers, (target.model.layers[0], target.model.layers[-1]), strict=True):
+        heaviest = source.mlp.down_proj.weight.norm(dim=0).topk(model.config.intermediate_size).indices
+        weights = source.state_dict()
+        for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+            weights[name] = weights[name][heaviest]
+        weights["mlp.down_proj.weight"] = weights["mlp.down_proj.weight"][:, heaviest]
+        layer.load_state_dict(weights)
     return model
 
 

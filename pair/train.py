@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from pair.corpus import load_corpus, load_packages
 from pair.distill import acceptance_loss, divergence, sample_pool
-from pair.models import DRAFT, MAX_POSITIONS, TARGET, grow, load_model, new_model, save_model
+from pair.models import MAX_POSITIONS, TARGET, cut, grow, load_model, new_model, save_model
 from pair.optim import Optimiser
 from pair.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 
@@ -145,10 +145,10 @@ def train_target(stream: np.ndarray, packages: np.ndarray, vocab_size: int, work
 
 
 def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Path) -> None:
-    """Distil the saved target into a new draft, on the corpus and on the target's own text."""
+    """Distil the saved target into a draft cut out of it, on the corpus and on the target's own text."""
     target = load_model(target_folder)
     pool = sample_pool(target, stream, SEED)
-    draft = new_model(DRAFT, target.config.vocab_size, SEED).train()
+    draft = cut(target).train()
 
     def loss_of(step: int) -> torch.Tensor:
         source = stream if (step + 1) % POOL_EVERY else pool
