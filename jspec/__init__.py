@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jspec.quantizer import quantize
     from jspec.sampling import SamplingParams
     from jspec.sharding import tensor_parallel
+    from jspec.streaming import stream
     from jspec.training.train import train_drafter
     from jspec.tree import Tree
     from jspec.tuning import Tuning
@@ -100,6 +101,7 @@ __all__ = [
     "quantize",
     "rules",
     "speculative_generate",
+    "stream",
     "tensor_parallel",
     "theory",
     "train_drafter",
@@ -156,6 +158,7 @@ _HOMES = {
     "quantize": "jspec.quantizer",
     "generate": "jspec.decode",
     "speculative_generate": "jspec.decode",
+    "stream": "jspec.streaming",
     "train_drafter": "jspec.training.train",
     "tune": "jspec.auto",
     "best_exit": "jspec.exit_tuning",

@@ -35,7 +35,7 @@ class Completion:
         tokens: the new tokens; this and the next two are as in `jspec.Output`, without the padding.
         logprobs: of each, under the law it was sampled from.
         origins: where each came from.
-        finish_reason: "eos"; "stop", at a string or special token of `stop`; or "length".
+        finish_reason: "eos"; "stop", at a string or special token of `stop`; or "length"; None where it goes on.
         stats: see `statistics`.
     """
 
@@ -44,7 +44,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     origins: list[int]
-    finish_reason: str
+    finish_reason: str | None
     stats: dict[str, Any]
 
     @property
@@ -102,17 +102,21 @@ class Task:
         """
         if out.stats.invalid.any():
             raise ValueError("The target's logits are not finite: its weights are damaged, or too large for the dtype.")
-        out, ends = jax.device_get(out), eos_ids(target, self.tokenizer)
-        return [self._completion(out, row, ends) for row in range(len(self.prompts))]
+        out = jax.device_get(out)
+        return [self._completion(target, out, row) for row in range(len(self.prompts))]
 
-    def _completion(self, out: Output, row: int, ends: tuple[int, ...]) -> Completion:
+    def reason(self, target: Any, stopped: Any, last: int) -> str:
+        """Why a text ended whose last token is `last`; `stopped` is None where no string of `stop` did it."""
+        if stopped is not None:
+            return "stop"
+        return "eos" if last in eos_ids(target, self.tokenizer) else "stop" if last in self.stop_ids else "length"
+
+    def _completion(self, target: Any, out: Output, row: int) -> Completion:
         new = slice(int(out.lengths[row]))
         ids, tokens = self.batch.tokens[row, : self.batch.lengths[row]].tolist(), out.tokens[row, new].tolist()
         added = pieces(self.tokenizer, ids, tokens)
-        if (kept := until(added, self.stop)) is not None:
-            added, reason = kept, "stop"
-        else:
-            reason = "eos" if tokens[-1] in ends else "stop" if tokens[-1] in self.stop_ids else "length"
+        kept = until(added, self.stop)
+        added, reason = added if kept is None else kept, self.reason(target, kept, tokens[-1])
         return Completion(
             prompt=self.prompts[row],
             pieces=added,
@@ -120,7 +124,14 @@ class Task:
             logprobs=out.logprobs[row, : len(added)].tolist(),
             origins=out.origins[row, : len(added)].tolist(),
             finish_reason=reason,
-            stats=statistics(out, row),
+            stats=statistics(
+                int(out.stats.rounds[row]),
+                int(out.stats.drafted[row]),
+                int(out.stats.judged[row]),
+                int(out.stats.accepted[row]),
+                out.stats.accepted_at[row].tolist(),
+                out.origins[row, new].tolist(),
+            ),
         )
 
 
@@ -187,13 +198,16 @@ def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (
 
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:
     """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match."""
-    if num_draft_tokens is None and own_tree(draft) is not None:
-        return DEFAULT  # the tree says it
-    wanted = int(min(_DRAFTED, reach_of(draft))) if num_draft_tokens is None else num_draft_tokens
+    wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
     if not isinstance(draft, NGramDrafter | RetrievalDrafter) or not isinstance(wanted, numbers.Integral):
         return wanted
     check_count("num_draft_tokens", wanted)
     return UpTo(int(wanted))
+
+
+def usual(draft: Any) -> Any:
+    """How far to draft unless told otherwise: four tokens, or as far as a drafter can; of one with a tree, that."""
+    return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, reach_of(draft)))
 
 
 def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
@@ -211,30 +225,29 @@ def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
     return None
 
 
-def statistics(out: Output, row: int) -> dict[str, Any]:
-    """The counts of one request, and what the theory makes of its acceptance rate.
+def statistics(
+    rounds: int, drafted: int, judged: int, accepted: int, accepted_at: list[int], origins: Sequence[int]
+) -> dict[str, Any]:
+    """The counts of one request, as in `jspec.Stats`, and what the theory makes of its acceptance rate.
 
     ``acceptance_rate`` is that of the drafts that were judged: those after a rejection never are.
     ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate, None where a round had fewer
     guesses than it supposes. The measured number is lower where the end of the text cuts the last round off, and
     differs where acceptance comes in streaks.
     """
-    counts = out.lengths, out.stats.rounds, out.stats.judged, out.stats.accepted
-    tokens, rounds, judged, accepted = (int(count[row]) for count in counts)
-    accepted_at = out.stats.accepted_at[row].tolist()
     rate = accepted / judged if judged else None
     # A draft that was kept whole is followed by a bonus.
-    whole = (out.origins[row] == BONUS).sum() <= sum(accepted_at[-1:]) and not (out.origins[row] == NO_DRAFT).any()
+    whole = origins.count(BONUS) <= sum(accepted_at[-1:]) and NO_DRAFT not in origins
     predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
     return {
-        "tokens": tokens,
+        "tokens": len(origins),
         "rounds": rounds,
-        "drafted": int(out.stats.drafted[row]),
+        "drafted": drafted,
         "judged": judged,
         "accepted": accepted,
         "accepted_at": accepted_at,
         "acceptance_rate": rate,
-        "tokens_per_round": tokens / rounds,
+        "tokens_per_round": len(origins) / rounds,
         "predicted_tokens_per_round": predicted,
     }
 

@@ -50,7 +50,12 @@ def sentence(done: Completion, seconds: float) -> str:
 
 def coloured(done: Completion) -> Text:
     """Figure 1 of Leviathan et al. 2023 for terminals and notebooks: the text, coloured by origin."""
-    text = Text().append(visible(_before(done.prompt)), "dim")
+    return Text().append(visible(_before(done.prompt)), "dim").append_text(by_origin(done))
+
+
+def by_origin(done: Completion) -> Text:
+    """Its new text in these colours."""
+    text = Text()
     for piece, origin in zip(done.pieces, done.origins, strict=True):
         text.append(visible(piece), COLOURS[origin])
     return text

@@ -20,7 +20,7 @@ OPTIONS = {"max_length": 40, "chunks": (8,), "rounds": 3}
 
 
 class NoMultiples:
-    """No two neighbours whose sum is a multiple of 3; `at` tells which places of the text were ever asked for."""
+    """No two neighbours whose sum is a multiple of 3."""
 
     def __init__(self, fails_at=None):
         self.text, self.fails_at = [], fails_at
@@ -149,9 +149,11 @@ def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
 
     free, _, other = requests(3)
     bad = Request((1, 2), 9, key=free.key if keyed else None, constraint=fails)
-    with Engine(*models(), slots=2, **OPTIONS) as engine:
+    with Engine(*models(), slots=2, **OPTIONS, journal=True) as engine:
         alone = texts(engine.generate([free, other]))
         found = engine.generate([free, bad, other, bad])
+    names = [name for name, _ in engine.device.commands]
+    assert names.count("constrain") == names.count("release") == engine.device.constraints.add(NoMultiples) - 1 == 2
     assert texts([found[0], found[2]]) == alone
     assert [found[i].error for i in (1, 3)] == ["The constraint cannot be made: KeyError: 'planted'"] * 2
 

@@ -67,6 +67,9 @@ class FakeDevice:
         self.moves[slot] = len(self.texts[slot]) == self.given[slot] == len(text)
         return Piece(start, count, None)
 
+    def read_several(self, texts):
+        return {slot: self.read(slot, text, start, False) for slot, (text, start) in texts.items()}
+
     def wait(self):
         pass
 

@@ -16,7 +16,7 @@ ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devic
          "layout", "quantizer", "half", "weights", "eagle_weights", "acceptance", "rules", "draft_length", "lengths",
          "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
          "tree_tuning", "exit_tuning", "auto", "decode", "engine", "footprint", "roofline", "planning", "prompts",
-         "names", "completion", "training", "online", "report", "serve", "cli"]  # fmt: skip
+         "names", "completion", "writer", "streaming", "training", "online", "report", "serve", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -94,6 +94,7 @@ def test_the_public_names():
         "quantize",
         "rules",
         "speculative_generate",
+        "stream",
         "tensor_parallel",
         "theory",
         "train_drafter",

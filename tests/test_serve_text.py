@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from jspec.completion import until
-from jspec.serve.text import Names, Writer
+from jspec.serve.text import Names
 from jspec.text import Pieces, pieces
+from jspec.writer import Writer
 
 TOKENIZER = text_pair.tokenizer()
 TEXTS = st.text(alphabet=st.sampled_from("ab théin🙂Ω≠\n\u0301"), max_size=20)

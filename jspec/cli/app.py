@@ -9,7 +9,7 @@ import typer
 
 from convert.__main__ import convert
 from jspec import __version__
-from jspec.cli import generate, index, interrupts, models, plan, serve, train, tune
+from jspec.cli import chat, generate, index, interrupts, models, plan, serve, train, tune
 from jspec.cli.shared import UsageError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=generate.EPILOG, short_help="Continue prompts.")(generate.generate)
+app.command(short_help="Talk with a model.")(chat.chat)
 app.command(epilog=serve.EPILOG, short_help="Serve a model to clients of OpenAI's API.")(serve.serve)
 app.command(short_help="Measure how far to draft on this device.")(tune.tune)
 app.command(short_help="Train a drafter for a target.")(train.train)

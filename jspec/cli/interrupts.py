@@ -5,11 +5,13 @@ exception pulls down what XLA's threads still work with. So a thread waits for t
 and ends the process where it stands.
 """
 
+import contextlib
 import gc
 import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from typing import NoReturn
 
 from convert import unfinished
@@ -19,6 +21,7 @@ _CLEAR_LINE_AND_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 
 # Held by whoever ends the process: what an end breaks must not be reported as a failure on the way.
 ending = threading.Lock()
+_listening: list[threading.Event] = []
 
 
 def end_at_once() -> None:
@@ -37,10 +40,22 @@ def end_at_once() -> None:
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
 
 
+@contextlib.contextmanager
+def heard() -> Iterator[threading.Event]:
+    """In this block Ctrl-C sets the event, and ends nothing: whoever is at work looks at it."""
+    event = threading.Event()
+    _listening.append(event)
+    try:
+        yield event
+    finally:
+        _listening.remove(event)
+
+
 def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
-    """End the process at the first SIGINT; the writer is kept open by being here."""
-    while signal.SIGINT not in reader.recv(64):
-        pass  # another signal that Python handles
+    """End the process at the first SIGINT that nobody has listened for; the writer is kept open by being here."""
+    while signal.SIGINT not in reader.recv(64) or _listening:  # others are signals that Python handles
+        for event in _listening:
+            event.set()
     with ending:
         unfinished.delete()
         if os.isatty(2):

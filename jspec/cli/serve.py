@@ -2,16 +2,15 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from jspec.cli import options as o
+from jspec.cli.engines import engine_of
 from jspec.cli.shared import UsageError, option, prepare_environment, status_line
-from jspec.cli.sources import Sources, sources
+from jspec.cli.sources import sources
 
 EPILOG = """\b
 Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics,
@@ -79,8 +78,8 @@ def serve(
     with _listener(host, port) as listener:
         prepare_environment()
         with status_line() as say:
-            with _mistakes():
-                engine, tokenizer = _engine(where, say, dtype, quantize, num_draft_tokens, max_length, wishes)
+            far = "auto" if num_draft_tokens is None else num_draft_tokens
+            engine, tokenizer = engine_of(where, say, dtype, quantize, lambda _: far, max_length, **wishes)
             say("Compiling, which is kept for the next time")
             engine.device.compile()
         wishes = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix}
@@ -108,43 +107,6 @@ def _listener(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "is no address"
         raise UsageError(f"--host {host} --port {port} cannot be listened on: {reason}; choose another.") from error
-
-
-@contextmanager
-def _mistakes() -> Iterator[None]:
-    """Models that do not go together are a mistake in the options; files that cannot be read are none."""
-    from convert import CheckpointError
-
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(" ".join(str(error).split())) from error
-
-
-def _engine(
-    where: Sources,
-    say: Callable[[str], None],
-    dtype: Any,
-    quantize: Any,
-    num_draft_tokens: Any,
-    max_length: int | None,
-    wishes: dict[str, Any],
-) -> tuple[Any, Any]:
-    """An engine that is not started, and its target's tokenizer."""
-    from jspec.completion import positions
-    from jspec.engine import Engine
-
-    say("Loading")
-    tokenizer = where.tokenizer()
-    target, drafter = where.load(dtype, quantize)
-    known = positions(target, drafter)
-    if max_length is not None and max_length > known:
-        raise UsageError(f"--max-length {max_length} is more than the {known} positions that the models know.")
-    if num_draft_tokens is not None:
-        wishes["num_draft_tokens"] = num_draft_tokens
-    return Engine(target, drafter, max_length=max_length or min(1024, known), **wishes), tokenizer
 
 
 def _run(engine: Any, tokenizer: Any, listener: socket.socket, name: str, **wishes: Any) -> None:

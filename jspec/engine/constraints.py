@@ -4,8 +4,10 @@ The target's law is masked at every place of a draft by what may follow there, s
 constrained model, however far and by whom it was drafted.
 """
 
+import functools
 import itertools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +20,9 @@ from jspec.state import DecodeState, RequestParams
 from jspec.types import Draft
 
 _LOG = logging.getLogger("jspec")
+# Those of all engines by numbers of this process: compiled programs, which engines share, find them here.
+_asked: "weakref.WeakValueDictionary[int, _Followed]" = weakref.WeakValueDictionary()
+_process_numbers = itertools.count(1)
 
 
 class Matcher(Protocol):
@@ -37,10 +42,12 @@ class Matcher(Protocol):
 
 
 class _Followed:
-    """A matcher, how many new tokens it has consumed, and what has gone wrong with it."""
+    """A matcher, its number in the process, how many new tokens it has consumed, and what has gone wrong with it."""
 
     def __init__(self, matcher: Matcher, vocab_size: int):
         self.matcher, self.vocab_size, self.consumed, self.error = matcher, vocab_size, 0, ""
+        self.number = next(_process_numbers)
+        _asked[self.number] = self
 
     def bits(self, new: list[int], drafted: list[int], parents: list[int], size: int) -> np.ndarray:
         """What may follow the text, of these `new` tokens, and behind it every node of a draft."""
@@ -66,17 +73,18 @@ class _Followed:
 
 
 class Constraints:
-    """Those of running requests, by number. A row carries its own to the device, for slots change hands meanwhile."""
+    """Those of an engine's running requests, by numbers of its own."""
 
     def __init__(self, vocab_size: int):
-        self._size, self._vocab_size = -(-vocab_size // 32), vocab_size
+        self._vocab_size = vocab_size
         self._followed: dict[int, _Followed] = {}
         self._numbers = itertools.count(1)
 
     def add(self, make: Callable[[], Matcher]) -> int:
         """Follow another text; its number."""
-        number = next(self._numbers)
-        self._followed[number] = _Followed(make(), self._vocab_size)
+        followed = _Followed(make(), self._vocab_size)
+        number = next(self._numbers)  # of those that could be made, as a journal has them
+        self._followed[number] = followed
         return number
 
     def drop(self, number: int) -> None:
@@ -91,35 +99,41 @@ class Constraints:
         """What has gone wrong with one; of 0, which is none, nothing."""
         return self._followed[number].error if number else ""
 
-    def allowed(self, params: RequestParams, state: DecodeState, draft: Draft) -> Array:
-        """``bool[B, N + 1, V]``: which tokens may follow the text of each row, and each guess."""
-        batch, nodes = state.lengths.shape[0], draft.tokens.shape[1] + 1
-        shape = jax.ShapeDtypeStruct((batch, nodes, self._size), jnp.uint32)
-        numbers = jnp.where(state.done, 0, params.constraints)
-        parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, nodes - 1))
+    def in_process(self, number: int) -> int:
+        """The number by which programs ask for one, which a row carries, for slots change hands; 0 is none."""
+        return self._followed[number].number if number else 0
 
-        def asked() -> Array:
-            return jax.pure_callback(self._bits, shape, numbers, params.prompt_lengths, state.lengths, state.tokens,
-                                     draft.tokens, parents)  # fmt: skip
 
-        def anything() -> Array:
-            return jnp.full(shape.shape, 0xFFFFFFFF, jnp.uint32)
+def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_size: int) -> Array:
+    """``bool[B, N + 1, V]``: which tokens may follow the text of each row, and each guess."""
+    batch, nodes, size = state.lengths.shape[0], draft.tokens.shape[1] + 1, -(-vocab_size // 32)
+    shape = jax.ShapeDtypeStruct((batch, nodes, size), jnp.uint32)
+    numbers = jnp.where(state.done, 0, params.constraints)
+    parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, nodes - 1))
 
-        bits = lax.cond(numbers.any(), asked, anything)
-        each = bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-        return each.reshape(batch, nodes, -1)[..., : self._vocab_size] != 0
+    def asked() -> Array:
+        return jax.pure_callback(functools.partial(_bits, size), shape, numbers, params.prompt_lengths, state.lengths,
+                                 state.tokens, draft.tokens, parents)  # fmt: skip
 
-    def _bits(self, *arrays: Any) -> np.ndarray:
-        numbers, starts, ends, tokens, drafted, parents = map(np.asarray, arrays)
-        found = np.full((len(numbers), drafted.shape[1] + 1, self._size), 0xFFFFFFFF, np.uint32)
-        for row in np.flatnonzero(numbers):
-            followed = self._followed.get(int(numbers[row]))
-            if followed is None or followed.error:
-                continue  # it has been cancelled, or ends with its error
-            try:
-                new = tokens[row, starts[row] : ends[row]].tolist()
-                found[row] = followed.bits(new, drafted[row].tolist(), parents[row].tolist(), self._size)
-            except Exception as error:
-                _LOG.exception("A constraint has failed; its request ends.")
-                followed.error = f"The constraint has failed: {type(error).__name__}: {error}"
-        return found
+    def anything() -> Array:
+        return jnp.full(shape.shape, 0xFFFFFFFF, jnp.uint32)
+
+    bits = lax.cond(numbers.any(), asked, anything)
+    each = bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return each.reshape(batch, nodes, -1)[..., :vocab_size] != 0
+
+
+def _bits(size: int, *arrays: Any) -> np.ndarray:
+    numbers, starts, ends, tokens, drafted, parents = map(np.asarray, arrays)
+    found = np.full((len(numbers), drafted.shape[1] + 1, size), 0xFFFFFFFF, np.uint32)
+    for row in np.flatnonzero(numbers):
+        followed = _asked.get(int(numbers[row]))
+        if followed is None or followed.error:
+            continue  # it has been cancelled, or ends with its error
+        try:
+            new = tokens[row, starts[row] : ends[row]].tolist()
+            found[row] = followed.bits(new, drafted[row].tolist(), parents[row].tolist(), size)
+        except Exception as error:
+            _LOG.exception("A constraint has failed; its request ends.")
+            followed.error = f"The constraint has failed: {type(error).__name__}: {error}"
+    return found

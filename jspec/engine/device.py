@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,13 +12,19 @@ import numpy as np
 from jspec.acceptance.base import Rule
 from jspec.drafters.base import own_tree
 from jspec.engine import programs
-from jspec.engine.constraints import Constraints, Matcher
+from jspec.engine.constraints import Constraints, Matcher, allowed
 from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.slots import Sizes, empty_slots, take
 from jspec.state import RequestParams
 
 Number = np.int32
 Key = tuple[Any, ...]  # a program by name, and by what is fixed in it
+
+
+@functools.lru_cache(maxsize=8)
+def _programs(structure: Any, shapes: Any, rule: Rule, sizes: Sizes) -> dict[Key, Any]:
+    """The compiled ones of all engines with such models, rule and sizes."""
+    return {}
 
 
 class Device:
@@ -34,15 +40,16 @@ class Device:
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
-        self.constraints = Constraints(target.config.vocab_size)
+        self._vocab_size = target.config.vocab_size
+        self.constraints = Constraints(self._vocab_size)
         self.drafts_trees = own_tree(drafter) is not None
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
         # Flat, for models are deep and every call would take them apart.
         self._weights, self._structure = jax.tree.flatten((target, drafter))
-        self._empty = jax.jit(lambda weights: empty_slots(*self._models(weights), sizes))
+        shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
+        self._programs = _programs(self._structure, shapes, rule, sizes)
         self._slots: Any = None
         self.reset()
-        self._programs: dict[Key, Any] = {}
 
     def reset(self) -> None:
         """Empty slots: after a call that has failed what it was given is gone."""
@@ -61,7 +68,7 @@ class Device:
 
     def seat(self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: int = 0) -> None:
         """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`."""
-        self._do("seat", slot, dataclasses.replace(row, constraints=np.full(1, constraint, np.int32)), given, kept)
+        self._do("seat", slot, row, given, kept, constraint)
 
     def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
         """Read the next piece of what was given, of which `start` tokens are read."""
@@ -73,6 +80,20 @@ class Device:
         count = min(chunk, len(text) - 1 - begin)
         scores = self._do("read", slot, piece, begin, count, scored)
         return Piece(begin, count, scores)
+
+    def read_several(self, texts: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Piece]:
+        """`read` pieces of the least size in some slots at once: by slot what was given, and how much of it is read."""
+        chunk, count = self.sizes.chunks[0], self.sizes.slots
+        pieces, (starts, counts) = np.zeros((count, chunk + 1), np.int32), np.zeros((2, count), np.int32)
+        found: dict[int, Piece] = {}
+        for slot, (text, start) in texts.items():
+            part = text[start : start + chunk + 1]
+            pieces[slot, : len(part)] = part
+            found[slot] = Piece(start, min(chunk, len(text) - 1 - start), None)
+            starts[slot], counts[slot] = found[slot].start, found[slot].count
+        which = np.resize(np.array([*texts], np.int32), count)
+        self._do("read_several", pieces, starts, counts, which, len(texts))
+        return found
 
     def tolerated(self, num_draft_tokens: int) -> int:
         """By how many tokens the drafter may be behind, to be asked for so many."""
@@ -108,7 +129,7 @@ class Device:
     def _reset(self) -> None:
         self.constraints.clear()
         self._slots = None  # the old ones first, for there may not be room for both
-        self._slots = self._empty(self._weights)
+        self._slots = self._program("empty")(self._weights)
 
     def _constrain(self, make: Callable[[], Matcher]) -> int:
         return self.constraints.add(make)
@@ -116,14 +137,21 @@ class Device:
     def _release(self, number: int) -> None:
         self.constraints.drop(number)
 
-    def _seat(self, slot: int, row: RequestParams, given: int, kept: int) -> None:
+    def _seat(self, slot: int, row: RequestParams, given: int, kept: int, constraint: int) -> None:
         numbers = Number(given), Number(kept)
+        row = dataclasses.replace(row, constraints=np.full(1, self.constraints.in_process(constraint), np.int32))
         self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, *numbers)
 
     def _read(self, slot: int, piece: Any, start: int, count: int, scored: bool) -> Scores | None:
-        program, numbers = self._program("read", piece.shape[1] - 1, scored), (Number(start), Number(count))
-        self._slots, scores = program(self._weights, self._slots, Number(slot), piece, *numbers)
-        return scores
+        chunk, numbers = piece.shape[1] - 1, [Number(slot), piece, Number(start), Number(count)]
+        if chunk == self.sizes.chunks[0]:
+            numbers.append(np.bool_(scored))
+        self._slots, scores = self._program("read", chunk)(self._weights, self._slots, *numbers)
+        return scores if scored else None
+
+    def _read_several(self, pieces: Any, starts: Any, counts: Any, which: Any, number: int) -> None:
+        program = self._program("read several")
+        self._slots = program(self._weights, self._slots, pieces, starts, counts, which, Number(number))
 
     def _follow(self, slot: int, pieces: int) -> None:
         self._slots = self._program("follow")(self._weights, self._slots, Number(slot), Number(pieces))
@@ -147,9 +175,10 @@ class Device:
 
     def _keys(self) -> list[Key]:
         plays = [("play", k, is_lean) for is_lean in (True, False) for k in self.sizes.lengths(is_lean)]
-        reads = [("read", chunk, False) for chunk in self.sizes.chunks]
+        reads = [("read", chunk) for chunk in self.sizes.chunks]
+        several = [("read several",)] if self.sizes.slots > 1 else []
         follows = [("follow",)] if self.lags else []
-        return [("seat",), *reads, ("read", self.sizes.chunks[0], True), *follows, *plays]
+        return [("seat",), *reads, *several, *follows, *plays]
 
     def _program(self, *key: Any) -> Any:
         if key not in self._programs:
@@ -157,7 +186,9 @@ class Device:
         return self._programs[key]
 
     def _lowered(self, key: Key) -> Any:
-        """A program of flat weights, slots, which it may reuse, and what else it takes."""
+        """A program of flat weights, slots, which it may reuse, and what else it takes; or the one that makes slots."""
+        if key == ("empty",):
+            return jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes)).lower(self._weights)
         function, shapes = self._function(*key)
 
         def program(weights: Any, slots: Any, *others: Any) -> Any:
@@ -171,12 +202,18 @@ class Device:
         if name == "seat":
             return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one, one)
         if name == "read":
-            read = functools.partial(programs.read, num_top=sizes.top_logprobs if options[1] else -1)
-            return read, (one, jax.ShapeDtypeStruct((1, options[0] + 1), np.int32), one, one)
+            piece = jax.ShapeDtypeStruct((1, options[0] + 1), np.int32)
+            if options[0] > sizes.chunks[0]:
+                return programs.read, (one, piece, one, one)
+            return functools.partial(programs.read, num_top=sizes.top_logprobs), (one, piece, one, one, np.bool_(False))
+        if name == "read several":
+            row = jax.ShapeDtypeStruct((sizes.slots,), np.int32)
+            pieces = jax.ShapeDtypeStruct((sizes.slots, sizes.chunks[0] + 1), np.int32)
+            return programs.read_several, (pieces, row, row, row, one)
         if name == "follow":
             return functools.partial(programs.follow, chunk=sizes.chunks[0]), (one, one)
         how = dict(zip(("num_draft_tokens", "is_lean"), options, strict=True))
         if not how["is_lean"]:
-            how |= {"num_top": sizes.top_logprobs, "constrain": self.constraints.allowed}
+            how |= {"num_top": sizes.top_logprobs, "constrain": functools.partial(allowed, vocab_size=self._vocab_size)}
         play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
         return play, (jax.ShapeDtypeStruct((sizes.slots,), bool), one)

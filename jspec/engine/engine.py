@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Literal, Self
 
 import jax
@@ -191,6 +191,33 @@ class Engine:
         finally:
             if tenant.result.finish_reason is None:
                 self.cancel(tenant)
+
+    def here(self, request: Request) -> Iterator[Result]:
+        """The same as `stream`, decoded in this thread while it is asked for more; of an engine that is not running.
+
+        Raises:
+            RuntimeError: it runs.
+            ValueError, TypeError: something about the request cannot be.
+        """
+        if self._thread is not None:
+            raise RuntimeError("The engine runs in a thread of its own; use its `stream`, or do without `with`.")
+        return self._here(self._tenant(request, lambda _: None))
+
+    def _here(self, tenant: Tenant) -> Iterator[Result]:
+        result, told = tenant.result, 0
+        self._loop.submit(tenant)
+        try:
+            while True:
+                while result.finish_reason is None and len(result.tokens) == told:
+                    self._loop.turn()
+                told, is_last = len(result.tokens), result.finish_reason is not None
+                yield result
+                if is_last:
+                    return
+        finally:
+            if result.finish_reason is None:
+                tenant.cancelled = True
+                self._loop.turn()
 
     def _tenant(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
         self._check(request)

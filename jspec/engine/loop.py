@@ -124,19 +124,30 @@ class Loop:
 
     def _read(self) -> None:
         """Texts, a piece of each in turn, and what drafters are behind; as far as others should wait for it."""
-        budget, reading = self._read_tokens, deque(self._scheduler.reading())
+        budget = self._read_tokens - self._read_several()
+        reading = deque(self._scheduler.reading())
         while reading and budget > 0:
             slot, tenant = reading.popleft()
             budget -= self._device.chunk(len(tenant.given) - tenant.read, tenant.request.prompt_logprobs)
             self._reads = True
-            piece = self._device.read(slot, tenant.given, tenant.read, tenant.request.prompt_logprobs)
-            tenant.read, tenant.pieces = piece.end, tenant.pieces + 1
-            if piece.scores is not None:
-                tenant.scored.append(piece)
+            tenant.has_read(self._device.read(slot, tenant.given, tenant.read, tenant.request.prompt_logprobs))
             if not tenant.is_written:
                 reading.append((slot, tenant))
         if reading and not self._scheduler.writing():
             self._device.wait()  # nothing else does, and new requests should not find all of a long text before them
+
+    def _read_several(self) -> int:
+        """What is left of the texts of many slots at once, where little is: how many tokens that costs."""
+        least, count = self._sizes.chunks[0], self._sizes.slots
+        short = {slot: tenant for slot, tenant in self._scheduler.reading()
+                 if len(tenant.given) - 1 - tenant.read <= least and not tenant.request.prompt_logprobs}  # fmt: skip
+        if len(short) < max(2, count // 2):  # a pass over all costs as much as so many
+            return 0
+        found = self._device.read_several({slot: (tenant.given, tenant.read) for slot, tenant in short.items()})
+        for slot, piece in found.items():
+            short[slot].has_read(piece)
+        self._reads = True
+        return least * count
 
     def _follow(self, writing: dict[int, Tenant], num_draft_tokens: int) -> None:
         """Those first whose drafter is soonest ready."""

@@ -35,7 +35,16 @@ def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParam
 
 
 def read(
-    target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array, *, num_top: int = -1
+    target: Any,
+    drafter: Any,
+    slots: Slots,
+    slot: Array,
+    piece: Array,
+    start: Array,
+    count: Array,
+    scored: Array | None = None,
+    *,
+    num_top: int = -1,
 ) -> tuple[Slots, Scores | None]:
     """Read a piece of a text that was given; with the last of it the request begins to write.
 
@@ -43,11 +52,52 @@ def read(
         piece: ``int32[1, C + 1]``, tokens from position `start` on and the one behind them, then anything.
         start: no more than has been read, and T - C.
         count: how many tokens to read, in 0 .. C; not the text's last one, which the first round reads.
+        scored: whether to tell scores; without, of a program that tells some, they are zeros.
         num_top: of how many of the likeliest tokens to tell in the scores; -1 for no scores.
     """
+    features = features_of(drafter)
+    told, hidden, row = _read(target, features, piece[:, :-1], take(slots.state.cache, slot), start[None])
+    cache = put(slots.state.cache, row, slot)
+    slots = _with_read(target, drafter, _with_cache(slots, cache), slot, piece, start, count, told)
+    return slots, None if scored is None else _scores(target, hidden, piece, scored, num_top)
+
+
+def read_several(
+    target: Any, drafter: Any, slots: Slots, pieces: Array, starts: Array, counts: Array, which: Array, number: Array
+) -> Slots:
+    """`read` of several slots in one pass over all of them.
+
+    What becomes of the others' caches lies behind their texts, where there is room for a piece.
+
+    Args:
+        pieces: ``int32[S, C + 1]``, as there, of each slot.
+        starts, counts: ``int32[S]``, the same.
+        which: ``int32[S]``, the slots that are read, first.
+        number: how many those are.
+    """
+    state, features = slots.state, features_of(drafter)
+    reads = jnp.zeros(starts.shape, bool).at[which].max(jnp.arange(which.size) < number)
+    at = jnp.where(reads, starts, state.lengths - 1)
+    told, _, cache = _read(target, features, pieces[:, :-1], state.cache, at)
+
+    def one(i: Array, slots: Slots) -> Slots:
+        slot = which[i]
+        its = None if told is None else take(told, slot)
+        return _with_read(target, drafter, slots, slot, take(pieces, slot), starts[slot], counts[slot], its)
+
+    return cast(Slots, lax.fori_loop(0, number, one, _with_cache(slots, cache)))
+
+
+def _with_cache(slots: Slots, cache: Any) -> Slots:
+    return dataclasses.replace(slots, state=dataclasses.replace(slots.state, cache=cache))
+
+
+def _with_read(
+    target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array, told: Any
+) -> Slots:
+    """The slots after the target has read a piece; its states were `told`, if the drafter asks for them."""
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
-    told, hidden, row = _read(target, features, piece[:, :-1], take(state.cache, slot), at)
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
     begins = end == slots.given[slot]
     drafter_state = state.drafter
@@ -65,20 +115,26 @@ def read(
         tokens=tokens,
         lengths=state.lengths.at[slot].set(end),
         done=state.done.at[slot].set(~begins),
-        cache=put(state.cache, row, slot),
         drafter=drafter_state,
         token_counts=put(state.token_counts, counts, slot),
     )
-    return dataclasses.replace(slots, state=state), _scores(target, hidden, piece, num_top)
+    return dataclasses.replace(slots, state=state)
 
 
-def _scores(target: Any, hidden: Array, piece: Array, num_top: int) -> Scores | None:
-    """What the target made of a piece behind its first token."""
-    if num_top < 0:
-        return None
-    logits = target.logits(hidden)
-    ids, tops = top_logprobs(logits, num_top)
-    return Scores(raw_logprobs(logits, piece[:, 1:])[0], ids[0], tops[0])
+def _scores(target: Any, hidden: Array, piece: Array, scored: Array, num_top: int) -> Scores:
+    """What the target made of a piece behind its first token, if it is to be told."""
+
+    def told() -> Scores:
+        logits = target.logits(hidden)
+        ids, tops = top_logprobs(logits, num_top)
+        return Scores(raw_logprobs(logits, piece[:, 1:])[0], ids[0], tops[0])
+
+    def nothing() -> Scores:
+        count = piece.shape[1] - 1
+        tops = jnp.zeros((count, num_top), jnp.float32)
+        return Scores(jnp.zeros(count, jnp.float32), tops.astype(jnp.int32), tops)
+
+    return cast(Scores, lax.cond(scored, told, nothing))
 
 
 def _counted(row: Array, prompt_length: Array, length: Array, vocab_size: int) -> TokenCounts:

@@ -49,6 +49,12 @@ class Tenant:
         """All of it so far."""
         return (*self.request.tokens, *self.result.tokens)
 
+    def has_read(self, piece: Piece) -> None:
+        """The device has been told to read it."""
+        self.read, self.pieces = piece.end, self.pieces + 1
+        if piece.scores is not None:
+            self.scored.append(piece)
+
     @property
     def is_written(self) -> bool:
         """Whether it is past reading, so that rounds go on with it."""

@@ -53,9 +53,12 @@ class Sizes:
         return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM, second))
 
     def positions(self, drafter: Any) -> int:
-        """T, of a slot's cache: the longest text and what a round may write behind it; no less than a chunk."""
+        """T, of a slot's cache: the longest text and what is written behind it; no less than a chunk.
+
+        That is a round's draft, or a piece of nothing while others are read.
+        """
         behind = tree_of(drafter, self.num_draft_tokens[-1]).size + 1 if drafter is not None else 1
-        return whole_tiles(max(self.length + behind, self.chunks[-1]))
+        return whole_tiles(max(self.length + max(behind, self.chunks[0]), self.chunks[-1]))
 
 
 @pytree

@@ -6,7 +6,7 @@ from jspec.engine import Request, Result
 from jspec.engine.scheduler import Tenant
 from jspec.serve.asked import Asked, Served
 from jspec.serve.figures import Figures
-from jspec.serve.text import Writer
+from jspec.writer import Writer
 
 
 class Choice:

@@ -1,0 +1,179 @@
+"""`jspec chat`: a conversation on the terminal."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jspec.cli import interrupts
+from jspec.cli import options as o
+from jspec.cli.engines import engine_of
+from jspec.cli.shared import UsageError, check_text, option, prepare_environment, status_line
+from jspec.cli.sources import sources
+
+if TYPE_CHECKING:
+    from jspec.completion import Completion
+
+_USUAL = "smollm2"
+
+
+def chat(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET", help="Path, name or hub id [default: smollm2 if it is here, or the bundled]."),
+    ] = None,
+    draft: o.Draft = None,
+    plain: o.Plain = False,
+    dtype: o.Dtype = None,
+    quantize: o.Quantize = None,
+    system: Annotated[str | None, option("--system", "TEXT", "A message of the system's, first.")] = None,
+    temperature: o.Temperature = 1.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    seed: o.Seed = 0,
+    max_new_tokens: Annotated[
+        int, option("--max-new-tokens -n", "N", "Limit for each answer.", min=1, max=2**31 - 1)
+    ] = 512,
+    num_draft_tokens: Annotated[
+        Any,
+        option(
+            "--num-draft-tokens",
+            "N",
+            "Tokens guessed a round; auto: as many as pay.",
+            parser=o.length,
+            show_default="4",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        option("--max-length", "N", "Longest conversation.", min=2, show_default="1024, or what the models know"),
+    ] = None,
+) -> None:
+    """Talk with a model: every line is a message, and its answer is shown as it is decoded.
+
+    Ctrl-C stops an answer. Between answers it ends the conversation, as Ctrl-D does.
+
+    Answers go to standard output, on a terminal in colours that show where every token came from; figures go to
+    standard error. With the same --seed the same messages get the same answers, whatever the draft.
+    """
+    if top_p == 0:
+        raise UsageError("--top-p must be above 0; 1 is off.")
+    if system is not None:
+        check_text(system, "--system")
+    where = sources(_target(target), draft, plain)
+    if num_draft_tokens is not None and not where.drafts:
+        raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
+    prepare_environment()
+    with status_line() as say:
+        from jspec.completion import usual
+
+        far = usual if num_draft_tokens is None else lambda _: num_draft_tokens
+        engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
+        if tokenizer.chat_template is None and system is not None:
+            raise UsageError("--system is for a model with a chat template, and this one has none; leave it out.")
+        say("Compiling, which is kept for the next time")
+        engine.device.compile()
+    from jspec.sampling import SamplingParams
+
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system))
+
+
+def _target(target: str | None) -> str | None:
+    """What is talked with where nothing was said: a model that is here and answers."""
+    from convert import names
+
+    if target is None and names.find(_USUAL) is not None:
+        return _USUAL
+    if target is None:
+        typer.echo("The bundled pair continues Python source and answers nothing. A small model that does: "
+                   f"{names.MODELS[_USUAL].command}", err=True)  # fmt: skip
+    return target
+
+
+class Conversation:
+    """What was said, and the engine that has read it and reads on from there.
+
+    Without a chat template it is one text, of which every message is the next line.
+    """
+
+    def __init__(self, engine: Any, tokenizer: Any, sampling: Any, seed: int, max_new_tokens: int, system: str | None):
+        self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
+        self._most, self._text, self._turns = max_new_tokens, "", 0
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, message: str) -> Generator["Completion"]:
+        """Parts of the answer, with which the conversation goes on, be it cut off.
+
+        Raises:
+            UsageError: the message does not fit any more; it was not said.
+        """
+        from jspec.completion import prepare
+        from jspec.engine import Request
+        from jspec.streaming import parts
+        from jspec.text import request_keys
+
+        said = [*self._messages, {"role": "user", "content": message}]
+        text = self._text + message
+        task = prepare(self._tokenizer, [text if self._tokenizer.chat_template is None else said])
+        target, longest = self._engine.device.target, self._engine.device.sizes.length
+        ids = tuple(task.batch.tokens[0, : int(task.batch.lengths[0])].tolist())
+        if len(ids) >= longest:
+            raise UsageError(f"That makes {len(ids)} tokens, and a conversation has at most {longest}; be shorter, "
+                             "begin another, or give a larger --max-length.")  # fmt: skip
+        key, self._turns = request_keys(self._seed, self._turns + 1)[self._turns], self._turns + 1
+        request = Request(ids, min(self._most, longest - len(ids)), self._sampling, key, task.ends(target))
+        answer = ""
+        try:
+            for part in parts(target, task, request, self._engine.here(request)):
+                answer += part.text
+                yield part
+        finally:
+            self._messages, self._text = [*said, {"role": "assistant", "content": answer}], f"{text}{answer}\n"
+
+
+def _talk(conversation: Conversation) -> None:
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            typer.echo("> ", nl=False, err=True)
+        try:
+            line = sys.stdin.readline()  # not `input`, whose editing of lines leaves the terminal changed at an end
+            if not line:
+                return typer.echo("", err=True) if asks else None
+            if line.strip():
+                check_text(line, "The message")
+                _show(conversation.answer(line.rstrip("\n")))
+        except UnicodeDecodeError as error:
+            raise UsageError(f"The message is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
+        except UsageError as error:
+            if not asks:
+                raise
+            typer.echo(str(error), err=True)
+
+
+def _show(answer: Generator["Completion"]) -> None:
+    """Parts as they come, until Ctrl-C; then the figures."""
+    from rich.console import Console
+
+    from jspec import report
+
+    screen, figures = Console(highlight=False), Console(stderr=True, highlight=False)
+    coloured, part, began = screen.is_terminal and screen.color_system is not None, None, time.perf_counter()
+    with interrupts.heard() as stopped:
+        for part in answer:
+            if coloured:
+                screen.print(report.by_origin(part), end="", soft_wrap=True)
+            else:
+                typer.echo(report.visible(part.text) if screen.is_terminal else part.text, nl=False)
+            if stopped.is_set() and part.finish_reason is None:
+                part = dataclasses.replace(part, finish_reason="stopped")
+                break
+    answer.close()
+    typer.echo("")
+    if part is not None:
+        figures.print(report.sentence(part, time.perf_counter() - began), end="\n\n", style="dim", soft_wrap=True)

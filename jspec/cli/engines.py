@@ -1,0 +1,53 @@
+"""The engine that a command asks for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jspec.cli.shared import UsageError
+from jspec.cli.sources import Sources
+
+_USUAL_LENGTH = 1024
+
+
+def engine_of(
+    where: Sources,
+    say: Callable[[str], None],
+    dtype: Any,
+    quantize: Any,
+    far: Callable[[Any], Any],
+    max_length: int | None,
+    **wishes: Any,
+) -> tuple[Any, Any]:
+    """An engine that is not started, and its target's tokenizer.
+
+    Args:
+        far: how many tokens to draft with a drafter.
+        max_length: None for the usual, or what the models know.
+    """
+    from jspec.completion import positions
+    from jspec.engine import Engine
+
+    say("Loading")
+    with _mistakes():
+        tokenizer = where.tokenizer()
+        target, drafter = where.load(dtype, quantize)
+        known = positions(target, drafter)
+        if max_length is not None and max_length > known:
+            raise UsageError(f"--max-length {max_length} is more than the {known} positions that the models know.")
+        if drafter is not None:
+            wishes["num_draft_tokens"] = far(drafter)
+        return Engine(target, drafter, max_length=max_length or min(_USUAL_LENGTH, known), **wishes), tokenizer
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Models that do not go together are a mistake in the options; files that cannot be read are none."""
+    from convert import CheckpointError
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UsageError(" ".join(str(error).split())) from error

@@ -1,0 +1,100 @@
+"""`stream`: one prompt's text as it is decoded."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jspec.completion import Completion, Task, positions, prepare, statistics, usual
+from jspec.engine import Engine, Request, Result
+from jspec.prompts import room
+from jspec.sampling import SamplingParams
+from jspec.text import request_keys
+from jspec.types import check_count
+from jspec.writer import Writer
+
+
+def stream(
+    target: Any,
+    draft: Any,
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    max_new_tokens: int = 128,
+    num_draft_tokens: Any = None,
+    sampling: SamplingParams = SamplingParams(),
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+) -> Iterator[Completion]:
+    """Continue a text, or answer a conversation, and give what is new whenever there is some.
+
+    The text is that of `complete` without a draft and with the same seed, whatever the draft, which the rule "coupled"
+    judges. A few rounds are decoded whenever the next part is asked for; who asks no more leaves the rest undone.
+
+    Args:
+        target, draft, tokenizer, max_new_tokens, sampling, seed, stop: as for `complete`.
+        prompt: one, as there.
+        num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`; by default 4.
+
+    Yields:
+        For each part a `Completion` with its pieces, tokens, log-probabilities and origins, and the statistics of all
+        so far. The `finish_reason` is None but in the last, which may be without tokens.
+
+    Raises:
+        ValueError, TypeError: as `complete`; before anything is decoded.
+        RuntimeError: the device has failed.
+    """
+    check_count("max_new_tokens", max_new_tokens)
+    task = prepare(tokenizer, [prompt], stop)
+    ids = tuple(task.batch.tokens[0, : int(task.batch.lengths[0])].tolist())
+    known = positions(target, draft)
+    size = room(max_new_tokens, task.batch, known)
+    if draft is None and num_draft_tokens is not None:
+        raise ValueError("num_draft_tokens is for drafting, and draft is None; leave it out.")
+    how = {} if draft is None else {"num_draft_tokens": usual(draft) if num_draft_tokens is None else num_draft_tokens}
+    # One slot; of few lengths, so that another prompt finds the programs compiled.
+    engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
+    request = Request(ids, max_new_tokens, sampling, request_keys(seed, 1)[0], task.ends(target))
+    return parts(target, task, request, engine.here(request))
+
+
+def parts(target: Any, task: Task, request: Request, results: Iterator[Result]) -> Iterator[Completion]:
+    """What is new of the only prompt of a task, whenever there is more of its result."""
+    writer, sent = Writer(task.tokenizer, request.tokens, task.stop), 0
+    for result in results:
+        for token in result.tokens[len(writer.pieces) :]:
+            writer.add(token)
+            if writer.stopped is not None:
+                break
+        if result.finish_reason == "error":
+            raise RuntimeError(result.error)
+        is_last = writer.stopped is not None or result.finish_reason is not None
+        if is_last:
+            writer.end()
+        ends = [*writer.starts[1:], len(writer.text)]
+        known = len(ends) if is_last else sum(end <= writer.shown for end in ends)
+        if known > sent:
+            pieces = [writer.text[start:end] for start, end in zip(writer.starts, ends, strict=True)][sent:known]
+            reason = task.reason(target, writer.stopped, result.tokens[known - 1]) if is_last else None
+            yield _part(task, result, slice(sent, known), pieces, reason)
+            sent = known
+        if is_last:
+            return
+
+
+def _part(task: Task, result: Result, new: slice, pieces: list[str], reason: str | None) -> Completion:
+    longest = max(result.drafted, default=0)
+    return Completion(
+        prompt=task.prompts[0],
+        pieces=pieces,
+        tokens=result.tokens[new],
+        logprobs=result.logprobs[new],
+        origins=result.origins[new],
+        finish_reason=reason,
+        stats=statistics(
+            len(result.drafted),
+            sum(result.drafted),
+            sum(result.judged),
+            sum(result.accepted),
+            [sum(number > i for number in result.accepted) for i in range(longest)],
+            result.origins,
+        ),
+    )
