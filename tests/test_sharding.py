@@ -26,8 +26,8 @@ REFUSED = {
     "no such axis": "ValueError: The mesh has the axes ('data', 'model') and none named 'tensor'",
     "no sharding": "TypeError: sharding must be a jax.sharding.Sharding, or a function",
     "gives none": "TypeError: sharding must give a jax.sharding.Sharding for every weight",
-    "rank": "ValueError: layers.0.input_layernorm.weight has shape (128,), which",
-    "uneven": "ValueError: embed_tokens.weight has shape (128, 2048), which",
+    "rank": "ValueError: layers.0.input_layernorm.weight has shape (256,), which",
+    "uneven": "ValueError: embed_tokens.weight has shape (256, 2048), which",
     "part of a mesh": "ValueError: jax.shard_map over ('data',) leaves the axes ('model',) to XLA",
 }
 
