@@ -63,6 +63,11 @@ class Task:
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens of the first prompt."""
+        return tuple(self.batch.tokens[0, : self.batch.lengths[0]].tolist())
+
     def ends(self, target: Any) -> tuple[int, ...]:
         """The ids that end a text."""
         possible = {i for i in self.stop_ids if i < target.config.vocab_size}

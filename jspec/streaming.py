@@ -1,5 +1,6 @@
 """`stream`: one prompt's text as it is decoded."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def stream(
 
     Yields:
         For each part a `Completion` with its pieces, tokens, log-probabilities and origins, and the statistics of all
-        so far. The `finish_reason` is None but in the last, which may be without tokens.
+        so far. The `finish_reason` is None but in the last.
 
     Raises:
         ValueError, TypeError: as `complete`; before anything is decoded.
@@ -44,7 +45,6 @@ def stream(
     """
     check_count("max_new_tokens", max_new_tokens)
     task = prepare(tokenizer, [prompt], stop)
-    ids = tuple(task.batch.tokens[0, : int(task.batch.lengths[0])].tolist())
     known = positions(target, draft)
     size = room(max_new_tokens, task.batch, known)
     if draft is None and num_draft_tokens is not None:
@@ -52,7 +52,7 @@ def stream(
     how = {} if draft is None else {"num_draft_tokens": usual(draft) if num_draft_tokens is None else num_draft_tokens}
     # One slot; of few lengths, so that another prompt finds the programs compiled.
     engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
-    request = Request(ids, max_new_tokens, sampling, request_keys(seed, 1)[0], task.ends(target))
+    request = Request(task.ids, max_new_tokens, sampling, request_keys(seed, 1)[0], task.ends(target))
     return parts(target, task, request, engine.here(request))
 
 
@@ -69,10 +69,9 @@ def parts(target: Any, task: Task, request: Request, results: Iterator[Result]) 
         is_last = writer.stopped is not None or result.finish_reason is not None
         if is_last:
             writer.end()
-        ends = [*writer.starts[1:], len(writer.text)]
-        known = len(ends) if is_last else sum(end <= writer.shown for end in ends)
-        if known > sent:
-            pieces = [writer.text[start:end] for start, end in zip(writer.starts, ends, strict=True)][sent:known]
+        if (known := writer.settled) > sent:
+            ends = [*writer.starts[sent : known + 1], len(writer.text)]
+            pieces = [writer.text[start:end] for start, end in itertools.islice(itertools.pairwise(ends), known - sent)]
             reason = task.reason(target, writer.stopped, result.tokens[known - 1]) if is_last else None
             yield _part(task, result, slice(sent, known), pieces, reason)
             sent = known

@@ -110,8 +110,8 @@ def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
     return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
 
 
-def request_keys(seed: int, batch: int) -> "Array":
-    """Typed keys ``[batch]``. Key i depends on the seed and i alone, not on how many requests there are.
+def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
+    """Typed keys ``[batch]``, from that of request `first` on; each depends on the seed and its request's number alone.
 
     Raises:
         ValueError: the seed is no int of 32 bits.
@@ -121,7 +121,9 @@ def request_keys(seed: int, batch: int) -> "Array":
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
     # Of this kind whatever JAX's default is, so that the same seed is the same text.
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(int(seed), impl="threefry2x32"), np.arange(batch))
+    return jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(int(seed), impl="threefry2x32"), first + np.arange(batch)
+    )
 
 
 class Pieces:

@@ -1,5 +1,6 @@
 """Tokens to the text that a reader may see: no half characters, and nothing that may be the start of a stop string."""
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,13 @@ class Writer:
     def shown(self) -> int:
         """How many characters of the text cannot change any more."""
         return len(self.text) if self._ended else max(0, len(self.text) - self._held)
+
+    @property
+    def settled(self) -> int:
+        """How many of the tokens have text that cannot change any more."""
+        if self.shown == len(self.text):
+            return len(self.pieces)
+        return bisect.bisect_right(self.starts, self.shown) - 1
 
     def add(self, token: int) -> None:
         """The next one; there is none after one that has completed a stop string."""

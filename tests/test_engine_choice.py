@@ -1,6 +1,7 @@
 """How far an engine drafts: what is chosen, against the best single length, with made-up costs and drafts."""
 
 import itertools
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -15,19 +16,26 @@ LENGTHS = (0, 1, 2, 4, 8)
 class Requests:
     """Rows whose drafts are accepted by chance, at rates of their own; a call is one round."""
 
+    disturbed, by = 0.03, 4  # so many calls take so much longer, whatever they do
+
     def __init__(self, rates, costs, noise=0.05, seed=0):
         self.rates, self.true, self.noise = rates, costs, noise
-        self.rng, self.costs, self.rounds = np.random.default_rng(seed), {}, [[] for _ in rates]
+        self.rng, self.rounds = np.random.default_rng(seed), [[] for _ in rates]
+        self.pace, self.now = Pace(most=1, seconds=1.0), 0.0
+        with unittest.mock.patch("jspec.engine.pace.perf_counter", lambda: 0.0):
+            self.pace.settled(None, 1, False, True)
 
     def play(self, choice, calls):
         """Tokens and seconds of so many calls."""
         tokens, seconds = 0, 0.0
         for _ in range(calls):
             lately = [tuple(map(sum, zip((0, 0, 0), *row[-RECENT:], strict=True))) for row in self.rounds]
-            k = choice.next(LENGTHS, self.costs, lately)
+            k = choice.next(LENGTHS, self.pace.costs, lately)
             each = self.true[k] * np.exp(self.noise * self.rng.normal())
-            self.costs[k] = 0.8 * self.costs.get(k, each) + 0.2 * each
-            seconds += each
+            each *= self.by if self.rng.random() < self.disturbed else 1
+            self.now, seconds = self.now + each, seconds + each
+            with unittest.mock.patch("jspec.engine.pace.perf_counter", lambda: self.now):
+                self.pace.settled(k, 1, True, True)
             found = [self.one(rate, k) for rate in self.rates]
             for row, (accepted, judged) in zip(self.rounds, found, strict=True):
                 row.append((accepted, judged, int(k > 0)))
@@ -41,7 +49,8 @@ class Requests:
 
     def best(self):
         """Tokens a second of each length, if it is always played."""
-        return {k: sum((1 - rate ** (k + 1)) / (1 - rate) for rate in self.rates) / cost
+        slower = 1 + self.disturbed * (self.by - 1)
+        return {k: sum((1 - rate ** (k + 1)) / (1 - rate) for rate in self.rates) / cost / slower
                 for k, cost in self.true.items()}  # fmt: skip
 
 

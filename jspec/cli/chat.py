@@ -121,12 +121,12 @@ class Conversation:
         text = self._text + message
         task = prepare(self._tokenizer, [text if self._tokenizer.chat_template is None else said])
         target, longest = self._engine.device.target, self._engine.device.sizes.length
-        ids = tuple(task.batch.tokens[0, : int(task.batch.lengths[0])].tolist())
-        if len(ids) >= longest:
-            raise UsageError(f"That makes {len(ids)} tokens, and a conversation has at most {longest}; be shorter, "
-                             "begin another, or give a larger --max-length.")  # fmt: skip
-        key, self._turns = request_keys(self._seed, self._turns + 1)[self._turns], self._turns + 1
-        request = Request(ids, min(self._most, longest - len(ids)), self._sampling, key, task.ends(target))
+        room = longest - len(task.ids)
+        if room <= 0:
+            raise UsageError(f"That makes {len(task.ids)} tokens, and a conversation has at most {longest}; be "
+                             "shorter, begin another, or give a larger --max-length.")  # fmt: skip
+        (key,), self._turns = request_keys(self._seed, 1, first=self._turns), self._turns + 1
+        request = Request(task.ids, min(self._most, room), self._sampling, key, task.ends(target))
         answer = ""
         try:
             for part in parts(target, task, request, self._engine.here(request)):

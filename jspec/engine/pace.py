@@ -1,10 +1,11 @@
 """How many rounds to play a call: enough for calls to cost little, and so few that nobody waits long for the next."""
 
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from time import perf_counter
 
-_MEMORY = 0.8
+_KEPT = 9  # calls of a kind, whose median counts: one that was disturbed chooses nothing
 _PATIENCE = 8  # calls
 
 
@@ -18,6 +19,7 @@ class Pace:
     def __init__(self, most: int, seconds: float):
         self._most, self._wanted = most, seconds
         self.costs: dict[Hashable, float] = {}
+        self._readings: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._clean: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
         self._last: float | None = None
@@ -37,10 +39,10 @@ class Pace:
         """
         now = perf_counter()
         if at_once and self._last is not None and rounds and (alone or kind not in self._clean):
-            each = (now - self._last) / rounds
-            before = each if alone and kind not in self._clean else self.costs.get(kind, each)
-            self.costs[kind] = _MEMORY * before + (1 - _MEMORY) * each
-            self._tries[kind] += 1
-            if alone:
+            if alone and kind not in self._clean:
                 self._clean.add(kind)
+                self._readings[kind].clear()
+            self._readings[kind].append((now - self._last) / rounds)
+            self.costs[kind] = statistics.median(self._readings[kind])
+            self._tries[kind] += 1
         self._last = now
