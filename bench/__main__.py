@@ -266,6 +266,38 @@ def engine(
 
 
 @app.command()
+def serve(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    output: Output = None,
+    slots: Annotated[int, typer.Option("--slots", min=1)] = 8,
+    k: Annotated[str, typer.Option("--num-draft-tokens", help="As `jspec serve` takes it.")] = "auto",
+    at_once: Annotated[list[int], typer.Option("--clients", min=1, help="May be repeated.")] = [1, 2, 4, 8, 16],  # noqa: B006
+    new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    first: Annotated[float, typer.Option("--first-ms", min=1, help="A good answer's first token.")] = 500.0,
+    each: Annotated[float, typer.Option("--token-ms", min=0.1, help="Its others.")] = 50.0,
+    cost_ratio: Annotated[float, typer.Option("--cost-ratio", min=0, help="As `gap` prints it; the bundled.")] = 0.21,
+    repeats: Repeats = 3,
+) -> None:
+    """What clients of `jspec serve` wait for, and tokens a second, with the draft and without, by clients at once."""
+    from bench import serve
+
+    if target and not prompts:
+        raise typer.BadParameter("--target needs --prompts of its own, a file with one a line.")
+    traffic = serve.Traffic(serve.prompts(prompts), new_tokens, temperature, at_once, first / 1e3, each / 1e3)
+    common = [*([target] if target else []), "--slots", str(slots)]
+    drafted = ["--num-draft-tokens", k, *(["--draft", draft] if draft else [])]
+    name = "+".join(Path(part).name for part in (target or "bundled", draft) if part)
+    try:
+        serve.run(common, drafted, name, traffic, cost_ratio, repeats, output)
+    except RuntimeError as error:  # a server does not begin
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
 def waits(
     pair: Pair = "bundled",
     target: Target = None,

@@ -239,6 +239,17 @@ def engine(figure: Figure, rows: Rows) -> None:
     _finish(axes, "requests at once", "tokens a second")
 
 
+def serve(figure: Figure, rows: Rows) -> None:
+    """Of `bench.serve`: tokens a second and the slowest first tokens of every load, one line a server."""
+    for axes, value, name in zip(figure.subplots(1, 2), ("tokens/s", "TTFT p99, ms"),
+                                 ("tokens a second", "first token, p99, ms"), strict=True):  # fmt: skip
+        for server, mine in _groups(rows, "server").items():
+            axes.plot([row["load"] for row in mine], [row[value] for row in mine], "o-", label=server)
+        axes.set_ylim(bottom=0)
+        axes.tick_params("x", rotation=60)
+        _finish(axes, "", name)
+
+
 def _groups(rows: Rows, key: str) -> dict[Any, list[dict[str, Any]]]:
     """The rows of each value of `key`, in order of appearance."""
     return {value: [row for row in rows if row[key] == value] for value in dict.fromkeys(row[key] for row in rows)}
