@@ -88,7 +88,8 @@ class Host:
         lengths = self.device.sizes.num_draft_tokens
         tenants = list(self.seated)
         is_lean = call % 5 < 3
-        played = self.device.play(lengths[call % len(lengths)], 1 + call % 2, np.zeros(SLOTS, bool), is_lean)
+        stop, yields = np.zeros(SLOTS, bool), call % 3 == 1
+        played = self.device.play(lengths[call % len(lengths)], 1 + call % 2, stop, is_lean, yields)
         for (slot, new), i in zip(
             unpack(played, range(SLOTS), 0 if is_lean else self.device.sizes.top_logprobs).items(), tenants, strict=True
         ):
@@ -212,6 +213,24 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
         texts.setdefault(i, []).append(text)
     for same in texts.values():
         assert same[0] == same[1] == same[2]
+
+
+def test_a_call_that_yields_ends_when_a_row_does(models, requests):
+    """Not because of one that had ended before, and not at all where nobody waits for the slot."""
+    prompts, keys, alone = requests
+    vocab_size, found = models[0].config.vocab_size, {}
+    one = device(models, "model", slots=2, rounds=8)
+    for yields in (True, False):
+        one.reset()
+        for slot, (i, limit) in enumerate([(0, 3), (4, NEW)]):
+            asked = row(prompts[i], keys[i], vocab_size, limits=np.array([limit], np.int32))
+            one.seat(slot, asked, len(prompts[i]))
+            one.read(slot, prompts[i], 0)
+        calls = [unpack(one.play(0, 8, np.zeros(2, bool), True, yields), range(2)) for _ in range(2)]
+        found[yields] = [[len(news[slot].tokens) for slot in range(2)] for news in calls]
+        text = [token for news in calls for token in news[1].tokens]
+        assert text == alone[4].tokens[0, : len(text)].tolist()
+    assert found == {True: [[3, 3], [0, 8]], False: [[3, 8], [0, 8]]}
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,17 @@ class FakeDevice:
         assert self.moves[slot] or lag > 2
         return self.chunk(lag)
 
-    def play(self, num_draft_tokens, rounds, stop, is_lean):
+    def play(self, num_draft_tokens, rounds, stop, is_lean, yields):
         if self.fails:  # seen, as of a device, by whoever looks at what comes of it
             self.fails = False
             return Failed()
         width = num_draft_tokens + 1
         integers = np.zeros((SIZES.rounds + 1, 3, 2 * width + NUMBERS), np.int32)
         self.moves = [moves and not stopped for moves, stopped in zip(self.moves, stop, strict=True)]
+        began = list(self.moves)
         for i in range(rounds):
+            if yields and self.moves != began:
+                break
             for slot in np.flatnonzero(self.moves):
                 written = len(self.texts[slot]) - self.prompts[slot]
                 count = min(1 + (written + slot) % width, self.limits[slot] - written)

@@ -164,7 +164,7 @@ class Loop:
         if k and self._device.lags:
             self._follow(writing, k)
         rounds = self._pace.rounds((k, is_lean)) if writing else 0
-        packed = self._device.play(k, rounds, self._stop.copy(), is_lean)
+        packed = self._device.play(k, rounds, self._stop.copy(), is_lean, bool(self._scheduler.waiting))
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
         self._played.append(_Call(packed, writing, followed, k, is_lean, bool(self._played), not self._reads))

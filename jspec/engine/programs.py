@@ -221,6 +221,7 @@ def play(
     slots: Slots,
     stop: Array,
     rounds: Array,
+    yields: Array,
     *,
     rule: Rule,
     num_draft_tokens: int,
@@ -234,6 +235,7 @@ def play(
     Args:
         stop: ``bool[S]``, rows that are to end where they are.
         rounds: an int up to `most`.
+        yields: whether to play none behind one in which a row has ended, for somebody waits for its slot.
         is_lean: leave everything beside temperature out; no row that moves may ask for more.
         num_top: how many of the likeliest tokens to look for, where a row asks for some.
         constrain: as for `jspec.round.play_round`.
@@ -245,7 +247,8 @@ def play(
         transforms = lean(params.transforms), lean(params.draft_transforms)
         params, counts = dataclasses.replace(params, transforms=transforms[0], draft_transforms=transforms[1],
                                              min_tokens=None, top_logprobs=None, constraints=None), None  # fmt: skip
-    state = dataclasses.replace(slots.state, done=slots.state.done | stop, token_counts=counts)
+    idle = slots.state.done | stop
+    state = dataclasses.replace(slots.state, done=idle, token_counts=counts)
     tolerated, alone = tolerated_lag(drafter, k), is_alone(drafter)
 
     def body(loop: tuple[Array, DecodeState, Array, Packed]) -> tuple[Array, DecodeState, Array, Packed]:
@@ -259,7 +262,8 @@ def play(
         return i + 1, dataclasses.replace(after, drafts=None), known, with_round(packed, i, pack(new))
 
     def unfinished(loop: tuple[Array, DecodeState, Array, Packed]) -> Array:
-        return (loop[0] < rounds) & ~jnp.all(loop[1].done)
+        i, done = loop[0], loop[1].done
+        return (i < rounds) & ~jnp.all(done) & ~(yields & jnp.any(done & ~idle))
 
     begun = jnp.zeros((), jnp.int32), state, slots.read, empty(most, slots.read.size, k, num_top)
     _, state, known, packed = lax.while_loop(unfinished, body, begun)
