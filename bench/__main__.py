@@ -282,6 +282,9 @@ def serve(
     repeats: Repeats = 3,
 ) -> None:
     """What clients of `jspec serve` wait for, and tokens a second, with the draft and without, by clients at once."""
+    if importlib.util.find_spec("openai") is None:
+        typer.echo("The clients are OpenAI's, and openai is not installed: pip install openai", err=True)
+        raise typer.Exit(1)
     from bench import serve
 
     if target and not prompts:
@@ -289,7 +292,7 @@ def serve(
     traffic = serve.Traffic(serve.prompts(prompts), new_tokens, temperature, at_once, first / 1e3, each / 1e3)
     common = [*([target] if target else []), "--slots", str(slots)]
     drafted = ["--num-draft-tokens", k, *(["--draft", draft] if draft else [])]
-    name = "+".join(Path(part).name for part in (target or "bundled", draft) if part)
+    name = "+".join(Path(part).name for part in (target or "bundled", draft) if part) + f"-k{k}-s{slots}"
     try:
         serve.run(common, drafted, name, traffic, cost_ratio, repeats, output)
     except RuntimeError as error:  # a server does not begin

@@ -50,7 +50,7 @@ def test_every_load_is_measured_on_both_servers(pair, tmp_path):
                       "--repeats", 1, "--first-ms", 60_000, "--token-ms", 60_000)  # fmt: skip
     assert code == 0, out
     (file,) = tmp_path.glob("*.json")
-    assert file.name == "serve-mine-its-draft-t1.json" and file.with_suffix(".png").exists()
+    assert file.name == "serve-mine-its-draft-k2-s2-t1.json" and file.with_suffix(".png").exists()
     found = json.loads(file.read_text())
     rows = found["rows"]
     assert [row["server"] for row in rows] == ["plain", "with the draft"] * 5
