@@ -13,8 +13,9 @@ from jax import Array
 
 from convert.config import LlamaConfig
 from convert.eagle_config import EagleConfig, EagleOrigin
+from jspec.attention import Attention
 from jspec.cache import KVCache, empty_cache
-from jspec.layers import MLP, Attention, Embed, Linear, RMSNorm
+from jspec.layers import MLP, Embed, Linear, RMSNorm
 from jspec.rope import rope_tables
 from jspec.tree import Branches
 

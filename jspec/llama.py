@@ -10,8 +10,9 @@ from flax import nnx
 from jax import Array, lax
 
 from convert.config import LlamaConfig
+from jspec.attention import Attention
 from jspec.cache import KVCache, empty_cache
-from jspec.layers import MLP, Attention, Embed, RMSNorm, add_and_norm
+from jspec.layers import MLP, Embed, RMSNorm, add_and_norm
 from jspec.rope import rope_tables
 from jspec.tree import Branches
 

@@ -240,7 +240,7 @@ def test_a_call_that_yields_ends_when_a_row_does(models, requests):
 )
 def test_no_program_copies_a_cache(models, as_shipped, key, report):
     """Slots are donated, and what they hold stays where it is."""
-    one = device(models, "model")
+    one = device(models, "model", length=400)  # attention chooses how much it reads
     program = one._lowered(key).compile(as_shipped).as_text()
     positions, config = one.positions, models[0].config
     size = SLOTS * config.num_key_value_heads * config.head_dim * positions

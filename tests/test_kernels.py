@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspec import weights
+from jspec.attention import _attend_projected
 from jspec.cache import visible
 from jspec.kernels import choice
 from jspec.kernels.attention import decode_attention
 from jspec.kernels.norm import project_add_norm
-from jspec.layers import _attend_projected, _project_add_norm
+from jspec.layers import _project_add_norm
 
 # Batch, tokens, heads, groups, size of a head, slots, where rows start; ratios of 1, 3 and 4; 512 slots a share.
 CASES = {

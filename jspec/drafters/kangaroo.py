@@ -14,13 +14,14 @@ from convert import llama_json
 from convert.config import LlamaConfig
 from convert.fields import Fields
 from jspec.acceptance.path import at_path
+from jspec.attention import Attention
 from jspec.cache import KVCache, empty_cache, enlarged
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import Context
 from jspec.drafters.early_exit import check_layers, run_layers
 from jspec.drafters.heads import check_hidden_size
 from jspec.drafters.own_files import InOwnFiles
-from jspec.layers import Attention, RMSNorm, add_and_norm
+from jspec.layers import RMSNorm, add_and_norm
 from jspec.rope import rope_tables
 from jspec.tree import Branches, Level, Tree
 from jspec.types import Draft, Verdict, check_count, pytree
