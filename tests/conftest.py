@@ -191,6 +191,7 @@ def running(sources):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jspec.engine.device.Device.compile", lambda _: None)
+        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
         with servers.running(sources) as running:
             yield running
 

@@ -17,23 +17,28 @@ class Requests:
     """Rows whose drafts are accepted by chance, at rates of their own; a call is one round."""
 
     disturbed, by = 0.03, 4  # so many calls take so much longer, whatever they do
+    busy, more = 400, 1.6  # every so many calls the machine gets something else to do, or is done with it
 
     def __init__(self, rates, costs, noise=0.05, seed=0):
         self.rates, self.true, self.noise = rates, costs, noise
         self.rng, self.rounds = np.random.default_rng(seed), [[] for _ in rates]
-        self.pace, self.now = Pace(most=1, seconds=1.0), 0.0
+        self.pace, self.now, self.calls = Pace(most=1, seconds=1.0), 0.0, 0
         with unittest.mock.patch("jspec.engine.pace.perf_counter", lambda: 0.0):
             self.pace.settled(None, 1, False, True)
+        for k in LENGTHS * 3:  # as `rehearse` does
+            self.pace.learn(k, costs[k] * np.exp(noise * self.rng.normal()))
 
     def play(self, choice, calls):
-        """Tokens and seconds of so many calls."""
+        """Tokens of so many calls, and the seconds that they would have taken on a machine with nothing else to do."""
         tokens, seconds = 0, 0.0
         for _ in range(calls):
+            self.calls += 1
             lately = [tuple(map(sum, zip((0, 0, 0), *row[-RECENT:], strict=True))) for row in self.rounds]
-            k = choice.next(LENGTHS, self.pace.costs, lately)
+            costs = {k: cost for k, cost in self.pace.costs.items() if self.pace.knows(k)}
+            k = choice.next(LENGTHS, costs, lately)
             each = self.true[k] * np.exp(self.noise * self.rng.normal())
             each *= self.by if self.rng.random() < self.disturbed else 1
-            self.now, seconds = self.now + each, seconds + each
+            self.now, seconds = self.now + each * (self.more if self.calls // self.busy % 2 else 1), seconds + each
             with unittest.mock.patch("jspec.engine.pace.perf_counter", lambda: self.now):
                 self.pace.settled(k, 1, True, True)
             found = [self.one(rate, k) for rate in self.rates]

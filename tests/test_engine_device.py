@@ -88,7 +88,7 @@ class Host:
         lengths = self.device.sizes.num_draft_tokens
         tenants = list(self.seated)
         is_lean = call % 5 < 3
-        stop, yields = np.zeros(SLOTS, bool), call % 3 == 1
+        stop, yields = np.zeros(SLOTS, bool), np.full(SLOTS, call % 3 == 1)
         played = self.device.play(lengths[call % len(lengths)], 1 + call % 2, stop, is_lean, yields)
         for (slot, new), i in zip(
             unpack(played, range(SLOTS), 0 if is_lean else self.device.sizes.top_logprobs).items(), tenants, strict=True
@@ -216,7 +216,7 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
 
 
 def test_a_call_that_yields_ends_when_a_row_does(models, requests):
-    """Not because of one that had ended before, and not at all where nobody waits for the slot."""
+    """And the next one, which was called for before anybody knew, after a round; not where nobody waits."""
     prompts, keys, alone = requests
     vocab_size, found = models[0].config.vocab_size, {}
     one = device(models, "model", slots=2, rounds=8)
@@ -226,11 +226,12 @@ def test_a_call_that_yields_ends_when_a_row_does(models, requests):
             asked = row(prompts[i], keys[i], vocab_size, limits=np.array([limit], np.int32))
             one.seat(slot, asked, len(prompts[i]))
             one.read(slot, prompts[i], 0)
-        calls = [unpack(one.play(0, 8, np.zeros(2, bool), True, yields), range(2)) for _ in range(2)]
+        rows = np.array([yields, yields])
+        calls = [unpack(one.play(0, 8, np.zeros(2, bool), True, rows), range(2)) for _ in range(3)]
         found[yields] = [[len(news[slot].tokens) for slot in range(2)] for news in calls]
         text = [token for news in calls for token in news[1].tokens]
         assert text == alone[4].tokens[0, : len(text)].tolist()
-    assert found == {True: [[3, 3], [0, 8]], False: [[3, 8], [0, 8]]}
+    assert found == {True: [[3, 3], [0, 1], [0, 1]], False: [[3, 8], [0, 8], [0, 4]]}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.fixture(autouse=True)
 def compiled_when_met(monkeypatch):
     monkeypatch.setattr(Device, "compile", lambda _: None)
+    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
 
 
 def check_law(report, count):

@@ -84,9 +84,8 @@ class FakeDevice:
         width = num_draft_tokens + 1
         integers = np.zeros((SIZES.rounds + 1, 3, 2 * width + NUMBERS), np.int32)
         self.moves = [moves and not stopped for moves, stopped in zip(self.moves, stop, strict=True)]
-        began = list(self.moves)
         for i in range(rounds):
-            if yields and self.moves != began:
+            if i and any(ends and not moves for ends, moves in zip(yields, self.moves, strict=True)):
                 break
             for slot in np.flatnonzero(self.moves):
                 written = len(self.texts[slot]) - self.prompts[slot]

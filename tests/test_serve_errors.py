@@ -119,6 +119,7 @@ def server(sources):
     target, draft = (jspec.load(folder) for folder in sources)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "compile", lambda _: None)
+        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
         patch.setattr(Engine, "_queue", lambda *_: pytest.fail("something was computed"))
         with Engine(target, draft, **servers.OPTIONS) as engine:
             yield Server(engine, servers.tokenizer(), servers.NAME, max_waiting=servers.WAITING, max_body=2**20)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 _PRIOR = 4  # drafts that a request is taken to have had, as good as all others'
 _MEMORY = 0.99  # by call
 _MARGIN = 1.02  # by how much another length must be better
-_PERIOD, _TRIAL = 128, 4  # calls: after so many another length is tried, for so many
+_PERIOD, _TRIAL = 128, 4  # calls: after so many another length is tried, for so many; at first sooner
 
 
 class Choice:
@@ -24,7 +24,7 @@ class Choice:
         self._accepted, self._judged, self._rounds = 1.0, 2.0, 2.0  # of all requests
         self._best: int | None = None
         self._steps = itertools.cycle((1, -1))
-        self._calls, self._trial = 0, 0
+        self._calls, self._period, self._trial = 0, 2 * _TRIAL, 0
 
     def saw(self, accepted: int, judged: int, rounds: int) -> None:
         """What a call has brought, of all rows: drafts, and rounds that had some."""
@@ -48,11 +48,12 @@ class Choice:
         if self._best not in worth or worth[best] > _MARGIN * worth[self._best]:
             self._best = best
         self._calls += 1
-        if self._calls % _PERIOD == 0:
+        if self._calls == self._period:
             place = lengths.index(self._best) + next(self._steps)
             self._trial = lengths[place] if 0 <= place < len(lengths) else self._best
-        is_trial = self._calls >= _PERIOD and self._calls % _PERIOD < _TRIAL and self._trial in lengths
-        return self._trial if is_trial else self._best
+        if self._calls == self._period + _TRIAL:
+            self._calls, self._period = 0, min(2 * self._period, _PERIOD)
+        return self._trial if self._calls >= self._period and self._trial in lengths else self._best
 
     def _gain(self, row: tuple[int, int, int], k: int) -> float:
         """Tokens a round is expected to bring, of a request with such drafts lately."""

@@ -112,12 +112,16 @@ class Device:
             return self.sizes.chunks[0]  # one program for what few ask for
         return next((size for size in self.sizes.chunks if size >= behind - 1), self.sizes.chunks[-1])
 
-    def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: bool = False) -> Packed:
-        """Up to so many rounds of all slots, none behind one in which a row has ended if the call `yields`.
+    def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any = None) -> Packed:
+        """Up to so many rounds of all slots.
 
-        ``stop bool[S]`` are rows that end where they are.
+        Args:
+            num_draft_tokens, rounds, stop, is_lean: as for `programs.play`.
+            yields: the same; None for no row.
         """
-        return self._do("play", num_draft_tokens, rounds, stop, is_lean, yields)
+        return self._do(
+            "play", num_draft_tokens, rounds, stop, is_lean, np.zeros_like(stop) if yields is None else yields
+        )
 
     def wait(self) -> None:
         """Until all is done that was called."""
@@ -159,9 +163,9 @@ class Device:
     def _follow(self, slot: int, pieces: int) -> None:
         self._slots = self._program("follow")(self._weights, self._slots, Number(slot), Number(pieces))
 
-    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: bool) -> Packed:
+    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any) -> Packed:
         program = self._program("play", num_draft_tokens, is_lean)
-        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), np.bool_(yields))
+        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), yields)
         jax.tree.map(lambda part: part.copy_to_host_async(), packed)
         return packed
 
@@ -219,4 +223,5 @@ class Device:
         if not how["is_lean"]:
             how |= {"num_top": sizes.top_logprobs, "constrain": functools.partial(allowed, vocab_size=self._vocab_size)}
         play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
-        return play, (jax.ShapeDtypeStruct((sizes.slots,), bool), one, np.bool_(False))
+        rows = jax.ShapeDtypeStruct((sizes.slots,), bool)
+        return play, (rows, one, rows)

@@ -22,6 +22,7 @@ from jspec.drafters.model import as_drafter
 from jspec.drafters.reading import can_read, keeps_nothing
 from jspec.engine.device import Device
 from jspec.engine.loop import Loop
+from jspec.engine.rehearsal import rehearse
 from jspec.engine.request import Request, Result
 from jspec.engine.scheduler import Tenant
 from jspec.engine.slots import Sizes
@@ -93,8 +94,9 @@ class Engine:
         self._arrived: deque[Tenant] = deque()
 
     def __enter__(self) -> Self:
-        """Compile all programs, which takes a while, and begin."""
+        """Compile all programs, which takes a while, measure what rounds cost, and begin."""
         self.device.compile()
+        rehearse(self.device, self._loop.pace)
         self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
         self._thread.start()
         return self

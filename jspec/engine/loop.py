@@ -43,7 +43,7 @@ class Loop:
 
     def __init__(self, device: Device, read_tokens: int, call_seconds: float):
         self._device, self._sizes, self._read_tokens = device, device.sizes, read_tokens
-        self._pace = Pace(self._sizes.rounds, call_seconds)
+        self.pace = Pace(self._sizes.rounds, call_seconds)
         self._choice = Choice(device.drafts_trees)
         self._scheduler = Scheduler(self._sizes.slots)
         self._reads = False  # since the last call of rounds
@@ -160,20 +160,27 @@ class Loop:
 
     def _play(self, writing: dict[int, Tenant]) -> None:
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
-        k = self._length(writing, is_lean)
+        begun = {slot: tenant for slot, tenant in writing.items() if tenant.is_begun}
+        k = self._length(writing, begun, is_lean)
         if k and self._device.lags:
-            self._follow(writing, k)
-        rounds = self._pace.rounds((k, is_lean)) if writing else 0
-        packed = self._device.play(k, rounds, self._stop.copy(), is_lean, bool(self._scheduler.waiting))
+            self._follow(begun, k)
+        # The first token soon; where others write it can wait for a call of theirs, else those would wait.
+        rounds = (self.pace.rounds((k, is_lean)) if begun else 1) if writing else 0
+        for tenant in writing.values():
+            tenant.is_begun = True
+        yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting)
+        packed = self._device.play(k, rounds, self._stop.copy(), is_lean, yields)
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
         self._played.append(_Call(packed, writing, followed, k, is_lean, bool(self._played), not self._reads))
         self._reads = False
 
-    def _length(self, writing: dict[int, Tenant], is_lean: bool) -> int:
-        """How many tokens to draft in the next call."""
+    def _length(self, writing: dict[int, Tenant], begun: dict[int, Tenant], is_lean: bool) -> int:
+        """How many tokens to draft in the next call; if it may be so, none before the drafter has read any text."""
         lengths = self._sizes.lengths(is_lean)
-        costs = {k: self._pace.costs[k, is_lean] for k in lengths if self._pace.knows((k, is_lean))}
+        if self._device.lags and not begun and 0 in lengths:
+            return 0
+        costs = {k: self.pace.costs[k, is_lean] for k in lengths if self.pace.knows((k, is_lean))}
         return self._choice.next(lengths, costs, [tenant.result.lately() for tenant in writing.values()])
 
     def _settle(self, call: "_Call") -> None:
@@ -183,7 +190,7 @@ class Loop:
         if call.writing:
             self._failures = 0
         rounds = max((len(new.accepted) for new in news.values()), default=0)
-        self._pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, call.alone)
+        self.pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, call.alone)
         self._choice.saw(*np.sum([drafts_of(new) for new in news.values()] or [(0, 0, 0)], axis=0).tolist())
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:

@@ -40,9 +40,13 @@ class Pace:
         now = perf_counter()
         if at_once and self._last is not None and rounds and (alone or kind not in self._clean):
             if alone and kind not in self._clean:
-                self._clean.add(kind)
                 self._readings[kind].clear()
-            self._readings[kind].append((now - self._last) / rounds)
-            self.costs[kind] = statistics.median(self._readings[kind])
-            self._tries[kind] += 1
+            self.learn(kind, (now - self._last) / rounds, alone)
         self._last = now
+
+    def learn(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
+        """What a round of some kind has cost."""
+        self._clean |= {kind} if alone else set()
+        self._readings[kind].append(seconds)
+        self.costs[kind] = statistics.median(self._readings[kind])
+        self._tries[kind] += 1

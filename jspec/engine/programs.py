@@ -235,7 +235,7 @@ def play(
     Args:
         stop: ``bool[S]``, rows that are to end where they are.
         rounds: an int up to `most`.
-        yields: whether to play none behind one in which a row has ended, for somebody waits for its slot.
+        yields: ``bool[S]``, rows for whose slots somebody waits: no round is played behind one that finds one ended.
         is_lean: leave everything beside temperature out; no row that moves may ask for more.
         num_top: how many of the likeliest tokens to look for, where a row asks for some.
         constrain: as for `jspec.round.play_round`.
@@ -263,7 +263,7 @@ def play(
 
     def unfinished(loop: tuple[Array, DecodeState, Array, Packed]) -> Array:
         i, done = loop[0], loop[1].done
-        return (i < rounds) & ~jnp.all(done) & ~(yields & jnp.any(done & ~idle))
+        return (i < rounds) & ~jnp.all(done) & ((i == 0) | ~jnp.any(done & yields))
 
     begun = jnp.zeros((), jnp.int32), state, slots.read, empty(most, slots.read.size, k, num_top)
     _, state, known, packed = lax.while_loop(unfinished, body, begun)

@@ -23,6 +23,7 @@ class Tenant:
         seated_at: when it got its first one, by `time.monotonic`; None before.
         read: how many tokens of `given` have been read.
         pieces: in how many pieces since it was seated; at least in one, be it empty, with which it begins to write.
+        is_begun: whether a round has been played for it since it was seated.
         lag: how many tokens its drafter may be behind.
         followed: how many tokens it has been told to read.
         constraint: the number that the device has given it, or 0.
@@ -38,6 +39,7 @@ class Tenant:
     seated_at: float | None = None
     read: int = 0
     pieces: int = 0
+    is_begun: bool = False
     lag: int = 0
     followed: int = 0
     constraint: int = 0
@@ -90,7 +92,7 @@ class Scheduler:
         # The slot that holds most of it; of those the one that has been left for longest.
         slot = max(free, key=lambda slot: (self._kept(slot, tenant), -self._left[slot]))
         tenant.read = tenant.result.cached = self._kept(slot, tenant)
-        tenant.scored = []
+        tenant.scored, tenant.is_begun = [], False
         tenant.pieces, tenant.lag, tenant.seat = 0, len(tenant.given), next(self._clock)
         if tenant.seated_at is None:
             tenant.seated_at = time.monotonic()
