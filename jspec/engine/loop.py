@@ -160,12 +160,12 @@ class Loop:
 
     def _play(self, writing: dict[int, Tenant]) -> None:
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
-        begun = {slot: tenant for slot, tenant in writing.items() if tenant.is_begun}
-        k = self._length(writing, begun, is_lean)
+        begins = not any(tenant.is_begun for tenant in writing.values())
+        k = self._length(writing, begins, is_lean)
         if k and self._device.lags:
-            self._follow(begun, k)
+            self._follow(writing, k)
         # The first token soon; where others write it can wait for a call of theirs, else those would wait.
-        rounds = (self.pace.rounds((k, is_lean)) if begun else 1) if writing else 0
+        rounds = (1 if begins else self.pace.rounds((k, is_lean))) if writing else 0
         for tenant in writing.values():
             tenant.is_begun = True
         yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting)
@@ -175,10 +175,10 @@ class Loop:
         self._played.append(_Call(packed, writing, followed, k, is_lean, bool(self._played), not self._reads))
         self._reads = False
 
-    def _length(self, writing: dict[int, Tenant], begun: dict[int, Tenant], is_lean: bool) -> int:
+    def _length(self, writing: dict[int, Tenant], begins: bool, is_lean: bool) -> int:
         """How many tokens to draft in the next call; if it may be so, none before the drafter has read any text."""
         lengths = self._sizes.lengths(is_lean)
-        if self._device.lags and not begun and 0 in lengths:
+        if self._device.lags and begins and 0 in lengths:
             return 0
         costs = {k: self.pace.costs[k, is_lean] for k in lengths if self.pace.knows((k, is_lean))}
         return self._choice.next(lengths, costs, [tenant.result.lately() for tenant in writing.values()])
