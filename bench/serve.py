@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -113,8 +114,8 @@ def prompts(file: Path | None) -> list[Any]:
 
 
 @contextlib.contextmanager
-def served(options: Sequence[str]) -> Iterator[str]:
-    """The address of a `jspec serve` in a process of its own."""
+def served(options: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A `jspec serve` in a process of its own, and its address."""
     command = [sys.executable, "-m", "jspec", "serve", "--port", "0", "--name", _MODEL,
                "--max-waiting", str(_WAITING), *options]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -126,8 +127,10 @@ def served(options: Sequence[str]) -> Iterator[str]:
                 break
         else:
             raise RuntimeError(f"jspec serve has ended: {said}")
+        # It would wait for somebody to read what else it says.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
         try:
-            yield said.rsplit(" ", 1)[1]
+            yield said.rsplit(" ", 1)[1], process
         finally:
             process.terminate()
 
@@ -144,8 +147,8 @@ def run(common: Sequence[str], drafted: Sequence[str], name: str, traffic: Traff
         cost_ratio: of a draft step over a target step, for the theory.
     """
     with contextlib.ExitStack() as stack:
-        urls = {"plain": stack.enter_context(served([*common, "--plain"])),
-                "with the draft": stack.enter_context(served([*common, *drafted]))}  # fmt: skip
+        servers = {"plain": [*common, "--plain"], "with the draft": [*common, *drafted]}
+        urls = {which: stack.enter_context(served(options))[0] for which, options in servers.items()}
         measure = _Measure(urls, traffic)
         found = {f"{n} at once": measure.in_turns(functools.partial(Clients.together, count=n, total=2 * max(n, 4)),
                                                   repeats) for n in traffic.at_once}  # fmt: skip

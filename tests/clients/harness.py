@@ -1,0 +1,95 @@
+"""lm-evaluation-harness: log-likelihoods through /v1/completions against the log-softmax of the model itself."""
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from common import NAME, Report, pair
+
+import jspec
+from bench.subject import held_out
+from jspec.text import load_tokenizer
+from jspec.weights import PAIR
+
+TASK = """task: direct
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: choices
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
+
+
+def items(count: int) -> list[dict[str, Any]]:
+    """Pieces of held-out Python, each with what follows and what follows another."""
+    tokenizer = load_tokenizer(PAIR / "target")
+    texts = [tokenizer.decode(tokens[-160:]) for tokens in held_out(tokenizer, count)["inside a module"]]
+    cuts = [(text[:-12].rstrip(), text[len(text[:-12].rstrip()) :]) for text in texts]
+    others = [cuts[i - 1][1] for i in range(len(cuts))]
+    return [{"text": text, "choices": [right, other]} for (text, right), other in zip(cuts, others, strict=True)]
+
+
+def direct(context: str, continuation: str, target: Any, tokenizer: Any) -> tuple[float, int]:
+    """The log-probability of a continuation, from all logits at once.
+
+    As the harness has it: the context's own tokens, then what the tokens of the whole are beyond so many, though a
+    token across the border may make that another text. Also of how many tokens.
+    """
+    before, whole = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (context, context + continuation)
+    )
+    ids = before + whole[len(before) :]
+    log_probs = jax.nn.log_softmax(target(jnp.array([ids]))[0].astype(jnp.float32))
+    return sum(float(log_probs[i - 1, ids[i]]) for i in range(len(before), len(ids))), len(ids) - len(before)
+
+
+def scored(program: str, url: str, folder: Path) -> list[dict[str, Any]]:
+    """What the harness has written about every item."""
+    arguments = f"model={NAME},base_url={url}/v1/completions,tokenizer={PAIR / 'target'},num_concurrent=4"
+    command = [program, "run", "--model", "local-completions", "--model_args", arguments, "--tasks", "direct",
+               "--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"]  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    said = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
+    files = [*folder.glob("out/**/samples_*.jsonl")]
+    if said.returncode or not files:
+        raise SystemExit(f"lm_eval has failed:\n{said.stdout[-2000:]}\n{said.stderr[-4000:]}")
+    return [json.loads(line) for line in files[0].read_text().splitlines()]
+
+
+def main() -> None:
+    """Score with the harness, then directly."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("lm_eval", help="the program")
+    parser.add_argument("--items", type=int, default=100)
+    options, report = parser.parse_args(), Report()
+    with tempfile.TemporaryDirectory() as name, pair(["--dtype", "float32"]) as (url, _):
+        folder = Path(name)
+        data = folder / "items.jsonl"
+        data.write_text("".join(json.dumps(item) + "\n" for item in items(options.items)))
+        (folder / "direct.yaml").write_text(TASK % data)
+        samples = scored(options.lm_eval, url, folder)
+    target, _, tokenizer = jspec.demo_pair()
+    sums, means = [], []
+    for sample in samples:
+        for asked, (found, *_) in zip(sample["arguments"].values(), sample["filtered_resps"], strict=True):
+            own, count = direct(asked["arg_0"], asked["arg_1"], target, tokenizer)
+            sums.append(abs(float(found) - own))
+            means.append(sums[-1] / count)
+    report.tell(f"lm-eval local-completions, {len(samples)} items of two choices: farthest from the model's own",
+                f"{max(means):.1e} a token, {max(sums):.1e} a sum of up to some 15",
+                max(means) <= 1e-5 and len(samples) == options.items)  # fmt: skip
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""OpenAI's client, both APIs: what comes as a stream is what comes at once, and what `usage` and the metrics count."""
+
+import argparse
+import asyncio
+from typing import Any
+
+import numpy as np
+from common import NAME, TEXTS, Report, client, metrics, pair
+
+
+def body(number: int) -> tuple[bool, dict[str, Any]]:
+    """Whether a chat, and the fields; all of it by chance."""
+    rng = np.random.default_rng(number)
+    is_chat, text = bool(number % 2), str(rng.choice(TEXTS))
+    fields: dict[str, Any] = {"model": NAME, "max_tokens": int(rng.integers(1, 49)), "seed": number}
+    fields["extra_body"] = {"return_token_ids": True}
+    extras: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"n": 2}, {"stop": ["\n"]}, {"stop": ["e", "\n\n"]},
+        {"frequency_penalty": 0.5}, {"logit_bias": {"5": -100}}, {"logprobs": True, "top_logprobs": 2} if is_chat
+        else {"logprobs": 2},
+    ]  # fmt: skip
+    for extra in rng.choice(len(extras), int(rng.integers(0, 3)), replace=False):
+        fields |= extras[extra]
+    return is_chat, fields | ({"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text})
+
+
+async def ask(api: Any, number: int, stream: bool) -> tuple[dict[int, Any], Any]:
+    """By choice its text, ids, log-probabilities and end; and the usage."""
+    is_chat, fields = body(number)
+    create = api.chat.completions.create if is_chat else api.completions.create
+    if not stream:
+        parts = [await create(**fields)]
+    else:
+        chunks = await create(**fields, stream=True, stream_options={"include_usage": True})
+        parts = [chunk async for chunk in chunks]
+    found: dict[int, Any] = {}
+    for part in parts:
+        for choice in part.choices:
+            one = found.setdefault(choice.index, {"text": "", "ids": [], "logprobs": [], "end": None})
+            said = (choice.delta if stream else choice.message).content if is_chat else choice.text
+            one["text"] += said or ""
+            one["ids"] += getattr(choice, "token_ids", None) or []
+            if choice.logprobs is not None:
+                one["logprobs"] += ([token.logprob for token in choice.logprobs.content or []] if is_chat
+                                    else choice.logprobs.token_logprobs)  # fmt: skip
+            one["end"] = choice.finish_reason or one["end"]
+    return found, parts[-1].usage
+
+
+async def compare(url: str, requests: int, at_once: int = 16) -> dict[str, int]:
+    """How many requests differ in what, and sums of usage."""
+    room, found = asyncio.Semaphore(at_once), dict.fromkeys(("differ", "uncounted", "prompt", "completion"), 0)
+    async with client(url) as api:
+
+        async def one(number: int) -> None:
+            async with room:
+                answers = [await ask(api, number, stream) for stream in (False, True)]
+            (texts, usage), (streamed, counted) = answers
+            is_close = all(
+                {**text, "logprobs": 0} == {**streamed.get(index, {}), "logprobs": 0}
+                and np.allclose(text["logprobs"], streamed[index]["logprobs"], rtol=0, atol=1e-5)
+                for index, text in texts.items()
+            )
+            same_usage = (usage.prompt_tokens, usage.completion_tokens) == (
+                counted.prompt_tokens, counted.completion_tokens)  # fmt: skip
+            found["differ"] += not (is_close and len(texts) == len(streamed) and same_usage)
+            found["uncounted"] += usage.completion_tokens != sum(len(text["ids"]) for text in texts.values())
+            found["prompt"] += usage.prompt_tokens + counted.prompt_tokens
+            found["completion"] += usage.completion_tokens + counted.completion_tokens
+
+        await asyncio.gather(*map(one, range(requests)))
+    return found
+
+
+def main() -> None:
+    """Ask, compare, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000)
+    requests, report = parser.parse_args().requests, Report()
+    with pair(["--max-length", "256"]) as (url, _):
+        before = metrics(url)
+        found = asyncio.run(compare(url, requests))
+        after = metrics(url)
+    report.tell(f"{requests} requests, streamed and not, texts, ends, ids, log-probabilities or usage that differ",
+                f"{found['differ']}", not found["differ"])  # fmt: skip
+    report.tell("answers whose usage is not the number of their ids", f"{found['uncounted']}", not found["uncounted"])
+    for name, what in (("prompt_tokens_total", "prompt"), ("generation_tokens_total", "completion")):
+        grown = after[name] - before[name]
+        report.tell(f"{name} against usage", f"{grown:.0f} {found[what]}", grown == found[what])
+    report.end()
+
+
+if __name__ == "__main__":
+    main()
