@@ -36,7 +36,7 @@ class Failed:
 class FakeDevice:
     """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
 
-    lags, drafts_trees, constraints = True, False, Constraints(4)
+    lags, constraints = True, Constraints(4)
 
     def __init__(self):
         self.sizes, self.fails = SIZES, False

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jspec.acceptance.base import Rule
-from jspec.drafters.base import own_tree
 from jspec.engine import programs
 from jspec.engine.constraints import Constraints, Matcher, allowed
 from jspec.engine.news import Packed, Piece, Scores
@@ -42,7 +41,6 @@ class Device:
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
         self._vocab_size = target.config.vocab_size
         self.constraints = Constraints(self._vocab_size)
-        self.drafts_trees = own_tree(drafter) is not None
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
         # Flat, for models are deep and every call would take them apart.
         self._weights, self._structure = jax.tree.flatten((target, drafter))

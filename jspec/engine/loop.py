@@ -1,16 +1,16 @@
 """The loop: what the host does between two calls of the device. One thread runs it, and it never waits for sockets."""
 
 import dataclasses
+import itertools
 import logging
 from collections import deque
 
 import numpy as np
 
-from jspec.engine.choice import Choice
+from jspec.engine.choice import RECENT, Choice
 from jspec.engine.device import Device
 from jspec.engine.news import News, Packed, of_prompt, unpack
 from jspec.engine.pace import Pace
-from jspec.engine.request import drafts_of
 from jspec.engine.scheduler import Scheduler, Tenant
 
 _LOG = logging.getLogger("jspec")
@@ -44,7 +44,7 @@ class Loop:
     def __init__(self, device: Device, read_tokens: int, call_seconds: float):
         self._device, self._sizes, self._read_tokens = device, device.sizes, read_tokens
         self.pace = Pace(self._sizes.rounds, call_seconds)
-        self._choice = Choice(device.drafts_trees)
+        self._choice = Choice(self._sizes.num_draft_tokens[-1])
         self._scheduler = Scheduler(self._sizes.slots)
         self._reads = False  # since the last call of rounds
         # Constraints of ended requests; a call that is under way may ask those that ended in this turn.
@@ -181,7 +181,8 @@ class Loop:
         if self._device.lags and begins and 0 in lengths:
             return 0
         costs = {k: self.pace.costs[k, is_lean] for k in lengths if self.pace.knows((k, is_lean))}
-        return self._choice.next(lengths, costs, [tenant.result.lately() for tenant in writing.values()])
+        rows = [(one.result.accepted[-RECENT:], one.lengths[-RECENT:]) for one in writing.values()]
+        return self._choice.next(lengths, costs, rows)
 
     def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
@@ -191,12 +192,21 @@ class Loop:
             self._failures = 0
         rounds = max((len(new.accepted) for new in news.values()), default=0)
         self.pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, call.alone)
-        self._choice.saw(*np.sum([drafts_of(new) for new in news.values()] or [(0, 0, 0)], axis=0).tolist())
+        self._judge(call, news)
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:
                 # What it has been told to read since then is not in the news.
                 tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
                 self._tell(slot, tenant, news[slot])
+
+    def _judge(self, call: "_Call", news: dict[int, News]) -> None:
+        """What drafts were worth; not where the drafter was behind, which says nothing of those that it will make."""
+        seen: list[int] = []
+        for slot, new in news.items():
+            drafts = [bool(drafted) or not self._device.lags for drafted in new.drafted]
+            seen += itertools.compress(new.accepted, drafts)
+            call.writing[slot].lengths += [call.num_draft_tokens * drafted for drafted in drafts]
+        self._choice.saw(seen, call.num_draft_tokens)
 
     def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
         result, num_top = tenant.result, tenant.request.top_logprobs

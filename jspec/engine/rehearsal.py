@@ -10,7 +10,7 @@ from jspec.engine.news import unpack
 from jspec.engine.pace import Pace
 from jspec.engine.request import Request
 
-_TURNS = 3
+_TURNS, _SECONDS = 5, 3.0  # so many, of which none begins later than that
 
 
 def rehearse(device: Device, pace: Pace) -> None:
@@ -22,17 +22,29 @@ def rehearse(device: Device, pace: Pace) -> None:
     sizes = device.sizes
     if len(sizes.num_draft_tokens) == 1:
         return
+    begun = perf_counter()
     for _ in range(_TURNS):
+        if perf_counter() - begun > _SECONDS:
+            break
         _fill(device)
         for is_lean in (True, False):
             for k in sizes.lengths(is_lean):
-                begun = perf_counter()
-                packed = device.play(k, pace.rounds((k, is_lean)), np.zeros(sizes.slots, bool), is_lean)
-                news = unpack(packed, range(sizes.slots), 0 if is_lean else sizes.top_logprobs)
-                seconds = perf_counter() - begun
-                if rounds := max(len(new.accepted) for new in news.values()):
-                    pace.learn((k, is_lean), seconds / rounds)
+                if seconds := _cost(device, k, is_lean, pace.rounds((k, is_lean))):
+                    pace.learn((k, is_lean), seconds)
     device.reset()
+
+
+def _cost(device: Device, num_draft_tokens: int, is_lean: bool, rounds: int) -> float | None:
+    """Seconds a round, as the loop would measure it: from call to call, with one more under way."""
+    sizes, calls, ended, played = device.sizes, [], [], 0
+    for _ in range(3):
+        calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), is_lean))
+        if len(calls) > 1:
+            news = unpack(calls[-2], range(sizes.slots), 0 if is_lean else sizes.top_logprobs)
+            ended.append(perf_counter())
+            played = max(len(new.accepted) for new in news.values())
+    device.wait()
+    return (ended[1] - ended[0]) / played if played else None
 
 
 def _fill(device: Device) -> None:

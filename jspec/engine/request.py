@@ -16,7 +16,6 @@ from jspec.engine.slots import NEUTRAL
 from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.state import RequestParams
 
-RECENT = 32  # rounds of a request, by which its drafts are judged
 Likeliest = list[tuple[int, float]]  # tokens and their raw log-probabilities, highest first
 
 
@@ -133,17 +132,7 @@ class Result:
     error: str | None = None
     cached: int = 0
 
-    def lately(self) -> tuple[int, int, int]:
-        """`drafts_of` the last `RECENT` rounds."""
-        return drafts_of(self, -RECENT)
-
     @property
     def acceptance_rate(self) -> float:
         """Accepted over judged drafts; NaN where none was judged."""
         return sum(self.accepted) / sum(self.judged) if any(self.judged) else float("nan")
-
-
-def drafts_of(rounds: Any, first: int = 0) -> tuple[int, int, int]:
-    """Of rounds, as in a `Result`, from the first on: drafts accepted and judged, and how many rounds had some."""
-    drafted = sum(1 for number in rounds.drafted[first:] if number)
-    return sum(rounds.accepted[first:]), sum(rounds.judged[first:]), drafted

@@ -26,6 +26,7 @@ class Tenant:
         is_begun: whether a round has been played for it since it was seated.
         lag: how many tokens its drafter may be behind.
         followed: how many tokens it has been told to read.
+        lengths: how many tokens each round of it was to draft; 0 where its drafter was behind.
         constraint: the number that the device has given it, or 0.
         scored: pieces that it was read by, with what was told of them, which nobody has looked at.
     """
@@ -42,6 +43,7 @@ class Tenant:
     is_begun: bool = False
     lag: int = 0
     followed: int = 0
+    lengths: list[int] = dataclasses.field(default_factory=list)
     constraint: int = 0
     scored: list[Piece] = dataclasses.field(default_factory=list)
     cancelled: bool = False

@@ -49,7 +49,7 @@ async def ask(api: Any, number: int, stream: bool) -> tuple[dict[int, Any], Any]
 
 async def compare(url: str, requests: int, at_once: int = 16) -> dict[str, int]:
     """How many requests differ in what, and sums of usage."""
-    room, found = asyncio.Semaphore(at_once), dict.fromkeys(("differ", "uncounted", "prompt", "completion"), 0)
+    room, found = asyncio.Semaphore(at_once), {"differ": 0, "uncounted": 0, "prompt": 0, "completion": 0}
     async with client(url) as api:
 
         async def one(number: int) -> None:
