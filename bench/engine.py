@@ -19,12 +19,13 @@ TOGETHER = 4  # K of the one program, and of the engine that it is compared with
 
 
 def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: float, repeats: int) -> None:
-    """Measure all in turns: 1, 2, ... requests at once, and four times as many as there are slots."""
+    """Measure all in turns: the same requests 1, 2, ... at once, and four times as many as there are slots."""
     tokens, lengths, keys = subject.request(slots, width)
     prompts = [tuple(row[:size].tolist()) for row, size in zip(tokens, lengths, strict=True)]
     sampling = jspec.SamplingParams(temperature=temperature)
     requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
-    loads = {n: requests[:n] for n in (1, 2, 4, 8, 16) if n <= slots} | {4 * slots: requests * 4}
+    loads = {n: [requests[i : i + n] for i in range(0, slots, n)] for n in (1, 2, 4, 8, 16) if n <= slots}
+    loads[4 * slots] = [requests * 4]
     options: dict[str, Any] = {"slots": slots, "max_length": int(lengths.max()) + new_tokens, "max_waiting": 8 * slots}
     with contextlib.ExitStack() as stack:
 
@@ -34,7 +35,8 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
         engines = {"plain": engine(None)}
         engines |= {f"K = {k}": engine(subject.draft, num_draft_tokens=k) for k in LENGTHS}
         engines["auto"] = engine(subject.draft)
-        calls = {(name, n): _together(one, load) for name, one in engines.items() for n, load in loads.items()}
+        # Next to each other what is compared.
+        calls = {(name, n): _together(one, load) for n, load in loads.items() for name, one in engines.items()}
         batch = (tokens, lengths, keys)
         how: dict[str, Any] = {"max_new_tokens": new_tokens, "sampling": sampling}
         calls["one program", "plain"] = lambda: [jspec.generate(subject.target, *batch, **how).tokens for _ in range(4)]
@@ -43,7 +45,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
             for _ in range(4)
         ]
         times = in_turns(calls, repeats)
-    rows = [_row(n, len(load) * new_tokens, times, tuple(engines)) for n, load in loads.items()]
+    rows = [_row(n, sum(map(len, load)) * new_tokens, times, tuple(engines)) for n, load in loads.items()]
     saturated = {name: ratio(times["one program", name], times[name, 4 * slots]) for name in ("plain", "K = 4")}
     publish(
         f"engine-{subject.name}-s{slots}-t{temperature:g}-{jax.default_backend()}",
@@ -58,9 +60,11 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
     )  # fmt: skip
 
 
-def _together(engine: Engine, requests: list[Request]) -> Callable[[], Any]:
+def _together(engine: Engine, groups: list[list[Request]]) -> Callable[[], Any]:
+    """Each group at once, one after another."""
+
     def call() -> Any:
-        return np.array([len(result.tokens) for result in engine.generate(requests)])
+        return np.array([len(result.tokens) for group in groups for result in engine.generate(group)])
 
     return call
 
