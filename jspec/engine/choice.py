@@ -53,7 +53,7 @@ class Choice:
         worth = {k: tokens[k] / cost[k] for k in lengths}
         best = max(lengths, key=worth.__getitem__)
         if self._best not in worth or worth[best] > _MARGIN * worth[self._best]:
-            self._best, self._period = best, 2 * _TRIAL
+            self._best = best
         self._calls += 1
         if self._calls == self._period:
             place = lengths.index(self._best) + next(self._steps)

@@ -27,6 +27,7 @@ class _Call:
         num_draft_tokens, is_lean: what is played.
         at_once: whether another was under way when it began.
         alone: whether nothing was read between the two.
+        rounds: how many make a whole call.
     """
 
     packed: Packed
@@ -36,6 +37,7 @@ class _Call:
     is_lean: bool
     at_once: bool
     alone: bool
+    rounds: int
 
 
 class Loop:
@@ -164,15 +166,16 @@ class Loop:
         k = self._length(writing, begins, is_lean)
         if k and self._device.lags:
             self._follow(writing, k)
+        whole = self.pace.rounds((k, is_lean))
         # The first token soon; where others write it can wait for a call of theirs, else those would wait.
-        rounds = (1 if begins else self.pace.rounds((k, is_lean))) if writing else 0
+        rounds = (1 if begins else whole) if writing else 0
         for tenant in writing.values():
             tenant.is_begun = True
         yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting)
         packed = self._device.play(k, rounds, self._stop.copy(), is_lean, yields)
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
-        self._played.append(_Call(packed, writing, followed, k, is_lean, bool(self._played), not self._reads))
+        self._played.append(_Call(packed, writing, followed, k, is_lean, bool(self._played), not self._reads, whole))
         self._reads = False
 
     def _length(self, writing: dict[int, Tenant], begins: bool, is_lean: bool) -> int:
@@ -191,7 +194,9 @@ class Loop:
         if call.writing:
             self._failures = 0
         rounds = max((len(new.accepted) for new in news.values()), default=0)
-        self.pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, call.alone)
+        # Of a call that was cut short, for somebody waits, each round has more of what a call costs.
+        alone = call.alone and rounds == call.rounds
+        self.pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, alone)
         self._judge(call, news)
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:

@@ -31,9 +31,10 @@ metric_list: [{metric: acc}]
 
 
 def items(count: int) -> list[dict[str, Any]]:
-    """Pieces of held-out Python, each with what follows and what follows another."""
+    """Pieces of held-out Python, cut at two places each, with what follows and what follows another."""
     tokenizer = load_tokenizer(PAIR / "target")
-    texts = [tokenizer.decode(tokens[-160:]) for tokens in held_out(tokenizer, count)["inside a module"]]
+    whole = [tokenizer.decode(tokens) for kind in held_out(tokenizer, count).values() for tokens in kind]
+    texts = [text[: len(text) - less] for less in (0, 40) for text in whole][:count]
     cuts = [(text[:-12].rstrip(), text[len(text[:-12].rstrip()) :]) for text in texts]
     others = [cuts[i - 1][1] for i in range(len(cuts))]
     return [{"text": text, "choices": [right, other]} for (text, right), other in zip(cuts, others, strict=True)]

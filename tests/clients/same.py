@@ -47,6 +47,24 @@ async def ask(api: Any, number: int, stream: bool) -> tuple[dict[int, Any], Any]
     return found, parts[-1].usage
 
 
+def differences(number: int, texts: dict[int, Any], streamed: dict[int, Any]) -> list[str]:
+    """What is not alike in two answers to one request; log-probabilities may differ by rounding."""
+    if texts.keys() != streamed.keys():
+        return [f"request {number}: choices {[*texts]} and {[*streamed]}"]
+    found = []
+    for index, text in texts.items():
+        other, which = streamed[index], f"request {number}, choice {index}"
+        place = next((i for i, (a, b) in enumerate(zip(text["ids"], other["ids"], strict=False)) if a != b), None)
+        if place is not None:
+            found.append(f"{which}: other tokens from {place} on, of {len(text['ids'])}; {body(number)[1]}")
+        elif {**text, "logprobs": 0} != {**other, "logprobs": 0}:
+            found.append(f"{which}: {text} and {other}")
+        elif len(gaps := np.abs(np.subtract(text["logprobs"], other["logprobs"]))) and gaps.max() > 1e-5:
+            at = int(gaps.argmax())
+            found.append(f"{which}: the log-probability {text['logprobs'][at]} and {other['logprobs'][at]}")
+    return found
+
+
 async def compare(url: str, requests: int, at_once: int = 16) -> dict[str, int]:
     """How many requests differ in what, and sums of usage."""
     room, found = asyncio.Semaphore(at_once), {"differ": 0, "uncounted": 0, "prompt": 0, "completion": 0}
@@ -56,14 +74,11 @@ async def compare(url: str, requests: int, at_once: int = 16) -> dict[str, int]:
             async with room:
                 answers = [await ask(api, number, stream) for stream in (False, True)]
             (texts, usage), (streamed, counted) = answers
-            is_close = all(
-                {**text, "logprobs": 0} == {**streamed.get(index, {}), "logprobs": 0}
-                and np.allclose(text["logprobs"], streamed[index]["logprobs"], rtol=0, atol=1e-5)
-                for index, text in texts.items()
-            )
             same_usage = (usage.prompt_tokens, usage.completion_tokens) == (
                 counted.prompt_tokens, counted.completion_tokens)  # fmt: skip
-            found["differ"] += not (is_close and len(texts) == len(streamed) and same_usage)
+            different = differences(number, texts, streamed)
+            print(*different, sep="\n", end="\n" * bool(different))
+            found["differ"] += bool(different) or not same_usage
             found["uncounted"] += usage.completion_tokens != sum(len(text["ids"]) for text in texts.values())
             found["prompt"] += usage.prompt_tokens + counted.prompt_tokens
             found["completion"] += usage.completion_tokens + counted.completion_tokens
