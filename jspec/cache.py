@@ -73,7 +73,26 @@ def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
     new = new.astype(slots.dtype)
     if new.shape[axis] == slots.shape[axis]:  # as in a prefill; there is only one place for it
         return new
-    return update_rows(slots, new, start, axis, functools.partial(_scatter, axis=axis))
+    return update_rows(slots, new, start, axis, functools.partial(_put, axis=axis))
+
+
+def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
+    """`write` of all rows at once.
+
+    XLA's CPU kernels scatter no bfloat16: at every pass all slots would become float32, and bfloat16 again.
+    """
+    scatter, select = functools.partial(_scatter, axis=axis), functools.partial(_select, axis=axis)
+    if slots.dtype == jnp.bfloat16:
+        return lax.platform_dependent(slots, new, start, cpu=select, default=scatter)
+    return scatter(slots, new, start)
+
+
+def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
+    """All slots anew: those that are written, and the others as they were."""
+    at = jnp.expand_dims(jnp.arange(slots.shape[axis]) - start[:, None], [i for i in (1, 2, 3) if i != axis])
+    count = new.shape[axis]
+    placed = new if count == 1 else jnp.take_along_axis(new, jnp.clip(at, 0, count - 1), axis=axis)
+    return jnp.where((at >= 0) & (at < count), placed, slots)
 
 
 def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:

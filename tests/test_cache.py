@@ -11,7 +11,7 @@ import pytest
 import jspec
 from jspec import ModelDrafter, SamplingParams
 from jspec.acceptance import RULES
-from jspec.cache import KVCache, prefill, whole_tiles
+from jspec.cache import KVCache, prefill, whole_tiles, write
 from jspec.draft_length import Fixed
 from jspec.output import collect
 from jspec.program import start
@@ -217,3 +217,24 @@ def test_a_token_that_breaks_the_model_harms_nobody_who_does_not_see_it(toy, pro
     wrong = int((np.asarray(out.tokens) != expected).sum())
     report(tokens=expected.size, drafted=int(out.stats.drafted.sum()), wrong=wrong)
     assert wrong == 0 and not out.stats.accepted.any() and not out.stats.invalid.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_write_changes_what_it_names_and_converts_nothing(dtype, count):
+    """On CPU a scatter of bfloat16 would make float32 of all slots, and bfloat16 again, at every pass."""
+    rng, start = np.random.default_rng(0), np.array([0, 9, 64 - count], np.int32)
+    for axis in (2, 3):
+        shape = [3, 2, 4, 4]
+        shape[axis] = 64
+        whole = rng.normal(size=shape).astype(jnp.dtype(dtype))
+        shape[axis] = count
+        new = rng.normal(size=shape).astype(jnp.dtype(dtype))
+        new[0, 0, 0, 0] = np.nan
+        expected = np.moveaxis(whole.copy(), axis, 1)
+        for row, at in enumerate(start):
+            expected[row, at : at + count] = np.moveaxis(new, axis, 1)[row]
+        compiled = jax.jit(functools.partial(write, axis=axis)).lower(whole, new, start).compile()
+        found = np.asarray(compiled(whole, new, start))
+        np.testing.assert_array_equal(found.astype(np.float32), np.moveaxis(expected, 1, axis).astype(np.float32))
+        assert compiled.memory_analysis().temp_size_in_bytes < whole.nbytes
