@@ -133,6 +133,41 @@ def test_a_text_is_that_of_the_request_alone(models, requests, name):
     assert host.accepted
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("model", "eagle", "lookahead") else pytest.param(name, marks=pytest.mark.slow)
+     for name in drafters.NAMES + drafters.TREE_NAMES],
+)  # fmt: skip
+def test_a_text_that_begins_as_another_does(models, requests, name):
+    """What a slot has read, and its drafter, are copied while it writes: nobody's text is another one for that."""
+    prompts, keys, alone = requests
+    prompt, shared = prompts[2], len(prompts[2]) - 7
+    asked = row(prompt, keys[2], models[0].config.vocab_size)
+    one = device(models, name, "traversal" if name in drafters.TREE_NAMES else "rejection")
+    k, nobody = one.sizes.num_draft_tokens[-1], np.zeros(SLOTS, bool)
+
+    def seat(slot, kept, source):
+        one.seat(slot, dataclasses.replace(asked, coupled=np.array([slot == 2])), len(prompt), kept, source=source)
+        while kept < len(prompt) - 1:
+            kept = one.read(slot, prompt, kept).end
+        for _ in range(4 * one.lags):
+            one.follow(slot, len(prompt))
+
+    texts = {}
+    for source in (None, 2):  # read by itself, and copied from the other after three rounds
+        one.reset()
+        seat(2, 0, None)
+        written = {1: [], 2: []}
+        for call in range(3 + NEW):
+            if call == 3:
+                seat(1, 0 if source is None else shared, source)
+            for slot, news in unpack(one.play(k, 1, nobody, True), written).items():
+                written[slot] += news.tokens
+        texts[source] = written
+    assert texts[2] == texts[None]
+    assert texts[2][2] == alone[2].tokens[0].tolist() and len(texts[2][1]) == NEW
+
+
 def tree_drafters(target, draft):
     """Trees that are drawn from a drafter of chains, and one that grows."""
     tree = jspec.Tree.branching((2, 2))

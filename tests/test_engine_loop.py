@@ -46,9 +46,11 @@ class FakeDevice:
         self.texts, self.given, self.limits = [[] for _ in range(3)], [0] * 3, [0] * 3
         self.moves, self.prompts = [False] * 3, [0] * 3
 
-    def seat(self, slot, row, given, kept, constraint):
-        assert kept == 0 or kept < min(len(self.texts[slot]), given), "what is kept has been read"
-        self.texts[slot], self.given[slot], self.moves[slot] = self.texts[slot][:kept], given, False
+    def seat(self, slot, row, given, kept, constraint, source=None):
+        held = self.texts[slot if source is None else source]
+        assert kept == 0 or (kept <= len(held) and kept < given), "what is kept has been read"
+        assert not self.moves[slot] or source is None, "nobody who writes is seated anew"
+        self.texts[slot], self.given[slot], self.moves[slot] = held[:kept], given, False
         self.prompts[slot], self.limits[slot] = int(row.prompt_lengths[0]), int(row.limits[0])
 
     def constrain(self, make):
@@ -107,12 +109,19 @@ class Requests(RuleBasedStateMachine):
         self.device = FakeDevice()
         self.loop, self.asked, self.told = Loop(self.device, 8, 1.0), [], []
 
-    @rule(length=st.integers(1, 30), limit=st.integers(1, 12), keyed=st.booleans(), again=st.booleans())
-    def submit(self, length, limit, keyed, again):
+    @rule(
+        length=st.integers(1, 30),
+        limit=st.integers(1, 12),
+        keyed=st.booleans(),
+        kind=st.sampled_from(["new", "again", "alike"]),
+    )
+    def submit(self, length, limit, keyed, kind):
         number = len(self.asked) + 1
         tokens = (number, *[7] * (length - 1))
-        if again and self.asked and len(self.asked[-1].text) < 50:  # it goes on where another has ended
+        if kind == "again" and self.asked and len(self.asked[-1].text) < 50:  # it goes on where another has ended
             tokens = self.asked[-1].text
+        if kind == "alike" and self.asked:  # it begins as another does, which may be read just now
+            tokens = (*self.asked[-1].request.tokens[: length + 10], *[8] * (length // 2))[:50]
         told = lambda _: self.told.__setitem__(number - 1, self.told[number - 1] + 1)  # noqa: E731
         tenant = tenant_of(Request(tokens, limit, key=KEY if keyed else None), told)
         self.asked.append(tenant)
@@ -174,6 +183,21 @@ def test_the_slot_that_holds_most_of_a_text_is_taken():
         assert (found, tenant.read) == (slot, kept)
     scheduler.submit(tenant_of(Request((1,), 1), print))
     assert scheduler.admit() is None
+
+
+@pytest.mark.parametrize("salts, read", [(("", "", ""), 40 + 2 * 2), (("", "its own", ""), 2 * 40 + 2)])
+def test_what_somebody_is_reading_is_waited_for_and_copied(salts, read, monkeypatch):
+    device, counts = FakeDevice(), []
+    monkeypatch.setattr(device, "read", lambda *one: (counts.append(found := FakeDevice.read(device, *one)), found)[1])
+    loop, text = Loop(device, 8, 1.0), (1, *[7] * 40)
+    asked = [tenant_of(Request(text[: 41 - i], 3, salt=salt), print) for i, salt in enumerate(salts)]
+    for tenant in asked:
+        loop.submit(tenant)
+    while loop.is_busy:
+        loop.turn()
+    assert [tenant.result.tokens for tenant in asked] == [[1000, 1001, 1002]] * 3
+    assert sum(piece.count for piece in counts) == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked)
+    assert sum(piece.count for piece in counts) <= read
 
 
 def test_a_device_that_always_fails_is_given_up():

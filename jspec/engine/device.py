@@ -64,9 +64,14 @@ class Device:
         """A constraint that no call asks any more."""
         self._do("release", number)
 
-    def seat(self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: int = 0) -> None:
-        """Give `slot` to a request, a batch of one, that comes with so many tokens; it holds the first `kept`."""
-        self._do("seat", slot, row, given, kept, constraint)
+    def seat(
+        self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: int = 0, source: int | None = None
+    ) -> None:
+        """Give `slot` to a request, a batch of one, that comes with so many tokens.
+
+        It holds the first `kept`, or `source` does, another slot, from which they are copied.
+        """
+        self._do("seat", slot, row, given, kept, constraint, slot if source is None else source)
 
     def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
         """Read the next piece of what was given, of which `start` tokens are read."""
@@ -142,8 +147,8 @@ class Device:
     def _release(self, number: int) -> None:
         self.constraints.drop(number)
 
-    def _seat(self, slot: int, row: RequestParams, given: int, kept: int, constraint: int) -> None:
-        numbers = Number(given), Number(kept)
+    def _seat(self, slot: int, row: RequestParams, given: int, kept: int, constraint: int, source: int) -> None:
+        numbers = Number(given), Number(kept), Number(source)
         row = dataclasses.replace(row, constraints=np.full(1, self.constraints.in_process(constraint), np.int32))
         self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, *numbers)
 
@@ -205,7 +210,7 @@ class Device:
         """The function of models, slots and more, and of what shapes that is."""
         one, sizes = Number(0), self.sizes
         if name == "seat":
-            return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one, one)
+            return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one, one, one)
         if name == "read":
             piece = jax.ShapeDtypeStruct((1, options[0] + 1), np.int32)
             if options[0] > sizes.chunks[0]:

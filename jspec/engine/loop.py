@@ -126,8 +126,9 @@ class Loop:
 
     def _read(self) -> None:
         """Texts, a piece of each in turn, and what drafters are behind; as far as others should wait for it."""
-        budget = self._read_tokens - self._read_several()
-        reading = deque(self._scheduler.reading())
+        ready = [one for one in self._scheduler.reading() if not self._waits_for_another(*one)]
+        budget = self._read_tokens - self._read_several(dict(ready))
+        reading = deque(one for one in ready if not one[1].is_written)
         while reading and budget > 0:
             slot, tenant = reading.popleft()
             budget -= self._device.chunk(len(tenant.given) - tenant.read, tenant.request.prompt_logprobs)
@@ -138,10 +139,21 @@ class Loop:
         if reading and not self._scheduler.writing():
             self._device.wait()  # nothing else does, and new requests should not find all of a long text before them
 
-    def _read_several(self) -> int:
+    def _waits_for_another(self, slot: int, tenant: Tenant) -> bool:
+        """Take over what another slot has read of a text; or whether one is reading it, so that it will be there."""
+        lender = self._scheduler.lender(tenant, self._sizes.chunks[0])
+        if lender is None:
+            return False
+        source, count = lender
+        if count:
+            self._device.seat(slot, tenant.row, len(tenant.given), count, tenant.constraint, source)
+            tenant.result.cached, tenant.read = tenant.result.cached + count - tenant.read, count
+        return not count
+
+    def _read_several(self, reading: dict[int, Tenant]) -> int:
         """What is left of the texts of many slots at once, where little is: how many tokens that costs."""
         least, count = self._sizes.chunks[0], self._sizes.slots
-        short = {slot: tenant for slot, tenant in self._scheduler.reading()
+        short = {slot: tenant for slot, tenant in reading.items()
                  if len(tenant.given) - 1 - tenant.read <= least and not tenant.request.prompt_logprobs}  # fmt: skip
         if len(short) < max(2, count // 2):  # a pass over all costs as much as so many
             return 0

@@ -19,19 +19,34 @@ from jspec.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, 
 from jspec.state import DecodeState, RequestParams
 
 
-def seat(target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParams, given: Array, kept: Array) -> Slots:
+def seat(
+    target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParams, given: Array, kept: Array, source: Array
+) -> Slots:
     """Give a slot to a request; its text is to be read.
 
     Args:
         slot: an int.
         row: the request, a batch of one.
         given: how many tokens it comes with.
-        kept: how many of them the slot already holds, and has read.
+        kept: how many of them have been read already.
+        source: the slot that holds these; if it is another one, they are copied.
     """
     state = slots.state
-    lengths, done = state.lengths.at[slot].set(kept + 1), state.done.at[slot].set(True)
-    state = dataclasses.replace(state, lengths=lengths, done=done)
-    return Slots(put(slots.params, row, slot), state, slots.given.at[slot].set(given), slots.read.at[slot].min(kept))
+
+    def copied(_: Array, held: Any) -> Any:
+        return put(held, take(held, source), slot)
+
+    # A loop, for behind a `cond` XLA would copy all rows.
+    held = {"tokens": state.tokens, "cache": state.cache, "drafter": state.drafter}
+    held = cast(dict[str, Any], lax.fori_loop(0, (source != slot).astype(jnp.int32), copied, held))
+    state = dataclasses.replace(
+        state,
+        **held,
+        lengths=state.lengths.at[slot].set(kept + 1),
+        done=state.done.at[slot].set(True),
+    )
+    known = jnp.minimum(slots.read[source], kept)
+    return Slots(put(slots.params, row, slot), state, slots.given.at[slot].set(given), slots.read.at[slot].set(known))
 
 
 def read(

@@ -29,6 +29,7 @@ class Tenant:
         lengths: how many tokens each round of it was to draft; 0 where its drafter was behind.
         constraint: the number that the device has given it, or 0.
         scored: pieces that it was read by, with what was told of them, which nobody has looked at.
+        alike: who was seated before it with a text that begins as its own does: the slot, and with how many tokens.
     """
 
     request: Request
@@ -46,6 +47,7 @@ class Tenant:
     lengths: list[int] = dataclasses.field(default_factory=list)
     constraint: int = 0
     scored: list[Piece] = dataclasses.field(default_factory=list)
+    alike: list[tuple["Tenant", int, int]] = dataclasses.field(default_factory=list)
     cancelled: bool = False
 
     @property
@@ -92,8 +94,10 @@ class Scheduler:
         tenant = self.waiting.popleft()
         tenant.given = tenant.text
         # The slot that holds most of it; of those the one that has been left for longest.
-        slot = max(free, key=lambda slot: (self._kept(slot, tenant), -self._left[slot]))
-        tenant.read = tenant.result.cached = self._kept(slot, tenant)
+        slot = max(free, key=lambda slot: (_kept(tenant, *self.residents[slot]), -self._left[slot]))
+        tenant.read = tenant.result.cached = _kept(tenant, *self.residents[slot])
+        tenant.alike = [(other, at, _num_alike(tenant.given, other.given)) for at, other in self._seated()
+                        if _may_share(tenant, other.request.salt)]  # fmt: skip
         tenant.scored, tenant.is_begun = [], False
         tenant.pieces, tenant.lag, tenant.seat = 0, len(tenant.given), next(self._clock)
         if tenant.seated_at is None:
@@ -102,17 +106,19 @@ class Scheduler:
         self.residents[slot] = (), ""
         return slot, tenant
 
-    def _kept(self, slot: int, tenant: Tenant) -> int:
-        """How many tokens of a text the slot holds; never the last two, for a drafter that must read one.
+    def lender(self, tenant: Tenant, least: int) -> tuple[int, int] | None:
+        """A slot that holds more of a text than has been read of it, by at least so many tokens; how many it holds.
 
-        Nor the last that both have: a drafter may have read it together with what came behind it.
+        Nobody is taken for one who is still reading what could be taken over; with 0 tokens it is to be waited for.
         """
-        held, salt = self.residents[slot]
-        if salt != tenant.request.salt or tenant.request.prompt_logprobs:
-            return 0
-        pairs = zip(held, tenant.given or tenant.text, strict=False)
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return max(0, min(same - 1, len(held) - 1, len(tenant.given) - 2))
+        found = None
+        for other, slot, alike in tenant.alike:
+            if self.tenants[slot] is not other:
+                continue
+            will, does = (_most(alike, count, len(tenant.given)) for count in (len(other.given), other.read + 1))
+            if will >= tenant.read + least and will > (found[0] if found else 0):
+                found = will, slot, does == will
+        return None if found is None else (found[1], found[0] if found[2] else 0)
 
     def reading(self) -> list[tuple[int, Tenant]]:
         """Slots whose texts are still being read, first come first."""
@@ -134,3 +140,29 @@ class Scheduler:
         self.tenants[slot], self.residents[slot] = None, (held, tenant.request.salt)
         self._left[slot] = next(self._clock)
         return tenant
+
+
+def _kept(tenant: Tenant, held: Sequence[int], salt: str) -> int:
+    """How many tokens of a text are there where those `held` are."""
+    if not _may_share(tenant, salt):
+        return 0
+    text = tenant.given or tenant.text
+    return _most(_num_alike(held, text), len(held), len(text))
+
+
+def _may_share(tenant: Tenant, salt: str) -> bool:
+    return salt == tenant.request.salt and not tenant.request.prompt_logprobs
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _most(alike: int, held: int, given: int) -> int:
+    """How many tokens of a text need not be read, where so many of those held are alike.
+
+    Never its last two, for a drafter that must read one. Nor the last that both have: a drafter may have read it
+    together with what came behind it.
+    """
+    return max(0, min(alike - 1, held - 1, given - 2))
