@@ -24,6 +24,7 @@ from jspec.engine.device import Device
 from jspec.engine.loop import Loop
 from jspec.engine.rehearsal import rehearse
 from jspec.engine.request import Request, Result
+from jspec.engine.room import check_room
 from jspec.engine.scheduler import Tenant
 from jspec.engine.slots import Sizes
 from jspec.llama import Llama
@@ -53,7 +54,7 @@ class Engine:
         journal: whether `device.commands` is kept, to replay what the engine did.
 
     Raises:
-        ValueError, TypeError: as `jspec.speculative_generate`.
+        ValueError, TypeError: as `jspec.speculative_generate`; or the slots are more than there is memory for.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Engine:
         self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
         self._check(Request((0,), 1))  # what is wrong with the models
         _check_one_device((target, drafter))
+        check_room(target, drafter, sizes)
         self.device = Device(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)
         self._wake, self._closing, self._thread = threading.Condition(), False, None

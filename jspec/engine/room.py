@@ -1,0 +1,44 @@
+"""Whether slots fit into the memory of a device, asked before they are made."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec.engine.slots import Sizes, empty_slots
+from jspec.footprint import LAWS
+
+_MEMORY = Path("/proc/meminfo")  # of Linux
+
+
+def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
+    """Raise ValueError, with what would fit, where `slots_bytes` are more than are free; where nobody tells, go on."""
+    free, needed = free_bytes(), slots_bytes(target, drafter, sizes)
+    if free is None or needed <= free:
+        return
+    slots = free * sizes.slots // needed
+    shorter = dataclasses.replace(sizes, length=sizes.length // 2)
+    a_token = (needed - slots_bytes(target, drafter, shorter)) / (sizes.length - shorter.length)
+    length = sizes.length - math.ceil((needed - free) / a_token) - sizes.chunks[0] if a_token else 0
+    fits = [f"{slots:,} slots"] * (slots > 0) + [f"a max_length of {length:,}"] * (length > sizes.chunks[-1])
+    raise ValueError(f"{sizes.slots:,} slots of {sizes.length:,} tokens take {needed / 1e9:,.2f} GB, and "
+                     f"{free / 1e9:,.2f} GB of memory are free; {' or '.join(fits) or 'a smaller model'} would "
+                     "fit.")  # fmt: skip
+
+
+def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
+    """What slots take, and what a round does beside them, estimated: see `jspec.footprint.LAWS`."""
+    slots = jax.eval_shape(lambda *models: empty_slots(*models, sizes), target, drafter)
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
+    return held + LAWS * 4 * sizes.slots * (sizes.num_draft_tokens[-1] + 2) * target.config.vocab_size
+
+
+def free_bytes() -> int | None:
+    """Of the device that JAX uses, or of the machine where that is a CPU; None if nobody tells."""
+    if stats := jax.local_devices()[0].memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
+    told = re.search(r"MemAvailable: +(\d+) kB", _MEMORY.read_text()) if _MEMORY.exists() else None
+    return 1024 * int(told[1]) if told else None
