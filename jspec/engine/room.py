@@ -31,7 +31,7 @@ def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
 
 def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
     """What slots take, and what a round does beside them, estimated: see `jspec.footprint.LAWS`."""
-    slots = jax.eval_shape(lambda *models: empty_slots(*models, sizes), target, drafter)
+    slots = jax.eval_shape(lambda target, drafter: empty_slots(target, drafter, sizes), target, drafter)
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
     return held + LAWS * 4 * sizes.slots * (sizes.num_draft_tokens[-1] + 2) * target.config.vocab_size
 
