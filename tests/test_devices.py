@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from test_engine_device import copies_of_a_cache
 
 import jspec
 from bench import abstract, compiled, devices, graphs
 from bench.hlo import arrays
 from jspec import roofline
+from jspec.acceptance import RULES
+from jspec.engine.device import Device
+from jspec.engine.slots import Sizes
 from jspec.footprint import Weights, footprint, slots_of
 from jspec.training import fit, kinds
 
@@ -168,3 +172,27 @@ def test_a_training_step_compiles(name, kind):
     batch = jax.ShapeDtypeStruct((8, 64), "int32"), jax.ShapeDtypeStruct((8, 64), "bool")
     shapes = abstract.divided((training.state, target, *batch), Mesh(devices.topology(device), ("model",)))
     assert training.step.lower(*shapes, None).compile()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [("seat",), ("read", 32), ("read several",), ("follow",), ("play", 0, True), ("play", 4, True), ("play", 4, False)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ON)
+def test_the_programs_of_an_engine(name, key, report, monkeypatch):
+    """None copies a cache. What asks constraints on the host can be compiled only where its device is."""
+    monkeypatch.setattr(jax, "pure_callback", lambda asked, of, *_: jax.numpy.zeros(of.shape, of.dtype))
+    chip = devices.prepare(name)
+    config = dataclasses.replace(abstract.configs("109m")[0], num_hidden_layers=2, num_key_value_heads=2,
+                                 num_attention_heads=4, intermediate_size=256, **SIZES)  # fmt: skip
+    target, draft = (jspec.Llama(config, jax.numpy.dtype(chip.dtype), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    drafter = jspec.ModelDrafter(draft)
+    one = Device(target, drafter, RULES["rejection"], Sizes(8, 500, 1, (32, 256), (0, 4), 4, 5))
+    function, shapes = one._function(*key)
+    where = abstract.divided(((target, drafter), one._slots, *shapes), Mesh(devices.topology(chip), ("model",)))
+    run = jax.jit(lambda models, *rest: function(*models, *rest), donate_argnums=1)
+    program = run.lower(*where).compile()
+    of_cache, copies = copies_of_a_cache(program.as_text(), config, 8 * one.positions)
+    report(cache_sized=of_cache, copies=len(copies))
+    assert of_cache and not copies

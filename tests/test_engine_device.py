@@ -278,11 +278,15 @@ def test_no_program_copies_a_cache(models, as_shipped, key, report):
     """Slots are donated, and what they hold stays where it is."""
     one = device(models, "model", length=400)  # attention chooses how much it reads
     program = one._lowered(key).compile(as_shipped).as_text()
-    positions, config = one.positions, models[0].config
-    size = SLOTS * config.num_key_value_heads * config.head_dim * positions
-    shapes = re.findall(r"= (\w+\[[\d,]*\])\S* ([\w\-]+)\(", program)
-    dims = [[*map(int, re.findall(r"\d+", shape[3:]))] for shape, _ in shapes]
-    of_cache = [one for one, its in zip(shapes, dims, strict=True) if math.prod(its) == size and len(its) == 4]
-    copies = [(shape, op) for shape, op in of_cache if op in ("copy", "copy-start", "transpose", "concatenate")]
-    report(cache_sized=len(of_cache), copies=len(copies), positions=positions)
+    of_cache, copies = copies_of_a_cache(program, models[0].config, SLOTS * one.positions)
+    report(cache_sized=of_cache, copies=len(copies), positions=one.positions)
     assert of_cache and not copies
+
+
+def copies_of_a_cache(program, config, rows):
+    """How many arrays of a compiled program are as large as a layer's keys of so many rows; those that are copies."""
+    size = config.num_key_value_heads * config.head_dim * rows
+    shapes = re.findall(r"= (\w+\[[\d,]*\])\S* ([\w\-]+)\(", program)
+    dims = [[*map(int, re.findall(r"\d+", shape[shape.index("[") :]))] for shape, _ in shapes]
+    of_cache = [one for one, its in zip(shapes, dims, strict=True) if math.prod(its) == size and len(its) == 4]
+    return len(of_cache), [one for one in of_cache if one[1] in ("copy", "copy-start", "transpose", "concatenate")]
