@@ -23,17 +23,26 @@ pair, source, program = json.loads(sys.argv[1])
 target, draft = (jspec.load(source), jspec.NGramDrafter()) if source else pairs.pair(pair)
 jax.block_until_ready(jax.tree.leaves(target))
 loaded = time.perf_counter()
-lengths = {"plain": None, "K = 4": 4, "up to 8": jspec.UpTo(8)}[program]
+lengths = {"plain": None, "K = 4": 4, "up to 8": jspec.UpTo(8), "engine": "auto"}[program]
 function, models, options = (jspec.generate, [target], {})
 if lengths is not None:
     function, models, options = jspec.speculative_generate, [target, draft], {"num_draft_tokens": lengths}
 request = (np.ones((1, 64), np.int32), np.array([64]), jax.random.split(jax.random.key(0), 1))
 def first_token():
     start = time.perf_counter()
-    limit = jspec.SamplingParams(max_tokens=1)
-    jax.block_until_ready(function(*models, *request, max_new_tokens=128, sampling=limit, **options))
+    if program == "engine":
+        engine.generate([Request((1,) * 64, 1, salt=str(start))])
+    else:
+        limit = jspec.SamplingParams(max_tokens=1)
+        jax.block_until_ready(function(*models, *request, max_new_tokens=128, sampling=limit, **options))
     return time.perf_counter() - start
-first, warm = first_token(), min(first_token() for _ in range(5))
+if program == "engine":
+    from jspec.engine import Engine, Request
+    engine = Engine(target, draft, slots=8).__enter__()
+    first = time.perf_counter() - loaded
+else:
+    first = first_token()
+warm = min(first_token() for _ in range(5))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 weights = sum(leaf.nbytes for leaf in jax.tree.leaves((target, draft))) / 1e9
 print(json.dumps({"import, s": imported - began, "load, s": loaded - imported, "first call, s": first,
@@ -62,11 +71,12 @@ def run(pair: str, target: str | None) -> None:
     """Publish one row for each program and state of the cache; `target` drafts by lookup."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
-        for program in ("plain", "K = 4", "up to 8"):
+        for program in ("plain", "K = 4", "up to 8", "engine"):
             for state, folder in (("none", None), ("filled", cache), ("used", cache)):
                 times = _child((pair, target, program), folder)
                 if state != "filled":
                     rows.append({"program": program, "persistent cache": state} | times)
     name = Path(target or pair).name
     publish(f"startup-{name}-{jax.default_backend()}", f"{name}: a fresh process, prompt of 64 tokens", rows,
-            plots.startup)  # fmt: skip
+            plots.startup,
+            notes=["First call: of an engine of 8 slots all until it is ready, its rehearsal included."])  # fmt: skip

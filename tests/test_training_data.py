@@ -130,6 +130,58 @@ def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
             jspec.train_drafter(target, chatty(), data=data, **options)
 
 
+def questions(file, count):
+    """Chats that end with the user's turn, and one that does not."""
+    asked = [[{"role": "user", "content": f"the {'cat ' * (i % 3)}{i}?"}] for i in range(count)]
+    asked.append([*asked[0], {"role": "assistant", "content": "the tree"}])
+    asked[1] = [*asked[-1], *asked[1]]
+    file.write_text("\n".join(json.dumps({"messages": messages}) for messages in asked))
+    return file
+
+
+def test_the_target_answers_questions(tmp_path, monkeypatch):
+    """All of them once, a round at a time, by turns greedily; what was said before them is not learned."""
+    monkeypatch.setattr("jspec.training.train._WRITERS", 4)
+    monkeypatch.setattr("jspec.training.train._ANSWER", 12)
+    options = {"folder": tmp_path / "run", "steps": 1, "depth": 1, "step_tokens": 512, "length": 128}
+    options |= {"data": questions(tmp_path / "asked.jsonl", 6)}
+    jspec.train_drafter(TARGET, tokenizer := chatty(), **options)
+    files = sorted((tmp_path / "run" / "texts").iterdir())
+    found = [row for file in files for row in rows.load(file)]
+    asked = [row for row in rows.read(options["data"], tokenizer, 128) if row.is_question]
+    assert len(files) == 2 and len(found) == len(asked) == 6
+    given = [row.tokens[: row.learned.argmax()].tolist() for row in found]
+    assert sorted(given) == sorted(row.tokens.tolist() for row in asked) and sorted(map(len, given)) == [
+        *map(len, given)
+    ]
+    text = tokenizer.decode(max(given, key=len))
+    assert text == "user:the 0?<|end|>assistant:the tree<|end|>user:the cat 1?<|end|>assistant:"
+    for i, (row, prompt) in enumerate(zip(found, given, strict=True)):
+        greedy = jspec.generate(
+            TARGET,
+            np.array([prompt]),
+            [len(prompt)],
+            jspec.text.request_keys(0, 1),
+            max_new_tokens=12,
+            sampling=jspec.SamplingParams(temperature=0.0),
+            eos_ids=0,
+        )
+        answer = row.tokens[row.learned].tolist()
+        assert (np.asarray(greedy.tokens)[0, : len(answer)].tolist() == answer) == (i % 4 in (0, 2))
+    monkeypatch.setattr("jspec.training.train.write_answers", None)
+    jspec.train_drafter(TARGET, tokenizer, **options)
+
+
+def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "cat " * 2000}]}))
+    with pytest.raises(
+        ValueError, match=r"has a question of \d+ tokens, and the target, which has \d+ positions, answers"
+    ):
+        jspec.train_drafter(TARGET, chatty(), data=file, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_rows_and_targets_are_told_apart_by():
     some = [rows.of_answer([1], [2, 3]), rows.of_answer([4], [5])]
     others = [some[:1], some[::-1], [rows.of_answer([1, 2], [3]), some[1]],
@@ -146,7 +198,11 @@ def test_what_rows_and_targets_are_told_apart_by():
 MALFORMED = {
     "no JSON": ("{", "chats.jsonl, line 2 is no JSON"),
     "no messages": ('{"text": "a"}', 'line 2 has no list "messages"; expected an object like'),
-    "nothing said": ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the assistant"),
+    "nothing said": ('{"messages": [{"role": "system", "content": "a"}]}', "line 2 has no message of the assistant"),
+    "a question's role": (
+        '{"messages": [{"role": "cat", "content": "a"}, {"role": "user", "content": "b"}]}',
+        "line 2, message 0 has the role 'cat'",
+    ),
     "a role": (
         '{"messages": [{"role": "cat", "content": "a"}, {"role": "assistant", "content": "b"}]}',
         "line 2, message 0 has the role 'cat'",

@@ -35,7 +35,10 @@ def train(
     data: Annotated[
         Path | None,
         option(
-            "--data", "FILE", "Text, or chats in a .jsonl [default: the target writes its own].", show_default=False
+            "--data",
+            "FILE",
+            "Text, or chats or questions in a .jsonl [default: the target writes its own].",
+            show_default=False,
         ),
     ] = None,
     steps: Annotated[int, option("--steps", "N", "Optimiser steps.", min=1)] = 1000,

@@ -30,6 +30,11 @@ class Row:
     tokens: np.ndarray
     learned: np.ndarray
 
+    @property
+    def is_question(self) -> bool:
+        """Whether it ends where the assistant would answer, so that there is nothing to be guessed yet."""
+        return not self.learned.any()
+
 
 def of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Row:
     """A text whose first tokens are given."""
@@ -39,6 +44,8 @@ def of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Row:
 
 def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
     """A file of chats (``.jsonl``, an object with "messages" on every line) or of plain text, in parts of `length`.
+
+    Chats that end with the user's turn are questions, which are whole.
 
     Raises:
         ValueError: the file is empty or malformed (with the number of the line), or chats without a chat template.
@@ -54,7 +61,7 @@ def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
                  for number, line in enumerate(content.split("\n"), 1) if line.strip()]  # fmt: skip
     else:
         found = list(_pieces(content, tokenizer, length))
-    rows = [part for row in found for part in parts(row, length)]
+    rows = [part for row in found for part in ([row] if row.is_question else parts(row, length))]
     if not rows:
         raise ValueError(f"{file} has no text to learn from; give at least one that has more than a token.")
     return rows
@@ -161,7 +168,7 @@ def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
 
 
 def _chat(line: str, tokenizer: Any, place: str) -> Row:
-    """A conversation, in which the assistant's turns are learned.
+    """A conversation, in which the assistant's turns are learned; or a question, if it ends with the user's.
 
     Of a turn that the template shows otherwise where others follow (some leave out thoughts) only what is alike.
     """
@@ -172,9 +179,11 @@ def _chat(line: str, tokenizer: Any, place: str) -> Row:
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list):
         raise ValueError(f'{place} has no list "messages"; expected an object like {{"messages": [...]}}.')
-    turns = [i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "assistant"]
-    if not turns:
-        raise ValueError(f"{place} has no message of the assistant; there is nothing to learn from it.")
+    roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
+    turns = [i for i, role in enumerate(roles) if role == "assistant"]
+    if not turns and roles[-1:] != ["user"]:
+        raise ValueError(f"{place} has no message of the assistant, and does not end with one of the user, for the "
+                         "target to answer; there is nothing to learn from it.")  # fmt: skip
     if tokenizer.chat_template is None:
         raise ValueError(f"{place} is a chat, and the target has no chat template; give plain text instead.")
 
@@ -182,6 +191,9 @@ def _chat(line: str, tokenizer: Any, place: str) -> Row:
         text = tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=asked)
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    if roles[-1] == "user":
+        check_conversation(messages, place)
+        return of_answer(rendered(len(messages), True), ())
     tokens = np.array(rendered(turns[-1] + 1, False), np.int32)
     learned = np.zeros(len(tokens), bool)
     for i in turns:

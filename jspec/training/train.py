@@ -1,6 +1,7 @@
 """`train_drafter`: from a target to a drafter for it, in a folder from which an interrupted run goes on."""
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from jspec.training.kinds import KINDS, Trainee, check_kind, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.rows import Row
 from jspec.training.sight import StoredStates, fingerprint
-from jspec.training.writing import frame_of, write_chats
+from jspec.training.writing import frame_of, write_answers, write_chats
 from jspec.types import check_count
 
 _log = logging.getLogger("jspec")
@@ -94,8 +95,9 @@ def train_drafter(
         tokenizer: its own.
         kind: "eagle", a head of generation 3; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter behind the
             target's first layers; "pass", look-ahead embeddings; or "model", some of the target's layers as a draft.
-        data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; None: the target writes
-            its own, answers to questions that it asks itself (it needs a chat template).
+        data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; those that end with the
+            user's turn the target answers. None: the target writes its own, answers to questions that it asks itself
+            (it needs a chat template).
         folder: of the state, the texts that were written and a log; a run that was stopped goes on from it.
         store_states: compute what the target makes of the texts once, and keep it there: 2 bytes for each of F + 1
             states of E numbers, of every token. Otherwise every step computes it anew.
@@ -119,11 +121,19 @@ def train_drafter(
     given = None if data is None else texts.read(data, tokenizer, chosen.length)
     if given is None:
         frame_of(tokenizer)  # what cannot be is said before anything is begun
+    questions = [row.tokens.tolist() for row in given or () if row.is_question]
+    if questions and (longest := max(map(len, questions))) + _ANSWER > positions:
+        raise ValueError(f"{data} has a question of {longest} tokens, and the target, which has {positions} positions, "
+                         f"answers in up to {_ANSWER}; leave out what is longer than the difference.")  # fmt: skip
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     about = fingerprint(target)
     _check_folder(folder, chosen, {"target": about, "data": None if given is None else texts.digest(given)})
-    rows = _written(target, tokenizer, chosen, folder) if given is None else given
+    write = functools.partial(_written, chosen, folder)
+    if given is None:
+        rows = _own_chats(target, tokenizer, chosen, write)
+    else:
+        rows = [row for row in given if not row.is_question] + _answers(target, tokenizer, chosen, questions, write)
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
@@ -173,24 +183,44 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
                          "another folder, or delete it.")  # fmt: skip
 
 
-def _written(target: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> list[Row]:
-    """What the target writes, a file a round; rounds that are there are not written again."""
-    (folder / "texts").mkdir(exist_ok=True)
+_Chats = list[tuple[list[int], list[int]]]
+_Write = Callable[[int, Callable[[], _Chats]], list[Row]]
+
+
+def _own_chats(target: Any, tokenizer: Any, recipe: Recipe, write: _Write) -> list[Row]:
+    """Answers of the target to questions of its own, as many as the recipe wants."""
     found: list[Row] = []
     number = 0
     while (done := sum(int(row.learned.sum()) for row in found)) < recipe.written_tokens:
         _log.info("Writing: %d of %d tokens", done, recipe.written_tokens)
-        file = folder / "texts" / f"{number:05}.safetensors"
-        if not file.exists():
-            chats = write_chats(target, tokenizer, recipe.seed * _ROUNDS + number, batch=_WRITERS,
-                                answer_tokens=_ANSWER, temperatures=_HEAT)  # fmt: skip
-            if not chats:
-                raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give "
-                                 "data, texts or chats to train on.")  # fmt: skip
-            texts.save([part for chat in chats for part in texts.parts(texts.of_answer(*chat), recipe.length)], file)
-        found += texts.load(file)
+        seed = recipe.seed * _ROUNDS + number
+        found += write(number, lambda seed=seed: write_chats(
+            target, tokenizer, seed, batch=_WRITERS, answer_tokens=_ANSWER, temperatures=_HEAT))  # fmt: skip
         number += 1
     return found
+
+
+def _answers(target: Any, tokenizer: Any, recipe: Recipe, questions: list[list[int]], write: _Write) -> list[Row]:
+    """Answers of the target to all `questions`, those of like length together."""
+    found, questions = list[Row](), sorted(questions, key=len)
+    for number, first in enumerate(range(0, len(questions), _WRITERS)):
+        _log.info("Writing: %d of %d answers", first, len(questions))
+        asked, seed = questions[first : first + _WRITERS], recipe.seed * _ROUNDS + number
+        found += write(number, lambda asked=asked, seed=seed: write_answers(
+            target, tokenizer, asked, seed, _ANSWER, _HEAT))  # fmt: skip
+    return found
+
+
+def _written(recipe: Recipe, folder: Path, number: int, write: Callable[[], _Chats]) -> list[Row]:
+    """What the target writes in a round, in a file of its own; what is there is not written again."""
+    (folder / "texts").mkdir(exist_ok=True)
+    file = folder / "texts" / f"{number:05}.safetensors"
+    if not file.exists():
+        if not (chats := write()):
+            raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give data, "
+                             "texts or chats to train on.")  # fmt: skip
+        texts.save([part for chat in chats for part in texts.parts(texts.of_answer(*chat), recipe.length)], file)
+    return texts.load(file)
 
 
 def _stored(target: Any, about: str, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:

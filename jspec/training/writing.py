@@ -5,7 +5,6 @@ what the chat template puts before them, as Xu et al. 2024, "Magpie", section 2.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -59,13 +58,25 @@ def write_chats(
         temperatures: of the answers, by turns; questions are sampled at 1.
     """
     frame, ends = frame_of(tokenizer), eos_ids(target, tokenizer)
-    write = functools.partial(_continue, target, tokenizer, ends)
-    questions = write([frame.before] * batch, 2 * seed, QUESTION_TOKENS, np.ones(batch, np.float32))
+    ones = np.ones(batch, np.float32)
+    questions = _continue(target, tokenizer, ends, [frame.before] * batch, 2 * seed, QUESTION_TOKENS, ones)
     whole = [frame.before + ids[:-1] + frame.after for ids in questions if len(ids) > 1 and ids[-1] in ends]
     # As many rows as before, so that nothing compiles again: some questions are answered twice.
     prompts = [whole[i % len(whole)] for i in range(batch)] if whole else []
-    heat = np.resize(np.asarray(temperatures, np.float32), batch)
-    answers = write(prompts, 2 * seed + 1, answer_tokens, heat) if whole else []
+    return write_answers(target, tokenizer, prompts, 2 * seed + 1, answer_tokens, temperatures) if whole else []
+
+
+def write_answers(
+    target: Any,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    seed: int,
+    answer_tokens: int,
+    temperatures: tuple[float, ...],
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts as ids and the target's answers to them, none twice; otherwise as `write_chats`."""
+    heat = np.resize(np.asarray(temperatures, np.float32), len(prompts))
+    answers = _continue(target, tokenizer, eos_ids(target, tokenizer), prompts, seed, answer_tokens, heat)
     chats = {(*prompt, -1, *answer): (prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)}
     return list(chats.values())
 
