@@ -1,5 +1,6 @@
 """Losses against each other: the same drafter trained with each, from several seeds, for as many steps."""
 
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,15 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         trainees = [trainee_of(KINDS[kind](target, None, depth, seed)) for seed in range(seeds)]
-        sources = [_source(target, side, trainees[0], Path(folder) / name)
-                   for side, name in ((train, "train"), (held_out, "held out"))]  # fmt: skip
+        known, asked = (_source(target, side, trainees[0], Path(folder) / name)
+                        for side, name in ((train, "train"), (held_out, "held out")))  # fmt: skip
+        # A seed is that of the order, too: a draft model begins with layers of the target, whatever the seed.
+        orders = [dataclasses.replace(known, plan=Plan(train, STEP_TOKENS, seed)) for seed in range(seeds)]
         for loss in LOSSES:
-            found = [_trained(target, one, sources, Schedule(steps, depth, loss), Path(folder) / f"{loss}-{seed}")
-                     for seed, one in enumerate(trainees)]  # fmt: skip
+            found = [
+                _trained(target, one, [order, asked], Schedule(steps, depth, loss), Path(folder) / f"{loss}-{seed}")
+                for seed, (one, order) in enumerate(zip(trainees, orders, strict=True))
+            ]
             rows.append({"loss": loss} | _summary(found))
     publish(
         f"losses-{subject.name}-{kind}",
