@@ -13,6 +13,7 @@ from jspec.acceptance.base import Rule
 from jspec.engine import programs
 from jspec.engine.constraints import Constraints, Matcher, allowed
 from jspec.engine.news import Packed, Piece, Scores
+from jspec.engine.room import give_back
 from jspec.engine.slots import Sizes, empty_slots, take
 from jspec.state import RequestParams
 
@@ -182,6 +183,8 @@ class Device:
         waiting = {key: self._lowered(key) for key in self._keys() if key not in self._programs}
         with ThreadPoolExecutor() as pool:
             self._programs |= zip(waiting, pool.map(lambda one: one.compile(), waiting.values()), strict=True)
+        if waiting:
+            give_back()
 
     def _keys(self) -> list[Key]:
         plays = [("play", k, is_lean) for is_lean in (True, False) for k in self.sizes.lengths(is_lean)]

@@ -31,7 +31,7 @@ def document(model: str) -> dict:
         found[body.__name__]["properties"]["model"] = {"type": "string", "enum": [model]}
     answers = {
         "200": {"description": "Answered.", "content": {"application/json": {"schema": {"type": "object"}},
-                                                        "text/event-stream": {"schema": {"type": "string"}}}},
+                                                        "text/event-stream": {"schema": {"type": "object"}}}},
         "4XX": {"description": "Refused.", "content": {"application/json": {"schema": ERROR}}},
     }  # fmt: skip
     paths = {
