@@ -1,6 +1,8 @@
 """The host's side of an engine, with a device that is a few lines of Python: nobody gets what is another's."""
 
 import dataclasses
+import gc
+import weakref
 
 import hypothesis
 import jax
@@ -198,6 +200,20 @@ def test_what_somebody_is_reading_is_waited_for_and_copied(salts, read, monkeypa
     assert [tenant.result.tokens for tenant in asked] == [[1000, 1001, 1002]] * 3
     assert sum(piece.count for piece in counts) == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked)
     assert sum(piece.count for piece in counts) <= read
+
+
+def test_nobody_is_kept_who_is_done():
+    """Not even by those who came while it was seated, and they by others."""
+    loop = Loop(FakeDevice(), 8, 1.0)
+    done = []
+    for i in range(1, 30):
+        loop.submit(tenant := tenant_of(Request((1, *[7] * i), 12), lambda _: None))
+        done.append(weakref.ref(tenant))
+        del tenant
+        for _ in range(2):
+            loop.turn()
+    gc.collect()
+    assert loop.is_busy and sum(one() is not None for one in done) <= SIZES.slots + loop.num_waiting + 1
 
 
 def test_a_device_that_always_fails_is_given_up():

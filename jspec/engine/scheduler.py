@@ -60,6 +60,8 @@ class Tenant:
         self.read, self.pieces = piece.end, self.pieces + 1
         if piece.scores is not None:
             self.scored.append(piece)
+        if self.is_written:
+            self.alike = []  # else it would keep them, and they those before them
 
     @property
     def is_written(self) -> bool:
@@ -137,7 +139,7 @@ class Scheduler:
         tenant = self.tenants[slot]
         assert tenant is not None, "nobody leaves an empty slot"
         held = tenant.text if tenant.is_written else tenant.given[: tenant.read + 1]
-        self.tenants[slot], self.residents[slot] = None, (held, tenant.request.salt)
+        self.tenants[slot], self.residents[slot], tenant.alike = None, (held, tenant.request.salt), []
         self._left[slot] = next(self._clock)
         return tenant
 
