@@ -121,6 +121,18 @@ def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
     )
 
 
+def copy_slots(cache: KVCache, source: Array, target: Array, start: Array, count: int) -> KVCache:
+    """`cache` with `count` slots from `start` on, or the last so many, of row `source` in row `target`, too."""
+
+    def copied(room: Array, axis: int) -> Array:
+        at = [jnp.minimum(start, room.shape[axis] - count) if i == axis else jnp.zeros_like(start) for i in range(4)]
+        sizes = [1 if i == 0 else count if i == axis else size for i, size in enumerate(room.shape)]
+        part = lax.dynamic_slice(room, [source, *at[1:]], sizes)
+        return lax.dynamic_update_slice(room, part, [target, *at[1:]])
+
+    return KVCache(tuple(copied(keys, 3) for keys in cache.keys), tuple(copied(values, 2) for values in cache.values))
+
+
 def visible(positions: Array, num_slots: int) -> Array:
     """``bool[B, S, T]``: the slots a query at ``positions[B, S]`` looks at."""
     return jnp.arange(num_slots) <= positions[:, :, None]

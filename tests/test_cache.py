@@ -11,7 +11,7 @@ import pytest
 import jspec
 from jspec import ModelDrafter, SamplingParams
 from jspec.acceptance import RULES
-from jspec.cache import KVCache, prefill, whole_tiles, write
+from jspec.cache import KVCache, copy_slots, prefill, whole_tiles, write
 from jspec.draft_length import Fixed
 from jspec.output import collect
 from jspec.program import start
@@ -238,3 +238,16 @@ def test_a_write_changes_what_it_names_and_converts_nothing(dtype, count):
         found = np.asarray(compiled(whole, new, start))
         np.testing.assert_array_equal(found.astype(np.float32), np.moveaxis(expected, 1, axis).astype(np.float32))
         assert compiled.memory_analysis().temp_size_in_bytes < whole.nbytes
+
+
+def test_slots_are_copied_from_row_to_row():
+    """Blocks that reach beyond the end are the last ones; nothing else changes."""
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(3, 2, 4, 10)), rng.normal(size=(3, 2, 10, 4))
+    for at, first in ((0, 0), (4, 4), (8, 6)):
+        found = copy_slots(KVCache((keys,), (values,)), jnp.int32(2), jnp.int32(0), jnp.int32(at), 4)
+        expected = keys.copy(), values.copy()
+        expected[0][0, :, :, first : first + 4] = keys[2, :, :, first : first + 4]
+        expected[1][0, :, first : first + 4] = values[2, :, first : first + 4]
+        np.testing.assert_allclose(found.keys[0], expected[0], atol=1e-6)
+        np.testing.assert_allclose(found.values[0], expected[1], atol=1e-6)

@@ -150,6 +150,7 @@ class Requests(RuleBasedStateMachine):
             first = tenant.request.tokens[0]
             assert tenant.result.tokens == [1000 * first + i for i in range(len(tenant.result.tokens))]
             assert len(tenant.result.tokens) <= tenant.request.max_new_tokens
+            assert 0 <= tenant.result.cached <= len(tenant.request.tokens)
             if tenant.result.finish_reason == "length":
                 assert len(tenant.result.tokens) == tenant.request.max_new_tokens
 
@@ -187,19 +188,68 @@ def test_the_slot_that_holds_most_of_a_text_is_taken():
     assert scheduler.admit() is None
 
 
-@pytest.mark.parametrize("salts, read", [(("", "", ""), 40 + 2 * 2), (("", "its own", ""), 2 * 40 + 2)])
-def test_what_somebody_is_reading_is_waited_for_and_copied(salts, read, monkeypatch):
-    device, counts = FakeDevice(), []
-    monkeypatch.setattr(device, "read", lambda *one: (counts.append(found := FakeDevice.read(device, *one)), found)[1])
-    loop, text = Loop(device, 8, 1.0), (1, *[7] * 40)
-    asked = [tenant_of(Request(text[: 41 - i], 3, salt=salt), print) for i, salt in enumerate(salts)]
+def turns(loop, *asked):
+    """After how many turns each has its first token; all have ended in the end."""
+    first = {}
+    for turn in range(200):
+        loop.turn()
+        first = {i: turn for i, one in enumerate(asked) if one.result.tokens} | first
+    assert not loop.is_busy
+    return [first.get(i) for i in range(len(asked))]
+
+
+def counted(device, monkeypatch):
+    """Pieces that are read from now on."""
+    pieces = []
+    monkeypatch.setattr(device, "read", lambda *one: (pieces.append(found := FakeDevice.read(device, *one)), found)[1])
+    return pieces
+
+
+TEXT = (1, *[7] * 40)
+
+
+@pytest.mark.parametrize("salts, most", [(("", "", ""), 40 + 2 * 8), (("", "its own", ""), 2 * 40 + 8)])
+def test_what_somebody_is_reading_is_waited_for_and_copied(salts, most, monkeypatch):
+    device = FakeDevice()
+    pieces, loop = counted(device, monkeypatch), Loop(device, 8, 1.0)
+    asked = [tenant_of(Request(TEXT[: 41 - i], 3, salt=salt), print) for i, salt in enumerate(salts)]
     for tenant in asked:
         loop.submit(tenant)
-    while loop.is_busy:
-        loop.turn()
+    turns(loop)
     assert [tenant.result.tokens for tenant in asked] == [[1000, 1001, 1002]] * 3
-    assert sum(piece.count for piece in counts) == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked)
-    assert sum(piece.count for piece in counts) <= read
+    read = sum(piece.count for piece in pieces)
+    assert read == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked) and read <= most
+
+
+def test_who_reads_all_for_scores_is_not_waited_for_where_another_has_read_it():
+    loop = Loop(FakeDevice(), 16, 1.0)
+    before, scored, asked = (tenant_of(Request(TEXT, 12, prompt_logprobs=one), print) for one in (False, True, False))
+    loop.submit(before)
+    while not before.is_written:
+        loop.turn()
+    loop.submit(scored)
+    loop.turn()
+    loop.submit(asked)
+    for _ in range(4):
+        loop.turn()
+        if asked.is_written:
+            break
+    assert not scored.is_written and asked.is_written and asked.result.cached == len(TEXT) - 2
+
+
+def test_what_one_has_read_who_leaves_is_there_for_those_who_wait():
+    loop = Loop(FakeDevice(), 8, 1.0)
+    first, asked = (tenant_of(Request(TEXT, 3), print) for _ in range(2))
+    loop.submit(first)
+    loop.submit(asked)
+    while first.read < 24:
+        loop.turn()
+    assert asked.read < 24
+    first.cancelled = True
+    loop.turn()
+    assert asked.read >= 24 and asked.result.cached == first.read
+    turns(loop)
+    assert asked.result.tokens == [1000, 1001, 1002]
 
 
 def test_nobody_is_kept_who_is_done():

@@ -1,11 +1,13 @@
 """Slots that do not fit into memory are refused before they are made, with what would fit."""
 
 import re
+import types
 
 import jax
 import pytest
 import toys
 
+import jspec
 from jspec.acceptance import RULES
 from jspec.engine import Engine
 from jspec.engine import room as rooms
@@ -14,6 +16,7 @@ from jspec.engine.room import free_bytes, slots_bytes
 from jspec.engine.slots import Sizes
 from jspec.footprint import LAWS
 
+CPU = jax.devices("cpu")[0]
 OPTIONS = {"slots": 8, "max_length": 2048, "num_draft_tokens": 4, "chunks": (16, 64)}
 
 
@@ -24,7 +27,7 @@ def models():
 
 
 def told(models, monkeypatch, free, **changes):
-    monkeypatch.setattr(rooms, "free_bytes", lambda: free)
+    monkeypatch.setattr(rooms, "free_bytes", lambda _: free)
     with pytest.raises(ValueError, match="would fit") as refused:
         Engine(*models, **(OPTIONS | changes))
     return str(refused.value)
@@ -32,9 +35,11 @@ def told(models, monkeypatch, free, **changes):
 
 def test_bytes_are_those_of_the_slots(models):
     sizes = Sizes(3, 40, 2, (4, 16), (0, 4), 2)
-    device = Device(models[0], None, RULES["rejection"], sizes)
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(device._slots))
-    assert slots_bytes(models[0], None, sizes) == own + LAWS * 4 * 3 * 6 * models[0].config.vocab_size
+    tree = jspec.TreeDrafter(jspec.ModelDrafter(models[1]), jspec.Tree.branching((3, 2)))
+    for drafter, laws in ((None, 2), (jspec.ModelDrafter(models[1]), 4 + 2), (tree, 3 + 6 + 2)):
+        device = Device(models[0], drafter, RULES["rejection"], sizes)
+        own = sum(leaf.nbytes for leaf in jax.tree.leaves(device._slots))
+        assert slots_bytes(models[0], drafter, sizes) == own + LAWS * 4 * 3 * laws * models[0].config.vocab_size
 
 
 def test_what_would_fit_does_and_more_does_not(models, monkeypatch):
@@ -56,9 +61,23 @@ def test_where_nothing_fits_that_is_said(models, monkeypatch):
 
 def test_where_nobody_tells_it_is_tried(models, monkeypatch, tmp_path):
     monkeypatch.setattr(rooms, "_MEMORY", tmp_path / "none")
-    assert jax.default_backend() != "cpu" or free_bytes() is None
+    monkeypatch.setattr(rooms, "_GROUP", tmp_path)
+    assert free_bytes(CPU) is None
     Engine(*models, **OPTIONS)
 
 
-def test_the_machine_tells():
-    assert free_bytes() > 10_000_000
+@pytest.mark.parametrize("limit, free", [("max", 2048_000), ("1500000", 500_000), ("9000000", 2048_000)])
+def test_a_machine_tells_and_a_container(monkeypatch, tmp_path, limit, free):
+    monkeypatch.setattr(rooms, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(rooms, "_GROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:    2000 kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert free_bytes(CPU) == free
+
+
+@pytest.mark.parametrize(
+    "stats, free", [({"bytes_limit": 9, "bytes_in_use": 4}, 5), ({"bytes_in_use": 4}, None), (None, None)]
+)
+def test_a_device_tells(stats, free):
+    assert free_bytes(types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)) == free

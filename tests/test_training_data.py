@@ -82,6 +82,8 @@ def test_every_part_of_a_text_starts_as_texts_do(tmp_path):
 
 
 def test_rows_on_disk(tmp_path):
+    rows.save([], tmp_path / "none.safetensors")  # answers that teach nothing
+    assert rows.load(tmp_path / "none.safetensors") == []
     some = [rows.of_answer([1, 2], [3]), rows.of_answer([], [4, 5])]
     rows.save(some, tmp_path / "rows.safetensors")
     for found, expected in zip(rows.load(tmp_path / "rows.safetensors"), some, strict=True):
@@ -140,7 +142,7 @@ def questions(file, count):
 
 
 def test_the_target_answers_questions(tmp_path, monkeypatch):
-    """All of them once, a round at a time, by turns greedily; what was said before them is not learned."""
+    """All of them once, a round at a time, by turns greedily; what was said before one is learned apart from it."""
     monkeypatch.setattr("jspec.training.train._WRITERS", 4)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)
     options = {"folder": tmp_path / "run", "steps": 1, "depth": 1, "step_tokens": 512, "length": 128}
@@ -150,6 +152,8 @@ def test_the_target_answers_questions(tmp_path, monkeypatch):
     found = [row for file in files for row in rows.load(file)]
     asked = [row for row in rows.read(options["data"], tokenizer, 128) if row.is_question]
     assert len(files) == 2 and len(found) == len(asked) == 6
+    said = [row for row in rows.read(options["data"], tokenizer, 128) if not row.is_question]
+    assert [tokenizer.decode(row.tokens[row.learned]) for row in said] == ["the tree<|end|>"] * 2
     given = [row.tokens[: row.learned.argmax()].tolist() for row in found]
     assert sorted(given) == sorted(row.tokens.tolist() for row in asked) and sorted(map(len, given)) == [
         *map(len, given)

@@ -126,8 +126,9 @@ class Loop:
 
     def _read(self) -> None:
         """Texts, a piece of each in turn, and what drafters are behind; as far as others should wait for it."""
-        ready = [one for one in self._scheduler.reading() if not self._waits_for_another(*one)]
-        budget = self._read_tokens - self._read_several(dict(ready))
+        budget = self._read_tokens - self._take_over()
+        ready = [one for one in self._scheduler.reading() if not self._waits_for_another(one[1])]
+        budget -= self._read_several(dict(ready))
         reading = deque(one for one in ready if not one[1].is_written)
         while reading and budget > 0:
             slot, tenant = reading.popleft()
@@ -139,16 +140,23 @@ class Loop:
         if reading and not self._scheduler.writing():
             self._device.wait()  # nothing else does, and new requests should not find all of a long text before them
 
-    def _waits_for_another(self, slot: int, tenant: Tenant) -> bool:
-        """Take over what another slot has read of a text; or whether one is reading it, so that it will be there."""
-        lender = self._scheduler.lender(tenant, self._sizes.chunks[0])
-        if lender is None:
-            return False
-        source, count = lender
-        if count:
+    def _take_over(self) -> int:
+        """Copy what other slots have read of texts, unless more of it comes; how many tokens that costs, about."""
+        least, copied = self._sizes.chunks[0], 0
+        for slot, tenant in self._scheduler.reading():
+            count, source = self._scheduler.lender(tenant)
+            if count < tenant.read + least or self._waits_for_another(tenant) or copied >= self._read_tokens:
+                continue
             self._device.seat(slot, tenant.row, len(tenant.given), count, tenant.constraint, source)
-            tenant.result.cached, tenant.read = tenant.result.cached + count - tenant.read, count
-        return not count
+            result = tenant.result
+            result.cached = min(result.cached + count - tenant.read, len(tenant.request.tokens))
+            tenant.read, copied, self._reads = count, copied + least, True
+        return copied
+
+    def _waits_for_another(self, tenant: Tenant) -> bool:
+        """Whether another is reading the text, so much of it that it is better copied when it is there."""
+        known = max(tenant.read, self._scheduler.lender(tenant)[0])
+        return self._scheduler.will_be_read(tenant) >= known + self._sizes.chunks[-1]
 
     def _read_several(self, reading: dict[int, Tenant]) -> int:
         """What is left of the texts of many slots at once, where little is: how many tokens that costs."""

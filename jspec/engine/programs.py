@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.acceptance.base import Rule
+from jspec.cache import copy_slots
 from jspec.draft_length import Fixed
 from jspec.drafters.asked import features_of
 from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on
@@ -17,6 +18,8 @@ from jspec.engine.slots import Slots, lean, put, take
 from jspec.round import Allowed, play_round
 from jspec.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
 from jspec.state import DecodeState, RequestParams
+
+_BLOCK = 256  # tokens, by which caches are copied
 
 
 def seat(
@@ -31,17 +34,23 @@ def seat(
         kept: how many of them have been read already.
         source: the slot that holds these; if it is another one, they are copied.
     """
-    state = slots.state
+    state, is_other = slots.state, (source != slot).astype(jnp.int32)
+    block = min(_BLOCK, state.tokens.shape[1] - 1)
 
     def copied(_: Array, held: Any) -> Any:
         return put(held, take(held, source), slot)
 
-    # A loop, for behind a `cond` XLA would copy all rows.
-    held = {"tokens": state.tokens, "cache": state.cache, "drafter": state.drafter}
-    held = cast(dict[str, Any], lax.fori_loop(0, (source != slot).astype(jnp.int32), copied, held))
+    def copied_block(i: Array, cache: Any) -> Any:
+        return copy_slots(cache, source, slot, i * block, block)
+
+    # Loops, for behind a `cond` XLA would copy all rows. Of a drafter nobody knows where what lies.
+    held = {"tokens": state.tokens, "drafter": state.drafter}
+    held = cast(dict[str, Any], lax.fori_loop(0, is_other, copied, held))
+    cache = cast(Any, lax.fori_loop(0, is_other * -(-kept // block), copied_block, state.cache))
     state = dataclasses.replace(
         state,
         **held,
+        cache=cache,
         lengths=state.lengths.at[slot].set(kept + 1),
         done=state.done.at[slot].set(True),
     )

@@ -10,15 +10,17 @@ from typing import Any
 
 import jax
 
+from jspec.drafters.base import tree_of
 from jspec.engine.slots import Sizes, empty_slots
 from jspec.footprint import LAWS
 
-_MEMORY = Path("/proc/meminfo")  # of Linux
+_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # of Linux, and of a container
 
 
 def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
     """Raise ValueError, with what would fit, where `slots_bytes` are more than are free; where nobody tells, go on."""
-    free, needed = free_bytes(), slots_bytes(target, drafter, sizes)
+    (device,) = jax.tree.leaves(target)[0].devices()
+    free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
     if free is None or needed <= free:
         return
     slots = free * sizes.slots // needed
@@ -35,15 +37,23 @@ def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
     """What slots take, and what a round does beside them, estimated: see `jspec.footprint.LAWS`."""
     slots = jax.eval_shape(lambda target, drafter: empty_slots(target, drafter, sizes), target, drafter)
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
-    return held + LAWS * 4 * sizes.slots * (sizes.num_draft_tokens[-1] + 2) * target.config.vocab_size
+    nodes = 0 if drafter is None else tree_of(drafter, sizes.num_draft_tokens[-1]).size
+    return held + LAWS * 4 * sizes.slots * (nodes + 2) * target.config.vocab_size
 
 
-def free_bytes() -> int | None:
-    """Of the device that JAX uses, or of the machine where that is a CPU; None if nobody tells."""
-    if stats := jax.local_devices()[0].memory_stats():
+def free_bytes(device: Any) -> int | None:
+    """Of a device's memory, or of the machine's or container's where that is a CPU; None if nobody tells."""
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
-    told = re.search(r"MemAvailable: +(\d+) kB", _MEMORY.read_text()) if _MEMORY.exists() else None
-    return 1024 * int(told[1]) if told else None
+    told = re.search(r"MemAvailable: +(\d+) kB", _read(_MEMORY))
+    group = [_read(_GROUP / name).strip() for name in ("memory.max", "memory.current")]
+    found = [1024 * int(told[1])] if told else []
+    return min([*found, int(group[0]) - int(group[1])] if all(map(str.isdecimal, group)) else found, default=None)
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def give_back() -> None:

@@ -97,7 +97,8 @@ class Scheduler:
         tenant.given = tenant.text
         # The slot that holds most of it; of those the one that has been left for longest.
         slot = max(free, key=lambda slot: (_kept(tenant, *self.residents[slot]), -self._left[slot]))
-        tenant.read = tenant.result.cached = _kept(tenant, *self.residents[slot])
+        tenant.read = _kept(tenant, *self.residents[slot])
+        tenant.result.cached = min(tenant.read, len(tenant.request.tokens))
         tenant.alike = [(other, at, _num_alike(tenant.given, other.given)) for at, other in self._seated()
                         if _may_share(tenant, other.request.salt)]  # fmt: skip
         tenant.scored, tenant.is_begun = [], False
@@ -108,19 +109,22 @@ class Scheduler:
         self.residents[slot] = (), ""
         return slot, tenant
 
-    def lender(self, tenant: Tenant, least: int) -> tuple[int, int] | None:
-        """A slot that holds more of a text than has been read of it, by at least so many tokens; how many it holds.
+    def lender(self, tenant: Tenant) -> tuple[int, int]:
+        """How many tokens of a text another slot holds, and which; the slot that holds most."""
+        given = len(tenant.given)
+        left = [(_kept(tenant, *held), slot) for slot, held in enumerate(self.residents) if self.tenants[slot] is None]
+        there = [(_most(alike, other.read + 1, given), slot) for other, slot, alike in self._alike(tenant)]
+        return max([*left, *there], default=(0, 0))
 
-        Nobody is taken for one who is still reading what could be taken over; with 0 tokens it is to be waited for.
-        """
-        found = None
-        for other, slot, alike in tenant.alike:
-            if self.tenants[slot] is not other:
-                continue
-            will, does = (_most(alike, count, len(tenant.given)) for count in (len(other.given), other.read + 1))
-            if will >= tenant.read + least and will > (found[0] if found else 0):
-                found = will, slot, does == will
-        return None if found is None else (found[1], found[0] if found[2] else 0)
+    def will_be_read(self, tenant: Tenant) -> int:
+        """How many tokens of a text will have been read by others who are about it; not by who reads all for scores."""
+        given = len(tenant.given)
+        return max((_most(alike, len(other.given), given) for other, _, alike in self._alike(tenant)
+                    if not other.request.prompt_logprobs), default=0)  # fmt: skip
+
+    def _alike(self, tenant: Tenant) -> list[tuple[Tenant, int, int]]:
+        """Those of ``tenant.alike`` who are still there."""
+        return [one for one in tenant.alike if self.tenants[one[1]] is one[0]]
 
     def reading(self) -> list[tuple[int, Tenant]]:
         """Slots whose texts are still being read, first come first."""

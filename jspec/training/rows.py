@@ -45,7 +45,7 @@ def of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Row:
 def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
     """A file of chats (``.jsonl``, an object with "messages" on every line) or of plain text, in parts of `length`.
 
-    Chats that end with the user's turn are questions, which are whole.
+    Of chats that end with the user's turn there are questions, too, which are whole.
 
     Raises:
         ValueError: the file is empty or malformed (with the number of the line), or chats without a chat template.
@@ -57,8 +57,8 @@ def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
     if file.suffix == ".jsonl":
-        found = [_chat(line, tokenizer, f"{file}, line {number}")
-                 for number, line in enumerate(content.split("\n"), 1) if line.strip()]  # fmt: skip
+        found = [row for number, line in enumerate(content.split("\n"), 1) if line.strip()
+                 for row in _chat(line, tokenizer, f"{file}, line {number}")]  # fmt: skip
     else:
         found = list(_pieces(content, tokenizer, length))
     rows = [part for row in found for part in ([row] if row.is_question else parts(row, length))]
@@ -108,9 +108,10 @@ def divide(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 def save(rows: Iterable[Row], file: Path) -> None:
     """Write rows as they are."""
     rows = list(rows)
-    write_arrays(file, {"tokens": np.concatenate([row.tokens for row in rows]),
-                        "learned": np.concatenate([row.learned for row in rows]),
-                        "lengths": np.array([len(row.tokens) for row in rows])})  # fmt: skip
+    none = Row(np.zeros(0, np.int32), np.zeros(0, bool))
+    write_arrays(file, {"tokens": np.concatenate([row.tokens for row in (none, *rows)]),
+                        "learned": np.concatenate([row.learned for row in (none, *rows)]),
+                        "lengths": np.array([len(row.tokens) for row in rows], np.int64)})  # fmt: skip
 
 
 def load(file: Path) -> list[Row]:
@@ -125,7 +126,7 @@ def load(file: Path) -> list[Row]:
         parts = np.split(arrays["tokens"], ends), np.split(arrays["learned"], ends)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}); delete it, and its texts are written anew.") from error
-    return [Row(*part) for part in zip(*parts, strict=True)]
+    return [Row(*part) for part in zip(*parts, strict=True)] if len(arrays["lengths"]) else []
 
 
 def digest(rows: Iterable[Row]) -> str:
@@ -167,8 +168,8 @@ def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
     return np.sort(np.argsort(-seen, kind="stable")[:count])
 
 
-def _chat(line: str, tokenizer: Any, place: str) -> Row:
-    """A conversation, in which the assistant's turns are learned; or a question, if it ends with the user's.
+def _chat(line: str, tokenizer: Any, place: str) -> list[Row]:
+    """A conversation, in which the assistant's turns are learned; and a question, if it ends with the user's.
 
     Of a turn that the template shows otherwise where others follow (some leave out thoughts) only what is alike.
     """
@@ -191,16 +192,19 @@ def _chat(line: str, tokenizer: Any, place: str) -> Row:
         text = tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=asked)
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    found: list[Row] = []
     if roles[-1] == "user":
         check_conversation(messages, place)
-        return of_answer(rendered(len(messages), True), ())
+        found.append(of_answer(rendered(len(messages), True), ()))
+    if not turns:
+        return found
     tokens = np.array(rendered(turns[-1] + 1, False), np.int32)
     learned = np.zeros(len(tokens), bool)
     for i in turns:
         check_conversation(messages[:i], place)
         start, end = (_num_alike(tokens, ids) for ids in (rendered(i, True), rendered(i + 1, False)))
         learned[start:end] = True
-    return Row(tokens, learned)
+    return [Row(tokens, learned), *found]
 
 
 def _num_alike(tokens: np.ndarray, ids: Sequence[int]) -> int:

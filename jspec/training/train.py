@@ -194,9 +194,12 @@ def _own_chats(target: Any, tokenizer: Any, recipe: Recipe, write: _Write) -> li
     while (done := sum(int(row.learned.sum()) for row in found)) < recipe.written_tokens:
         _log.info("Writing: %d of %d tokens", done, recipe.written_tokens)
         seed = recipe.seed * _ROUNDS + number
-        found += write(number, lambda seed=seed: write_chats(
+        chats = write(number, lambda seed=seed: write_chats(
             target, tokenizer, seed, batch=_WRITERS, answer_tokens=_ANSWER, temperatures=_HEAT))  # fmt: skip
-        number += 1
+        if not chats:
+            raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give data, "
+                             "texts or chats to train on.")  # fmt: skip
+        found, number = found + chats, number + 1
     return found
 
 
@@ -216,10 +219,7 @@ def _written(recipe: Recipe, folder: Path, number: int, write: Callable[[], _Cha
     (folder / "texts").mkdir(exist_ok=True)
     file = folder / "texts" / f"{number:05}.safetensors"
     if not file.exists():
-        if not (chats := write()):
-            raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give data, "
-                             "texts or chats to train on.")  # fmt: skip
-        texts.save([part for chat in chats for part in texts.parts(texts.of_answer(*chat), recipe.length)], file)
+        texts.save([part for chat in write() for part in texts.parts(texts.of_answer(*chat), recipe.length)], file)
     return texts.load(file)
 
 
