@@ -89,8 +89,9 @@ def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
 
 def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
     """All slots anew: those that are written, and the others as they were."""
-    at = jnp.expand_dims(jnp.arange(slots.shape[axis]) - start[:, None], [i for i in (1, 2, 3) if i != axis])
-    count = new.shape[axis]
+    size, count = slots.shape[axis], new.shape[axis]
+    start = jnp.where((start >= 0) & (start + count <= size), start, size)  # dropped as a whole, as there
+    at = jnp.expand_dims(jnp.arange(size) - start[:, None], [i for i in (1, 2, 3) if i != axis])
     placed = new if count == 1 else jnp.take_along_axis(new, jnp.clip(at, 0, count - 1), axis=axis)
     return jnp.where((at >= 0) & (at < count), placed, slots)
 

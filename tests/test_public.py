@@ -16,7 +16,7 @@ ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devic
          "llama", "eagle",
          "layout", "quantizer", "half", "weights", "eagle_weights", "acceptance", "rules", "draft_length", "lengths",
          "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
-         "tree_tuning", "exit_tuning", "auto", "decode", "engine", "footprint", "roofline", "planning", "prompts",
+         "tree_tuning", "exit_tuning", "auto", "decode", "footprint", "engine", "roofline", "planning", "prompts",
          "names", "completion", "writer", "streaming", "training", "online", "report", "serve", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
