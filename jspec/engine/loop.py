@@ -155,8 +155,8 @@ class Loop:
 
     def _waits_for_another(self, tenant: Tenant) -> bool:
         """Whether another is reading the text, so much of it that it is better copied when it is there."""
-        known = max(tenant.read, self._scheduler.lender(tenant)[0])
-        return self._scheduler.will_be_read(tenant) >= known + self._sizes.chunks[-1]
+        worth = self._scheduler.will_be_read(tenant) - self._sizes.chunks[-1]
+        return worth >= tenant.read and worth >= self._scheduler.lender(tenant)[0]
 
     def _read_several(self, reading: dict[int, Tenant]) -> int:
         """What is left of the texts of many slots at once, where little is: how many tokens that costs."""
