@@ -16,6 +16,8 @@ from jspec.acceptance import RULES
 from jspec.drafters.base import own_tree
 from jspec.engine.device import Device
 from jspec.engine.news import unpack
+from jspec.engine.pace import Pace
+from jspec.engine.rehearsal import rehearse
 from jspec.engine.slots import Sizes, neutral_transforms
 from jspec.state import RequestParams
 
@@ -248,6 +250,25 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
         texts.setdefault(i, []).append(text)
     for same in texts.values():
         assert same[0] == same[1] == same[2]
+
+
+def test_a_text_is_read_by_the_pieces_that_cost_least(models):
+    device = Device(models[0], None, RULES["rejection"], Sizes(SLOTS, 64, 1, (4, 16), (0,), 2))
+    unread = (1, 2, 5, 6, 9, 10, 13, 14, 17, 18, 100)
+    assert [device.chunk(n) for n in unread] == [4, 4, 4, *[16] * 8]  # as few as there may be, where all cost alike
+    device.costs = {4: 1.0, 16: 2.5}
+    assert [device.chunk(n) for n in unread] == [4, 4, 4, 4, 4, *[16] * 6]
+    device.costs = {4: 1.0, 16: 9.0}
+    assert {device.chunk(n) for n in unread} == {4}
+    device.costs = {4: 1.0, 16: 0.5}
+    assert {device.chunk(n) for n in unread} == {16} and device.chunk(100, scored=True) == 4
+
+
+def test_a_rehearsal_tells_what_pieces_cost(models):
+    device = Device(models[0], None, RULES["rejection"], Sizes(SLOTS, 64, 1, (4, 16), (0,), 2))
+    rehearse(device, Pace(2, 1.0))
+    assert set(device.costs) == {4, 16} and all(0 < seconds != 1 for seconds in device.costs.values())
+    assert not np.asarray(device._slots.read).any(), "of nobody is anything read"
 
 
 def test_a_call_that_yields_ends_when_a_row_does(models, requests):

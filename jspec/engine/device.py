@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,11 +36,13 @@ class Device:
 
     Attributes:
         commands: those calls, in order, for `replay`: the slots are a function of the weights and these.
+        costs: of a piece of each size what it costs to read; alike until somebody knows better.
     """
 
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
         self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
+        self.costs = dict.fromkeys(sizes.chunks, 1.0)
         self._vocab_size = target.config.vocab_size
         self.constraints = Constraints(self._vocab_size)
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
@@ -111,10 +114,14 @@ class Device:
         return pieces * least
 
     def chunk(self, behind: int, scored: bool = False) -> int:
-        """By how many tokens to read on where that many are unread; the last one always is."""
+        """By how many tokens to read on where that many are unread; the last one always is.
+
+        Pieces of the size of which those that are needed cost least.
+        """
         if scored:
             return self.sizes.chunks[0]  # one program for what few ask for
-        return next((size for size in self.sizes.chunks if size >= behind - 1), self.sizes.chunks[-1])
+        left = max(1, min(behind - 1, self.sizes.chunks[-1]))
+        return min(self.sizes.chunks, key=lambda size: math.ceil(left / size) * self.costs[size])
 
     def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any = None) -> Packed:
         """Up to so many rounds of all slots.

@@ -1,5 +1,6 @@
-"""Before the first request: what rounds of each kind cost, measured one after another on texts of nobody's."""
+"""Before the first request: what pieces and rounds cost, measured one after another on texts of nobody's."""
 
+import itertools
 from time import perf_counter
 
 import jax
@@ -11,17 +12,35 @@ from jspec.engine.pace import Pace
 from jspec.engine.request import Request
 
 _TURNS, _SECONDS = 5, 3.0  # so many, of which none begins later than that
+_READINGS = 3  # of each piece, of which the fastest counts
 
 
 def rehearse(device: Device, pace: Pace) -> None:
-    """Tell `pace` the costs of all lengths between which there is a choice; empties the slots.
+    """Tell `device` what its pieces cost, and `pace` the costs of all lengths; empties the slots.
 
-    Else the first requests would pay for it, and one disturbed call choose for many. Where texts are too short for a
-    call of each length, those that are left are learnt from requests.
+    Only of that between which there is a choice. Else the first requests would pay for it, and one disturbed call
+    choose for many. Where texts are too short for a call of each length, those that are left are learnt from requests.
     """
     sizes = device.sizes
-    if len(sizes.num_draft_tokens) == 1:
-        return
+    if len(sizes.chunks) > 1:
+        device.costs = {size: _cost_of_piece(device, size) for size in sizes.chunks}
+    if len(sizes.num_draft_tokens) > 1:
+        _rehearse_rounds(device, pace)
+    device.reset()
+
+
+def _cost_of_piece(device: Device, size: int) -> float:
+    """Seconds, while costs that are alike make one piece of it."""
+    times = [perf_counter()]
+    for _ in range(_READINGS):
+        device.read(0, (0,) * (size + 1), 0)
+        device.wait()
+        times.append(perf_counter())
+    return min(after - before for before, after in itertools.pairwise(times))
+
+
+def _rehearse_rounds(device: Device, pace: Pace) -> None:
+    sizes = device.sizes
     begun = perf_counter()
     for _ in range(_TURNS):
         if perf_counter() - begun > _SECONDS:
@@ -31,7 +50,6 @@ def rehearse(device: Device, pace: Pace) -> None:
             for k in sizes.lengths(is_lean):
                 if seconds := _cost(device, k, is_lean, pace.rounds((k, is_lean))):
                     pace.learn((k, is_lean), seconds)
-    device.reset()
 
 
 def _cost(device: Device, num_draft_tokens: int, is_lean: bool, rounds: int) -> float | None:
