@@ -176,6 +176,19 @@ def test_the_target_answers_questions(tmp_path, monkeypatch):
     jspec.train_drafter(TARGET, tokenizer, **options)
 
 
+def test_the_target_answers_beside_its_own_chats(tmp_path, monkeypatch):
+    """Its own come first, so that a folder of them alone is the beginning of one with both."""
+    monkeypatch.setattr("jspec.training.train._WRITERS", 6)
+    monkeypatch.setattr("jspec.training.train._ANSWER", 12)
+    options = {"steps": 1, "depth": 1, "step_tokens": 512, "length": 128, "written_tokens": 40}
+    jspec.train_drafter(TARGET, chatty(), folder=tmp_path / "own", **options)
+    asked = questions(tmp_path / "asked.jsonl", 6)
+    jspec.train_drafter(TARGET, chatty(), data=asked, folder=tmp_path / "both", **options)
+    files = [sorted((tmp_path / name / "texts").iterdir()) for name in ("own", "both")]
+    own, both = ([file.read_bytes() for file in part] for part in files)
+    assert both[: len(own)] == own and len(both) == len(own) + 1
+
+
 def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "cat " * 2000}]}))

@@ -48,8 +48,15 @@ def train(
     step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens a step.", min=1)] = 4096,
     length: Annotated[int, option("--length", "N", "Longest text, in tokens; longer ones are divided.", min=3)] = 512,
     written_tokens: Annotated[
-        int, option("--written-tokens", "N", "How much the target writes, without --data.", min=1)
-    ] = 500_000,
+        int | None,
+        option(
+            "--written-tokens",
+            "N",
+            "How much the target writes to questions of its own [default: 500000 without --data, none beside it].",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
     draft_vocab: Annotated[
         int, option("--draft-vocab", "N", "Guess the N tokens that are most frequent, and no others.", min=2)
     ] = 8192,

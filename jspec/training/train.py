@@ -1,7 +1,6 @@
 """`train_drafter`: from a target to a drafter for it, in a folder from which an interrupted run goes on."""
 
 import dataclasses
-import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -25,10 +24,11 @@ from jspec.training.writing import frame_of, write_answers, write_chats
 from jspec.types import check_count
 
 _log = logging.getLogger("jspec")
-_WRITERS, _ANSWER = 64, 256  # chats at once, and how long an answer may be
+_WRITERS, _ANSWER = 192, 256  # chats at once, and how long an answer may be
 _HEAT = (0.0, 1.0)  # temperatures of the answers, for both have to be guessed
 _HELD_OUT_ROWS = 64
 _ROUNDS = 1_000_000  # of writing, for one seed
+_WRITTEN = 500_000  # tokens that the target writes where there is no data
 _RECIPE = "recipe.json"
 PROMPTS = "prompts.json"  # of held-out texts, for measuring what comes out, with room for as much again
 _PROMPTS, _TEXT_PROMPT = 8, 32
@@ -43,7 +43,8 @@ class Recipe:
         steps, depth, loss, rate: see `Schedule`.
         step_tokens: tokens a step, padding included.
         length: longest text, in tokens; longer ones are read in parts.
-        written_tokens: how many tokens of answers the target writes where there is no data.
+        written_tokens: how many tokens of answers the target writes to questions of its own; None: 500,000 without
+            data, and none beside it.
         draft_vocab: how many of the most frequent tokens an EAGLE head can guess; others guess every token.
         seed: of the weights, the order and what the target writes.
         boost: how many draft models, each trained where those before it are wrong (kind "model").
@@ -56,7 +57,7 @@ class Recipe:
     rate: float = Schedule.rate
     step_tokens: int = 4096
     length: int = 512
-    written_tokens: int = 500_000
+    written_tokens: int | None = None
     draft_vocab: int = 8192
     seed: int = 0
     boost: int = 1
@@ -67,8 +68,10 @@ class Recipe:
             raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}.")
         if self.loss not in LOSSES:
             raise ValueError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}.")
-        for name in ("steps", "depth", "step_tokens", "length", "written_tokens", "draft_vocab", "boost"):
+        for name in ("steps", "depth", "step_tokens", "length", "draft_vocab", "boost"):
             check_count(name, getattr(self, name))
+        if self.written_tokens is not None:
+            check_count("written_tokens", self.written_tokens)
         if self.boost > 1 and self.kind != "model":
             raise ValueError(
                 f'boost is {self.boost}, and kind {self.kind!r}; several are trained of kind "model" alone.'
@@ -96,8 +99,8 @@ def train_drafter(
         kind: "eagle", a head of generation 3; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter behind the
             target's first layers; "pass", look-ahead embeddings; or "model", some of the target's layers as a draft.
         data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; those that end with the
-            user's turn the target answers. None: the target writes its own, answers to questions that it asks itself
-            (it needs a chat template).
+            user's turn the target answers. None, or beside it with ``written_tokens``: the target writes its own,
+            answers to questions that it asks itself (it needs a chat template).
         folder: of the state, the texts that were written and a log; a run that was stopped goes on from it.
         store_states: compute what the target makes of the texts once, and keep it there: 2 bytes for each of F + 1
             states of E numbers, of every token. Otherwise every step computes it anew.
@@ -119,7 +122,8 @@ def train_drafter(
     if chosen.length > (positions := target.config.max_position_embeddings):
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
     given = None if data is None else texts.read(data, tokenizer, chosen.length)
-    if given is None:
+    wanted = chosen.written_tokens or (_WRITTEN if given is None else 0)
+    if wanted:
         frame_of(tokenizer)  # what cannot be is said before anything is begun
     questions = [row.tokens.tolist() for row in given or () if row.is_question]
     if questions and (longest := max(map(len, questions))) + _ANSWER > positions:
@@ -129,11 +133,8 @@ def train_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     about = fingerprint(target)
     _check_folder(folder, chosen, {"target": about, "data": None if given is None else texts.digest(given)})
-    write = functools.partial(_written, chosen, folder)
-    if given is None:
-        rows = _own_chats(target, tokenizer, chosen, write)
-    else:
-        rows = [row for row in given if not row.is_question] + _answers(target, tokenizer, chosen, questions, write)
+    write = _Writing(target, tokenizer, chosen, folder)
+    rows = [row for row in given or () if not row.is_question] + write.own_chats(wanted) + write.answers(questions)
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
@@ -183,44 +184,51 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
                          "another folder, or delete it.")  # fmt: skip
 
 
-_Chats = list[tuple[list[int], list[int]]]
-_Write = Callable[[int, Callable[[], _Chats]], list[Row]]
+@dataclasses.dataclass
+class _Writing:
+    """What the target writes, a round in a file of its own; what is there is not written again."""
 
+    target: Any
+    tokenizer: Any
+    recipe: Recipe
+    folder: Path
+    rounds: int = 0
 
-def _own_chats(target: Any, tokenizer: Any, recipe: Recipe, write: _Write) -> list[Row]:
-    """Answers of the target to questions of its own, as many as the recipe wants."""
-    found: list[Row] = []
-    number = 0
-    while (done := sum(int(row.learned.sum()) for row in found)) < recipe.written_tokens:
-        _log.info("Writing: %d of %d tokens", done, recipe.written_tokens)
-        seed = recipe.seed * _ROUNDS + number
-        chats = write(number, lambda seed=seed: write_chats(
-            target, tokenizer, seed, batch=_WRITERS, answer_tokens=_ANSWER, temperatures=_HEAT))  # fmt: skip
-        if not chats:
-            raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give data, "
-                             "texts or chats to train on.")  # fmt: skip
-        found, number = found + chats, number + 1
-    return found
+    def own_chats(self, wanted: int) -> list[Row]:
+        """Answers to questions of its own, of at least `wanted` tokens."""
+        found: list[Row] = []
+        while (done := sum(int(row.learned.sum()) for row in found)) < wanted:
+            _log.info("Writing: %d of %d tokens", done, wanted)
+            chats = self._round(
+                lambda seed: write_chats(
+                    self.target, self.tokenizer, seed, batch=_WRITERS, answer_tokens=_ANSWER, temperatures=_HEAT
+                )
+            )
+            if not chats:
+                raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give "
+                                 "data, texts or chats to train on.")  # fmt: skip
+            found += chats
+        return found
 
+    def answers(self, questions: list[list[int]]) -> list[Row]:
+        """Answers to all `questions`, those of like length together."""
+        found, questions = list[Row](), sorted(questions, key=len)
+        for first in range(0, len(questions), _WRITERS):
+            _log.info("Writing: %d of %d answers", first, len(questions))
+            asked = questions[first : first + _WRITERS]
+            found += self._round(lambda seed, asked=asked: write_answers(
+                self.target, self.tokenizer, asked, seed, _ANSWER, _HEAT))  # fmt: skip
+        return found
 
-def _answers(target: Any, tokenizer: Any, recipe: Recipe, questions: list[list[int]], write: _Write) -> list[Row]:
-    """Answers of the target to all `questions`, those of like length together."""
-    found, questions = list[Row](), sorted(questions, key=len)
-    for number, first in enumerate(range(0, len(questions), _WRITERS)):
-        _log.info("Writing: %d of %d answers", first, len(questions))
-        asked, seed = questions[first : first + _WRITERS], recipe.seed * _ROUNDS + number
-        found += write(number, lambda asked=asked, seed=seed: write_answers(
-            target, tokenizer, asked, seed, _ANSWER, _HEAT))  # fmt: skip
-    return found
-
-
-def _written(recipe: Recipe, folder: Path, number: int, write: Callable[[], _Chats]) -> list[Row]:
-    """What the target writes in a round, in a file of its own; what is there is not written again."""
-    (folder / "texts").mkdir(exist_ok=True)
-    file = folder / "texts" / f"{number:05}.safetensors"
-    if not file.exists():
-        texts.save([part for chat in write() for part in texts.parts(texts.of_answer(*chat), recipe.length)], file)
-    return texts.load(file)
+    def _round(self, write: Callable[[int], list[tuple[list[int], list[int]]]]) -> list[Row]:
+        (self.folder / "texts").mkdir(exist_ok=True)
+        file = self.folder / "texts" / f"{self.rounds:05}.safetensors"
+        if not file.exists():
+            chats = write(self.recipe.seed * _ROUNDS + self.rounds)
+            whole = [texts.of_answer(*chat) for chat in chats]
+            texts.save([part for row in whole for part in texts.parts(row, self.recipe.length)], file)
+        self.rounds += 1
+        return texts.load(file)
 
 
 def _stored(target: Any, about: str, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:
