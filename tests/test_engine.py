@@ -303,6 +303,8 @@ def test_bad_requests_are_refused_at_once(engine):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             engine.submit(request, print)
+    with pytest.raises(TypeError, match="expected an int"):
+        engine.submit(Request((1,), 3, top_logprobs=2.0), print)
     with pytest.raises(TypeError, match="typed PRNG keys"):
         engine.submit(Request((1,), 3, key=jax.random.PRNGKey(0)), print)
 
@@ -323,6 +325,12 @@ def test_too_many_are_refused_and_a_closed_engine_takes_none(models, monkeypatch
             stopped.submit(Request((1,), 3), print)
 
 
+@pytest.mark.parametrize("known, length", [(40, 40), (2048, 1024)])
+def test_texts_are_as_long_as_the_models_know_or_as_usual(known, length):
+    target = toys.tiny_llama(0, 1, max_position_embeddings=known)
+    assert Engine(target, slots=1).device.sizes.length == length
+
+
 def test_what_cannot_be_an_engine_is_refused(models):
     target, draft = models
 
@@ -330,6 +338,7 @@ def test_what_cannot_be_an_engine_is_refused(models):
         ({"chunks": ()}, "chunks must be"), ({"chunks": (0, 4)}, "chunks must be"), ({"slots": 0}, "slots must be"),
         ({"num_draft_tokens": jspec.UpTo(4)}, "pass an int"), ({"num_draft_tokens": "all"}, "pass an int"),
         ({"num_draft_tokens": 0}, "num_draft_tokens must be"), ({"accept": "owl"}, "not an acceptance rule"),
+        ({"max_length": 10**6}, "positions that the models know"), ({"max_length": 0}, "max_length must be"),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):
             Engine(target, draft, **(OPTIONS | options))

@@ -260,6 +260,8 @@ def test_a_text_is_read_by_the_pieces_that_cost_least(models):
     assert [device.chunk(n) for n in unread] == [4, 4, 4, 4, 4, *[16] * 6]
     device.costs = {4: 1.0, 16: 9.0}
     assert {device.chunk(n) for n in unread} == {4}
+    device.costs = {4: 1.0, 16: 0.95}
+    assert device.chunk(5) == 4 and device.chunk(6) == 16  # measured, so no better unless clearly
     device.costs = {4: 1.0, 16: 0.5}
     assert {device.chunk(n) for n in unread} == {16} and device.chunk(100, scored=True) == 4
 

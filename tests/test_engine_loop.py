@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jspec.engine.constraints import Constraints
 from jspec.engine.loop import Loop
 from jspec.engine.news import Packed, Piece
+from jspec.engine.pace import Pace
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler, Tenant
 from jspec.engine.slots import Sizes
@@ -61,8 +62,9 @@ class FakeDevice:
     def tolerated(self, num_draft_tokens):
         return 2
 
-    def chunk(self, behind, scored=False):
-        return next((size for size in SIZES.chunks if size >= behind - 1), SIZES.chunks[-1])
+    def chunk(self, behind, scored=False):  # as where a token costs the same, however it is read
+        left = max(1, min(behind - 1, SIZES.chunks[-1]))
+        return min(SIZES.chunks, key=lambda size: -(-left // size) * size)
 
     def read(self, slot, text, start, scored):
         assert not self.moves[slot] and list(text[:start]) == self.texts[slot][:start]
@@ -198,11 +200,12 @@ def turns(loop, *asked):
     return [first.get(i) for i in range(len(asked))]
 
 
-def counted(device, monkeypatch):
-    """Pieces that are read from now on."""
-    pieces = []
-    monkeypatch.setattr(device, "read", lambda *one: (pieces.append(found := FakeDevice.read(device, *one)), found)[1])
-    return pieces
+def counted(device, monkeypatch, name="read"):
+    """What the device's function of that name returns from now on: pieces that are read."""
+    found = []
+    known = getattr(device, name)
+    monkeypatch.setattr(device, name, lambda *one: (found.append(new := known(*one)), new)[1])
+    return found
 
 
 TEXT = (1, *[7] * 40)
@@ -211,12 +214,13 @@ TEXT = (1, *[7] * 40)
 @pytest.mark.parametrize("salts, most", [(("", "", ""), 40 + 2 * 8), (("", "its own", ""), 2 * 40 + 8)])
 def test_what_somebody_is_reading_is_waited_for_and_copied(salts, most, monkeypatch):
     device = FakeDevice()
-    pieces, loop = counted(device, monkeypatch), Loop(device, 8, 1.0)
+    pieces, seats, loop = counted(device, monkeypatch), counted(device, monkeypatch, "seat"), Loop(device, 8, 1.0)
     asked = [tenant_of(Request(TEXT[: 41 - i], 3, salt=salt), print) for i, salt in enumerate(salts)]
     for tenant in asked:
         loop.submit(tenant)
     turns(loop)
     assert [tenant.result.tokens for tenant in asked] == [[1000, 1001, 1002]] * 3
+    assert len(seats) == 3 + len(salts) - len({*salts})  # copied once, not piece by piece
     read = sum(piece.count for piece in pieces)
     assert read == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked) and read <= most
 
@@ -252,18 +256,72 @@ def test_what_one_has_read_who_leaves_is_there_for_those_who_wait():
     assert asked.result.tokens == [1000, 1001, 1002]
 
 
+def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_waits(monkeypatch):
+    """A call that is not cut short, of the length of the one before, with nothing read between the two."""
+    device, done = FakeDevice(), []
+    loop = Loop(device, 8, 1.0)
+    loop.pace.learn((0, True), 0.5)
+    loop.pace.learn((2, True), 0.5)
+    play = device.play
+
+    def noted(name):
+        known = getattr(device, name)
+        monkeypatch.setattr(device, name, lambda *one: (done.append(name), known(*one))[1])
+
+    noted("read")
+    noted("follow")
+    monkeypatch.setattr(device, "play", lambda *one: (done.append((one[0], one[-1].any())), play(*one))[1])
+    for i in range(1, 200):
+        loop.submit(tenant_of(Request((i, *[7] * 5), 4, key=KEY), lambda _: None))
+    while loop.is_busy:
+        loop.turn()
+    assert done.count("read") > 100
+    whole = [i for i, one in enumerate(done[:-20]) if isinstance(one, tuple) and i and not one[1]]
+    undisturbed = [i for i in whole if isinstance(done[i - 1], tuple) and done[i - 1][0] == done[i][0]]
+    calls = sum(isinstance(one, tuple) for one in done)
+    assert calls / 60 < len(undisturbed) < calls / 20, (calls, len(undisturbed))
+
+
+def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
+    pace, now = Pace(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
+    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(now))
+    pace.settled("kind", 1, True, True)
+    pace.settled("kind", 1, True, True)
+    pace.pause()
+    pace.settled("kind", 1, True, True)
+    assert pace.costs == {"kind": 1.0} and len(pace._readings["kind"]) == 1
+    pace.settled("kind", 1, True, True)
+    assert len(pace._readings["kind"]) == 2 and pace.costs == {"kind": 1.0}
+
+
+def test_a_request_that_always_fails_is_given_up():
+    """Though others are answered meanwhile: a call that was not handed on counts as one that failed."""
+    loop = Loop(FakeDevice(), 8, 1.0)
+    bad, good = (tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in (1, 2))
+    type(bad.result).__setattr__(bad.result, "drafted", None)  # nothing can be added to it
+    loop.submit(bad)
+    loop.submit(good)
+    for _ in range(30):
+        loop.turn()
+    assert bad.result.finish_reason == "error" and not loop.is_busy
+
+
 def test_nobody_is_kept_who_is_done():
-    """Not even by those who came while it was seated, and they by others."""
+    """Not even by those who came while it was seated, and they by others; nor by who listens to them."""
     loop = Loop(FakeDevice(), 8, 1.0)
     done = []
+    gc.disable()
     for i in range(1, 30):
-        loop.submit(tenant := tenant_of(Request((1, *[7] * i), 12), lambda _: None))
+        tenant = tenant_of(Request((1, *[7] * i), 12), None)
+        tenant.listen = lambda _, tenant=tenant: None
+        loop.submit(tenant)
         done.append(weakref.ref(tenant))
         del tenant
         for _ in range(2):
             loop.turn()
-    gc.collect()
-    assert loop.is_busy and sum(one() is not None for one in done) <= SIZES.slots + loop.num_waiting + 1
+    kept = [one() for one in done if one() is not None]
+    gc.enable()
+    assert loop.is_busy and sum(one.result.finish_reason is not None for one in kept) <= 1
 
 
 def test_a_device_that_always_fails_is_given_up():

@@ -76,6 +76,16 @@ def test_a_machine_tells_and_a_container(monkeypatch, tmp_path, limit, free):
     assert free_bytes(CPU) == free
 
 
+def test_what_a_container_has_read_of_files_is_free(monkeypatch, tmp_path):
+    """A checkpoint's pages, say: the kernel counts them, and gives them up when somebody needs room."""
+    monkeypatch.setattr(rooms, "_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(rooms, "_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1500000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.stat").write_text("anon 600000\ninactive_anon 5\ninactive_file 300000\nactive_file 100000\n")
+    assert free_bytes(CPU) == 900_000
+
+
 @pytest.mark.parametrize(
     "stats, free", [({"bytes_limit": 9, "bytes_in_use": 4}, 5), ({"bytes_in_use": 4}, None), (None, None)]
 )

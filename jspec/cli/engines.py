@@ -7,8 +7,6 @@ from typing import Any
 from jspec.cli.shared import UsageError
 from jspec.cli.sources import Sources
 
-_USUAL_LENGTH = 1024
-
 
 def engine_of(
     where: Sources,
@@ -25,19 +23,15 @@ def engine_of(
         far: how many tokens to draft with a drafter.
         max_length: None for the usual, or what the models know.
     """
-    from jspec.completion import positions
     from jspec.engine import Engine
 
     say("Loading")
     with _mistakes():
         tokenizer = where.tokenizer()
         target, drafter = where.load(dtype, quantize)
-        known = positions(target, drafter)
-        if max_length is not None and max_length > known:
-            raise UsageError(f"--max-length {max_length} is more than the {known} positions that the models know.")
         if drafter is not None:
             wishes["num_draft_tokens"] = far(drafter)
-        return Engine(target, drafter, max_length=max_length or min(_USUAL_LENGTH, known), **wishes), tokenizer
+        return Engine(target, drafter, max_length=max_length, **wishes), tokenizer
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from jspec.engine.slots import Sizes, empty_slots, take
 from jspec.state import RequestParams
 
 Number = np.int32
+_MARGIN = 1.1  # by which a larger piece must be cheaper
 Key = tuple[Any, ...]  # a program by name, and by what is fixed in it
 
 
@@ -116,12 +117,14 @@ class Device:
     def chunk(self, behind: int, scored: bool = False) -> int:
         """By how many tokens to read on where that many are unread; the last one always is.
 
-        Pieces of the size of which those that are needed cost least.
+        Pieces of the size of which those that are needed cost least; of a larger one, if clearly.
         """
         if scored:
             return self.sizes.chunks[0]  # one program for what few ask for
         left = max(1, min(behind - 1, self.sizes.chunks[-1]))
-        return min(self.sizes.chunks, key=lambda size: math.ceil(left / size) * self.costs[size])
+        cost = {size: math.ceil(left / size) * self.costs[size] for size in self.sizes.chunks}
+        least = min(cost.values())
+        return next(size for size in self.sizes.chunks if cost[size] <= _MARGIN * least)
 
     def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any = None) -> Packed:
         """Up to so many rounds of all slots.

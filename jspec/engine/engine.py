@@ -15,6 +15,7 @@ import numpy as np
 from jspec.acceptance import Rule
 from jspec.cache import whole_tiles
 from jspec.checks import check_arguments, check_rule
+from jspec.completion import positions
 from jspec.draft_length import DEFAULT
 from jspec.drafters.asked import features_of, reach_of
 from jspec.drafters.base import Drafter, own_tree
@@ -31,7 +32,7 @@ from jspec.llama import Llama
 from jspec.tree_checks import number_of_drafts
 from jspec.types import check_count
 
-_LENGTHS = 0, 1, 2, 4, 8
+_LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 _MOST_TOP = 20  # log-probabilities of the likeliest tokens, as much as clients of others may ask for
 
 
@@ -42,7 +43,8 @@ class Engine:
         target: the model whose law the texts have.
         draft: a model or a drafter; None for plain decoding.
         slots: how many requests at once; others wait.
-        max_length: the longest text, prompt included; room for that is reserved in every slot.
+        max_length: the longest text, prompt included; room for that is reserved in every slot. None: 1,024 tokens, or
+            what the models know where that is less.
         num_draft_tokens: K; "auto" for that of 0, 1, 2, 4 and 8 which is worth most at a time, by what rounds cost
             and drafts were worth lately. A drafter with a tree drafts all of it, or nothing.
         accept: the rule for requests without a key.
@@ -63,7 +65,7 @@ class Engine:
         draft: Llama | Drafter | None = None,
         *,
         slots: int = 8,
-        max_length: int = 1024,
+        max_length: int | None = None,
         num_draft_tokens: int | Literal["auto"] = "auto",
         accept: str | Rule = "rejection",
         max_waiting: int = 64,
@@ -73,6 +75,7 @@ class Engine:
         call_seconds: float = 0.03,
         journal: bool = False,
     ):
+        max_length = _length(target, draft, max_length)
         counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens,
                   "rounds": rounds, "the least of chunks": min(chunks, default=0)}  # fmt: skip
         for name, value in counts.items():
@@ -218,6 +221,7 @@ class Engine:
                 yield result
                 if is_last:
                     return
+                self._loop.pace.pause()
         finally:
             if result.finish_reason is None:
                 tenant.cancelled = True
@@ -234,6 +238,8 @@ class Engine:
         check_arguments(self._target, self._drafter, tokens, lengths, keys, limit, k, request.sampling, eos_ids, 0)
         if len(request.eos_ids) > self._sizes.eos_ids:
             raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {self._sizes.eos_ids}.")
+        if not isinstance(request.top_logprobs, numbers.Integral):
+            raise TypeError(f"top_logprobs is {request.top_logprobs!r}; expected an int.")
         if not (0 <= request.top_logprobs <= self._sizes.top_logprobs):
             raise ValueError(f"top_logprobs must be between 0 and {self._sizes.top_logprobs}; got "
                              f"{request.top_logprobs}.")  # fmt: skip
@@ -255,6 +261,16 @@ class Engine:
                 while self._arrived:
                     self._loop.submit(self._arrived.popleft())
             self._loop.turn()
+
+
+def _length(target: Llama, draft: Any, wanted: int | None) -> int:
+    known = positions(target, draft)
+    if wanted is None:
+        return min(_USUAL_LENGTH, known)
+    check_count("max_length", wanted)
+    if wanted > known:
+        raise ValueError(f"max_length is {wanted}, which is more than the {known} positions that the models know.")
+    return wanted
 
 
 def _lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) -> tuple[int, ...]:

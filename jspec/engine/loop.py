@@ -11,6 +11,7 @@ from jspec.engine.choice import RECENT, Choice
 from jspec.engine.device import Device
 from jspec.engine.news import News, Packed, of_prompt, unpack
 from jspec.engine.pace import Pace
+from jspec.engine.request import Result
 from jspec.engine.scheduler import Scheduler, Tenant
 
 _LOG = logging.getLogger("jspec")
@@ -89,10 +90,12 @@ class Loop:
     def _turn(self) -> None:
         self._drop_cancelled()
         self._admit()
-        self._read()
+        again = self._to_measure()
+        if again is None:
+            self._read()
         writing = dict(self._scheduler.writing())
         if writing or self._stop.any():
-            self._play(writing)
+            self._play(writing, again)
         while len(self._played) > bool(writing):
             self._settle(self._played.popleft())
         for number in self._over_before:
@@ -155,7 +158,7 @@ class Loop:
 
     def _waits_for_another(self, tenant: Tenant) -> bool:
         """Whether another is reading the text, so much of it that it is better copied when it is there."""
-        worth = self._scheduler.will_be_read(tenant) - self._sizes.chunks[-1]
+        worth = self._scheduler.will_be_read(tenant) - self._sizes.chunks[0]
         return worth >= tenant.read and worth >= self._scheduler.lender(tenant)[0]
 
     def _read_several(self, reading: dict[int, Tenant]) -> int:
@@ -180,18 +183,31 @@ class Loop:
                 read = self._device.follow(slot, tenant.lag)
                 budget, tenant.lag, tenant.followed = budget - read, tenant.lag - read, tenant.followed + read
 
-    def _play(self, writing: dict[int, Tenant]) -> None:
+    def _to_measure(self) -> int | None:
+        """The length of the call under way, where it is time to play another such call that nothing disturbs.
+
+        Where somebody always waits or is being read, no call would ever tell what a round costs.
+        """
+        if not self._played or not (writing := self._scheduler.writing()):
+            return None
+        last = self._played[-1]
+        is_lean = all(tenant.request.is_lean for _, tenant in writing)
+        is_due = is_lean == last.is_lean and self.pace.is_stale((last.num_draft_tokens, is_lean))
+        return last.num_draft_tokens if is_due else None
+
+    def _play(self, writing: dict[int, Tenant], again: int | None) -> None:
+        """Rounds for `writing`; with a length to play `again`, undisturbed."""
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
         begins = not any(tenant.is_begun for tenant in writing.values())
-        k = self._length(writing, begins, is_lean)
-        if k and self._device.lags:
+        k = self._length(writing, begins, is_lean) if again is None else again
+        if k and self._device.lags and again is None:
             self._follow(writing, k)
         whole = self.pace.rounds((k, is_lean))
         # The first token soon; where others write it can wait for a call of theirs, else those would wait.
         rounds = (1 if begins else whole) if writing else 0
         for tenant in writing.values():
             tenant.is_begun = True
-        yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting)
+        yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting and again is None)
         packed = self._device.play(k, rounds, self._stop.copy(), is_lean, yields)
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
@@ -211,8 +227,6 @@ class Loop:
         """Hand on what a call has brought to those whom it was dispatched for."""
         wanted = [slot for slot, tenant in call.writing.items() if tenant.request.top_logprobs]
         news = unpack(call.packed, call.writing, 0 if call.is_lean else self._sizes.top_logprobs, wanted)
-        if call.writing:
-            self._failures = 0
         rounds = max((len(new.accepted) for new in news.values()), default=0)
         # Of a call that was cut short, for somebody waits, each round has more of what a call costs.
         alone = call.alone and rounds == call.rounds
@@ -223,6 +237,8 @@ class Loop:
                 # What it has been told to read since then is not in the news.
                 tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
                 self._tell(slot, tenant, news[slot])
+        if call.writing:
+            self._failures = 0
 
     def _judge(self, call: "_Call", news: dict[int, News]) -> None:
         """What drafts were worth; not where the drafter was behind, which says nothing of those that it will make."""
@@ -271,7 +287,10 @@ class Loop:
         if tenant.constraint:
             self._over.append(tenant.constraint)
         tenant.result.finish_reason = reason
+        if reason == "error":
+            _LOG.error("A request ends: %s", tenant.result.error)
         _call(tenant)
+        tenant.listen = _nobody  # whoever listened may hold the tenant, and would keep both
 
     def _recover(self, error: Exception) -> None:
         """Empty slots; requests with a key read what they have, and go on as if nothing had been.
@@ -294,6 +313,10 @@ class Loop:
                 self._finish(tenant, "error")
             else:
                 self._scheduler.submit(tenant)
+
+
+def _nobody(_: Result) -> None:
+    """Listens to nothing."""
 
 
 def _call(tenant: Tenant) -> None:

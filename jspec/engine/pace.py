@@ -7,6 +7,7 @@ from time import perf_counter
 
 _KEPT = 9  # calls of a kind, whose median counts: one that was disturbed chooses nothing
 _PATIENCE = 8  # calls
+_OLD = 32  # calls of a kind without one that ran alone
 
 
 class Pace:
@@ -22,6 +23,7 @@ class Pace:
         self._readings: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._clean: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
+        self._since: Counter[Hashable] = Counter()
         self._last: float | None = None
 
     def rounds(self, kind: Hashable) -> int:
@@ -32,12 +34,24 @@ class Pace:
         """Whether its cost has been measured alone, or so often that this is not to be had."""
         return kind in self._clean or self._tries[kind] >= _PATIENCE
 
+    def is_stale(self, kind: Hashable) -> bool:
+        """Whether so many calls of a kind have said nothing of its cost, which was known: none of them ran alone.
+
+        Then for one call, and again after as many: it may come to nothing.
+        """
+        return kind in self._clean and self._since[kind] % _OLD == _OLD - 1
+
+    def pause(self) -> None:
+        """What passes until the next call ends is not its own time."""
+        self._last = None
+
     def settled(self, kind: Hashable, rounds: int, at_once: bool, alone: bool) -> None:
         """A call of so many rounds has ended; it began when the one before ended if it came `at_once`.
 
         If it did not run `alone`, for texts were read before it, it counts only until one has.
         """
         now = perf_counter()
+        self._since[kind] += 1
         if at_once and self._last is not None and rounds and (alone or kind not in self._clean):
             if alone and kind not in self._clean:
                 self._readings[kind].clear()
@@ -46,7 +60,9 @@ class Pace:
 
     def learn(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
         """What a round of some kind has cost."""
-        self._clean |= {kind} if alone else set()
+        if alone:
+            self._clean.add(kind)
+            self._since[kind] = 0
         self._readings[kind].append(seconds)
         self.costs[kind] = statistics.median(self._readings[kind])
         self._tries[kind] += 1

@@ -49,7 +49,10 @@ def free_bytes(device: Any) -> int | None:
     told = re.search(r"MemAvailable: +(\d+) kB", _read(_MEMORY))
     group = [_read(_GROUP / name).strip() for name in ("memory.max", "memory.current")]
     found = [1024 * int(told[1])] if told else []
-    return min([*found, int(group[0]) - int(group[1])] if all(map(str.isdecimal, group)) else found, default=None)
+    if all(map(str.isdecimal, group)):  # of which what was read of files can be given up at once
+        files = re.findall(r"^(?:in)?active_file (\d+)$", _read(_GROUP / "memory.stat"), re.MULTILINE)
+        found.append(int(group[0]) - int(group[1]) + sum(map(int, files)))
+    return min(found, default=None)
 
 
 def _read(file: Path) -> str:

@@ -1,6 +1,5 @@
 """A server process: a port, an engine, and an end that loses nothing."""
 
-import logging
 import socket
 from types import FrameType
 
@@ -8,7 +7,7 @@ import uvicorn
 
 from jspec.serve.app import Server
 
-_LOG = logging.getLogger("jspec")
+_PATIENCE = 30  # seconds, for answers that are complete to be taken
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -33,13 +32,15 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(self, server: Server):
         # A log_config would close the handlers of the whole process.
-        config = uvicorn.Config(server.app, lifespan="off", log_config=None, access_log=False)
+        config = uvicorn.Config(server.app, loop="asyncio", lifespan="off", log_config=None, access_log=False,
+                                timeout_graceful_shutdown=_PATIENCE)  # fmt: skip
         super().__init__(config)
         self._server = server
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = self.should_exit or self._server.is_draining
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            self.force_exit, self.config.timeout_graceful_shutdown = True, 0
         self._server.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
