@@ -66,8 +66,8 @@ def speculative_generate(
         draft: a smaller `Llama` with the same vocabulary, or any drafter (`jspec.drafters.base`).
         tokens: ``int32[B, P]``, prompts, padded on the right with anything; an array or a list of lists.
         lengths: ``int32[B]`` in 1..P, their lengths.
-        keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). A request's text depends on
-            its own key and prompt, not on the rest of the batch.
+        keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). In float32 a request's text
+            depends on its own prompt, key and parameters, not on the rest of the batch.
         max_new_tokens: most tokens to add to each prompt; fixes shapes, so each value compiles once.
         num_draft_tokens: K, tokens guessed a round, 4 unless given; fixes shapes. Left out for a drafter with a tree.
             An object such as ``jspec.UpTo(8)`` lets each row decide, round by round (`jspec.draft_length`). "auto" is

@@ -90,8 +90,8 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
     """Refuse what typer cannot."""
     needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise UsageError(f"jspec serve needs packages that are not here ({', '.join(missing)}); install them with pip "
-                         "install 'jspec[serve]'.")  # fmt: skip
+        raise UsageError(f"jspec serve needs packages that are not here; install them with pip install "
+                         f"{' '.join(missing)}.")  # fmt: skip
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
         raise UsageError("--api-key must be of visible ASCII characters, for it is sent in a header.")
     if not (metrics_prefix.isascii() and f"{metrics_prefix}x".replace(":", "_").isidentifier()):

@@ -43,7 +43,7 @@ class LookaheadDrafter(ReadsNothing):
     3.1). What it says behind them are the window's newest tokens; each of its columns is an n-gram, which goes to a
     pool (section 3.2). The n-grams of the pool that begin with the text's last token, then what followed that token
     in the text, are the guesses. All of them depend on what came before the round alone: they have one-hot laws, under
-    any rule for trees.
+    any rule for trees but "k-seq".
 
     Attributes:
         window: W, positions that are thought ahead.

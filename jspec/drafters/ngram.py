@@ -24,7 +24,8 @@ class NGramDrafter(Stateless):
 
     With a `tree` the draft is a trie of what followed several matches: a node's children are the different tokens by
     which the matches that agree with its branch went on, in the order of these matches, longest first, then the most
-    recent. What a node is depends on the text alone, so it has a one-hot law here too, under any rule for trees.
+    recent. What a node is depends on the text alone, so it has a one-hot law here too, under any rule for
+    trees but "k-seq".
 
     Attributes:
         max_ngram: tokens that are compared at most.

@@ -44,7 +44,8 @@ class TokenRecyclingDrafter(ReadsNothing):
     a row of an adjacency matrix of tokens, from which the next tree is read: a node's child of rank r has the token of
     rank r (sections 3.2 and 3.3). Here the matrix is a list of the rows that were written last, at most 4,096, which
     each request has for itself. It starts empty, and where it has no row the child is what last followed in the text.
-    So all nodes depend on what came before the round alone: they have one-hot laws, under any rule for trees.
+    So all nodes depend on what came before the round alone: they have one-hot laws, under any rule for
+    trees but "k-seq".
 
     Attributes:
         num_nodes: N, guesses that the target verifies in one pass.

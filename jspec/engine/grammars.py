@@ -28,7 +28,7 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError:
-            raise ModuleNotFoundError("Grammars need llguidance: pip install 'jspec[serve]'.") from None
+            raise ModuleNotFoundError("Grammars need llguidance: pip install llguidance.") from None
         self._make, self._vocab_size = LLMatcher, vocab_size
         ends = list(eos_ids) or [tokenizer.eos_token_id]
         self._tokenizer = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends)

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server on `jspec.engine.Engine`; needs ``pip install 'jspec[serve]'``."""
+"""An OpenAI-compatible server on `jspec.engine.Engine`; needs the extra ``serve``."""
