@@ -32,24 +32,29 @@ def some_rows(count, size=12, seed=0):
 def test_losses_are_those_of_numpy(name):
     rng = np.random.default_rng(0)
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in rng.normal(size=(2, 5, 7)) * 2)
-    m = (p + q) / 2
+    m, covered = (p + q) / 2, rng.random(5)
 
     def kl(a, b):
         return (a * np.log(a / b)).sum(-1)
 
-    tvd = np.abs(p - q).sum(-1) / 2
-    weight = np.exp(-3 * (1 - tvd))
-    expected = {"kl": kl(p, q), "reverse-kl": kl(q, p), "jsd": (kl(p, m) + kl(q, m)) / 2, "tvd": tvd,
-                "lk": weight * kl(p, q) + (1 - weight) * tvd}[name]  # fmt: skip
-    found = losses.LOSSES[name](jnp.log(jnp.asarray(p)), jnp.log(jnp.asarray(q)))
-    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    accepted = np.minimum(covered[:, None] * p, q).sum(-1).mean()
+    weight = np.exp(-3 * accepted)
+    apart = {"kl": kl(p, q), "reverse-kl": kl(q, p), "jsd": (kl(p, m) + kl(q, m)) / 2, "tvd": np.abs(p - q).sum(-1) / 2}
+    expected = {loss: (covered * divergence).mean() for loss, divergence in apart.items()}
+    expected["lk"] = weight * expected["kl"] + (1 - weight) * (1 - accepted)
+    found = losses.LOSSES[name](jnp.log(jnp.asarray(p)), jnp.log(jnp.asarray(q)), jnp.asarray(covered), jnp.mean)
+    np.testing.assert_allclose(found, expected[name], rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_gradients_are_finite_where_a_law_has_no_mass(name):
     p, q = jnp.array([0.0, -jnp.inf, -300.0, 2.0]), jnp.array([400.0, 0.0, -200.0, 0.0])
-    slope = jax.grad(lambda q: losses.LOSSES[name](losses.log_probs(p), losses.log_probs(q)))(q)
-    assert np.isfinite(slope).all()
+    for covered in (0.0, 0.5, 1.0):
+        laws = losses.log_probs(p)[None], jnp.array([covered])
+        slope = jax.grad(
+            lambda q, laws=laws: losses.LOSSES[name](laws[0], losses.log_probs(q)[None], laws[1], jnp.mean)
+        )(q)
+        assert np.isfinite(slope).all()
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra", "blockwise", "kangaroo", "model"])
@@ -192,6 +197,22 @@ def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
     assert (parts / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
     assert [one.step for one in fit.read_log(parts)] == [3, 6, 9]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("kind, depths", [("eagle", [1, 1, 1, 2, 2]), ("medusa", [2] * 5)])
+def test_heads_of_one_layer_are_unrolled_deep_at_last(tmp_path, monkeypatch, kind, depths):
+    """Others have weights of their own for every depth, which learn from the first step on."""
+    begin, found = fit.begin, []
+
+    def noted(trainee, schedule):
+        training = begin(trainee, schedule)
+        return training._replace(step=lambda *rest: (found.append(schedule.depth), training.step(*rest))[1])
+
+    monkeypatch.setattr(fit, "begin", noted)
+    trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 2, 0))
+    plan = batches.Plan(some_rows(4), 64, 0)
+    fit.fit(trainee, TARGET, fit.Source(plan), fit.Source(plan), fit.Schedule(5, 2), tmp_path)
+    assert found == depths
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -52,6 +52,7 @@ class Trainee:
         unroll: of weights, fixed ones too, target, ``tokens[B, S]`` and `Sight`, for a number of depths, the logits
             ``[B, S', D]``.
         drafter: what decodes with such weights.
+        repeats: whether each depth is the same weights once more, with more to compute.
     """
 
     weights: Weights
@@ -61,6 +62,7 @@ class Trainee:
     offset: int
     unroll: Callable[[Weights, Any, Array, Sight, int], Iterator[Array]]
     drafter: Callable[[Weights], Any]
+    repeats: bool
 
 
 def trainee_of(drafter: Any) -> Trainee:
@@ -93,6 +95,7 @@ def trainee_of(drafter: Any) -> Trainee:
         offset=offset,
         unroll=lambda weights, *rest: unroll(made(weights), *rest),
         drafter=made,
+        repeats=isinstance(drafter, EagleDrafter),
     )
 
 
@@ -122,8 +125,10 @@ def of_hydra(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -
 
 
 def of_kangaroo(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
-    """An adapter behind the first tenth of the target's layers, and at least one."""
-    return KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
+    """An adapter behind the first tenth of the target's layers, and at least one; its norm begins as the target's."""
+    drafter = KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
+    drafter.adapter.norm.weight.set_value(jnp.asarray(target.norm.weight[...], drafter.adapter.dtype))
+    return drafter
 
 
 def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:

@@ -12,12 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-_SLOPE = 3.0  # how soon "lk" turns from divergence to acceptance: lambda = exp(-3 alpha), as in the paper
+_SLOPE = 3.0  # how soon "lk" turns from divergence to acceptance: lambda = exp(-3 alpha)
 
 
 def acceptance(log_p: Array, log_q: Array) -> Array:
     """``sum min(p, q)``, ``[...]`` of log-probabilities ``[..., D]``."""
     return jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+
+
+def covered_acceptance(log_p: Array, log_q: Array, covered: Array) -> Array:
+    """The same where all that p is about has only ``covered[...]`` of the target's law."""
+    return acceptance(log_p + jnp.log(covered)[..., None], log_q)
 
 
 def _kl(log_p: Array, log_q: Array) -> Array:
@@ -38,18 +43,29 @@ def _tvd(log_p: Array, log_q: Array) -> Array:
     return 1 - acceptance(log_p, log_q)
 
 
-def _lk(log_p: Array, log_q: Array) -> Array:
-    """Divergence while the two are far apart, where its gradient is strong; then the rejection probability."""
-    refused = _tvd(log_p, log_q)
-    weight = lax.stop_gradient(jnp.exp(-_SLOPE * (1 - refused)))
-    return weight * _kl(log_p, log_q) + (1 - weight) * refused
+Mean = Callable[[Array], Array]
+Loss = Callable[[Array, Array, Array, Mean], Array]
 
 
-LOSSES: dict[str, Callable[[Array, Array], Array]] = {
-    "kl": _kl,
-    "reverse-kl": _reverse_kl,
-    "jsd": _jsd,
-    "tvd": _tvd,
+def _mean_of(divergence: Callable[[Array, Array], Array]) -> Loss:
+    """Where a draft can guess little of what comes, little can be learned."""
+    return lambda log_p, log_q, covered, mean: mean(covered * divergence(log_p, log_q))
+
+
+def _lk(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
+    """Divergence while little is accepted, for its gradient is strong; then the rejection probability."""
+    accepted = mean(covered_acceptance(log_p, log_q, covered))
+    weight = lax.stop_gradient(jnp.exp(-_SLOPE * accepted))
+    return weight * mean(covered * _kl(log_p, log_q)) + (1 - weight) * (1 - accepted)
+
+
+# Of log-probabilities ``[..., D]`` over the tokens that can be guessed, of what these have of the target's whole law,
+# ``covered[...]``, and of the mean over the tokens that count: a number.
+LOSSES: dict[str, Loss] = {
+    "kl": _mean_of(_kl),
+    "reverse-kl": _mean_of(_reverse_kl),
+    "jsd": _mean_of(_jsd),
+    "tvd": _mean_of(_tvd),
     "lk": _lk,
 }
 

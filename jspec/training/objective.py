@@ -1,14 +1,14 @@
 # pyright: strict, reportUnknownMemberType=false
 """What training makes small, and what is measured of it: a head's laws against the target's, depth by depth."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.training.losses import LOSSES, acceptance, log_probs
+from jspec.training.losses import LOSSES, Loss, covered_acceptance, log_probs
 from jspec.training.sight import Laws, Sight, laws_of
 
 _DECAY = 0.8  # of a later depth, which is reached less often (EAGLE-3)
@@ -66,9 +66,7 @@ def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
     return Score(*map(jnp.stack, zip(*rows, strict=True)))
 
 
-def _score_one(
-    logits: Array, offset: int, depth: int, judge: Judge, loss: Callable[[Array, Array], Array]
-) -> tuple[Array, Array, Array, Array]:
+def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss) -> tuple[Array, Array, Array, Array]:
     size = judge.learned.shape[1] - 1 - offset  # positions behind which there is a token to be guessed
     meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth)
     count = jnp.maximum(meant.sum(), 1)
@@ -78,9 +76,9 @@ def _score_one(
     def mean(values: Array) -> Array:
         return jnp.where(meant, values, 0).sum() / count
 
-    kept = acceptance(log_p + jnp.log(covered)[..., None], log_q)
+    kept = covered_acceptance(log_p, log_q, covered)
     same = (judge.likeliest[:, offset : offset + size] == log_q.argmax(-1)).astype(jnp.float32)
-    return mean(loss(log_p, log_q)), mean(kept), mean(same), meant.sum(dtype=jnp.float32)
+    return loss(log_p, log_q, covered, mean), mean(kept), mean(same), meant.sum(dtype=jnp.float32)
 
 
 def total(score: Score) -> Array:

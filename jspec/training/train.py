@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jspec.checks import check_target
 from jspec.drafters import MultiDrafter
@@ -138,8 +139,8 @@ def train_drafter(
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
-    texts.write_text(folder / PROMPTS, json.dumps(prompts[:_PROMPTS]) + "\n")
-    parts, drafters = [train, held_out[:_HELD_OUT_ROWS]], list[Any]()
+    texts.write_text(folder / PROMPTS, json.dumps(_some(prompts, _PROMPTS)) + "\n")
+    parts, drafters = [train, _some(held_out, _HELD_OUT_ROWS)], list[Any]()
     for number in range(chosen.boost):
         if drafters:
             parts = [left_over(target, drafters[-1], part, chosen.step_tokens) for part in parts]
@@ -163,6 +164,11 @@ def _fitted(
     schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate, looks)
     drafter = trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
     return jax.tree.map(lambda leaf: leaf.astype(target.dtype) if leaf.dtype == jnp.float32 else leaf, drafter)
+
+
+def _some(rows: list[Any], count: int) -> list[Any]:
+    """So many of `rows` from all of them, which stand by kind and length."""
+    return [rows[i] for i in np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
 
 
 def _prompt(row: Row) -> list[int]:
