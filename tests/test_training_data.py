@@ -116,6 +116,21 @@ def test_the_target_writes_chats(tmp_path):
     assert np.asarray(greedy.tokens)[0, : len(found[0][1])].tolist() == found[0][1]
 
 
+@pytest.mark.parametrize("ended", [4, 5, 6])
+def test_what_is_asked_twice_is_answered_at_another_temperature(monkeypatch, ended):
+    """Greedily twice would be the same answer, which was written for nothing."""
+    asked = []
+
+    def answer(target, tokenizer, ends, prompts, seed, most, heat):
+        asked.append([(tuple(prompt), float(one)) for prompt, one in zip(prompts, heat, strict=True)])
+        return [[2 + i, ends[0] if i < ended else 1] for i in range(len(prompts))]
+
+    monkeypatch.setattr(writing, "_continue", answer)
+    found = writing.write_chats(TARGET, chatty(), 0, batch=6, answer_tokens=4, temperatures=(0.0, 1.0))
+    assert len(asked[1]) == 6 and len({*asked[1]}) == 6 == len(found)
+    assert len({prompt for prompt, _ in asked[1]}) == ended
+
+
 def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
     monkeypatch.setattr("jspec.training.train._WRITERS", 6)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)

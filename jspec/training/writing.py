@@ -61,8 +61,10 @@ def write_chats(
     ones = np.ones(batch, np.float32)
     questions = _continue(target, tokenizer, ends, [frame.before] * batch, 2 * seed, QUESTION_TOKENS, ones)
     whole = [frame.before + ids[:-1] + frame.after for ids in questions if len(ids) > 1 and ids[-1] in ends]
-    # As many rows as before, so that nothing compiles again: some questions are answered twice.
-    prompts = [whole[i % len(whole)] for i in range(batch)] if whole else []
+    # As many rows as before, so that nothing compiles again: some questions are answered twice, the second time at
+    # another turn of the temperatures.
+    count = len(whole)
+    prompts = [whole[(i + i // count * (1 - count % 2)) % count] for i in range(batch)] if whole else []
     return write_answers(target, tokenizer, prompts, 2 * seed + 1, answer_tokens, temperatures) if whole else []
 
 
