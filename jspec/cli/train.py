@@ -41,11 +41,11 @@ def train(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, option("--steps", "N", "Optimiser steps.", min=1)] = 1000,
+    steps: Annotated[int, option("--steps", "N", "Optimiser steps.", min=1)] = 2000,
     depth: Annotated[int, option("--depth", "N", "Tokens in a row that it learns to draft.", min=1)] = 4,
     loss: Annotated[str, option("--loss", "LOSS", "kl, reverse-kl, jsd, tvd or lk.")] = "lk",
     rate: Annotated[float, option("--rate", "X", "Peak learning rate.")] = 6e-3,
-    step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens a step.", min=1)] = 4096,
+    step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens a step.", min=1)] = 2048,
     length: Annotated[int, option("--length", "N", "Longest text, in tokens; longer ones are divided.", min=3)] = 512,
     written_tokens: Annotated[
         int | None,

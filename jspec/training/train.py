@@ -52,11 +52,11 @@ class Recipe:
     """
 
     kind: str = "eagle"
-    steps: int = 1000
+    steps: int = 2000
     depth: int = Schedule.depth
     loss: str = Schedule.loss
     rate: float = Schedule.rate
-    step_tokens: int = 4096
+    step_tokens: int = 2048
     length: int = 512
     written_tokens: int | None = None
     draft_vocab: int = 8192
