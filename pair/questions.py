@@ -156,10 +156,12 @@ def _functions() -> Iterator[str]:
 
 
 def _passages(folder: Path) -> tuple[list[str], list[str]]:
-    """Paragraphs of prose of what a target wrote: longer ones and shorter ones."""
+    """Paragraphs of prose of what a target wrote: longer ones and shorter ones. None of what will be held out."""
     tokenizer = load_tokenizer("smollm2")
-    texts = [tokenizer.decode(row.tokens[row.learned]) for file in sorted((folder / "texts").glob("*.safetensors"))
-             for row in rows.load(file)[::2]]  # fmt: skip  # every second one is greedy
+    files = [rows.load(file) for file in sorted((folder / "texts").glob("*.safetensors"))]
+    learned = {id(row) for row in rows.divide([row for file in files for row in file])[0]}
+    plain = [row for file in files for row in file[::2] if id(row) in learned]  # every second one is greedy
+    texts = [tokenizer.decode(row.tokens[row.learned]) for row in plain]
     whole = sorted({part.strip() for text in texts for part in text.split("\n\n") if part.strip().endswith(".")})
     plain = [part for part in whole if part[0].isupper() and "\n" not in part and "<|" not in part]
     return [part for part in plain if 350 < len(part) < 900], [part for part in plain if 100 < len(part) < 450]
