@@ -13,7 +13,7 @@ from jspec.draft_length import Fixed
 from jspec.drafters.asked import reach_of
 from jspec.drafters.autoregressive import AutoregressiveDrafter
 from jspec.drafters.base import AskingDrafter, Drafter
-from jspec.drafters.model import as_drafter
+from jspec.drafters.model import as_drafter, positions
 from jspec.drafters.tree import TreeDrafter
 from jspec.keys import trial_keys
 from jspec.llama import Llama
@@ -105,8 +105,7 @@ def best_number(
 ) -> int:
     """The K that `tune` finds for a request, or found for one like it; 0 where the models have no room to measure."""
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
-    limits = target.config.max_position_embeddings, getattr(drafter, "max_positions", None)
-    room = min(limit for limit in limits if limit is not None) - int(np.max(lengths))
+    room = positions(target, drafter) - int(np.max(lengths))
     new = min(max(int(max_new_tokens), 64), room)  # a shorter text tells too little
     most = int(min(8, new // 4 - 1, reach_of(drafter)))
     if most < 1:

@@ -16,7 +16,7 @@ from jspec.draft_length import DEFAULT, UpTo
 from jspec.drafters import NGramDrafter, RetrievalDrafter
 from jspec.drafters.asked import reach_of
 from jspec.drafters.base import own_tree
-from jspec.drafters.model import as_drafter
+from jspec.drafters.model import positions
 from jspec.prompts import Batch, Prompt, encode, listed, room
 from jspec.sampling import SamplingParams
 from jspec.text import eos_ids, pieces, request_keys
@@ -255,12 +255,6 @@ def statistics(
         "tokens_per_round": len(origins) / rounds,
         "predicted_tokens_per_round": predicted,
     }
-
-
-def positions(target: Any, draft: Any) -> int:
-    """How many tokens a text may have in all."""
-    limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
-    return min(limit for limit in limits if limit is not None)
 
 
 def _special(tokenizer: Any, string: str) -> int | None:

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jspec.completion import Completion, Task, positions, prepare, statistics, usual
+from jspec.completion import Completion, Task, prepare, statistics, usual
+from jspec.drafters.model import positions
 from jspec.engine import Engine, Request, Result
 from jspec.prompts import room
 from jspec.sampling import SamplingParams

@@ -21,6 +21,16 @@ _Stored = Annotated[
         "--store/--no-store", help="Keep on disk what the target makes of the texts, or compute it in every step."
     ),
 ]
+_Written = Annotated[
+    int | None,
+    option(
+        "--written-tokens",
+        "N",
+        "How much the target writes to questions of its own [default: 500000 without --data, none beside it].",
+        min=1,
+        show_default=False,
+    ),
+]
 _Measured = Annotated[bool, typer.Option("--measure/--no-measure", help="Measure on this device what comes out.")]
 
 
@@ -47,16 +57,7 @@ def train(
     rate: Annotated[float, option("--rate", "X", "Peak learning rate.")] = 6e-3,
     step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens a step.", min=1)] = 2048,
     length: Annotated[int, option("--length", "N", "Longest text, in tokens; longer ones are divided.", min=3)] = 512,
-    written_tokens: Annotated[
-        int | None,
-        option(
-            "--written-tokens",
-            "N",
-            "How much the target writes to questions of its own [default: 500000 without --data, none beside it].",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
+    written_tokens: _Written = None,
     draft_vocab: Annotated[
         int, option("--draft-vocab", "N", "Guess the N tokens that are most frequent, and no others.", min=2)
     ] = 8192,

@@ -92,6 +92,12 @@ def as_drafter(draft: Any) -> Any:
     return ModelDrafter(draft) if isinstance(draft, Llama) else draft
 
 
+def positions(target: Any, draft: Any) -> int:
+    """How many tokens a text may have in all."""
+    limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
+    return min(limit for limit in limits if limit is not None)
+
+
 def as_part(name: str, draft: Any, told: bool = False) -> Any:
     """`as_drafter` of what is called `name` in a drafter that combines chains.
 

@@ -15,11 +15,10 @@ import numpy as np
 from jspec.acceptance import Rule
 from jspec.cache import whole_tiles
 from jspec.checks import check_arguments, check_rule
-from jspec.completion import positions
 from jspec.draft_length import DEFAULT
 from jspec.drafters.asked import features_of, reach_of
 from jspec.drafters.base import Drafter, own_tree
-from jspec.drafters.model import as_drafter
+from jspec.drafters.model import as_drafter, positions
 from jspec.drafters.reading import can_read, keeps_nothing
 from jspec.engine.device import Device
 from jspec.engine.loop import Loop
