@@ -160,8 +160,8 @@ def _passages(folder: Path) -> tuple[list[str], list[str]]:
     tokenizer = load_tokenizer("smollm2")
     files = [rows.load(file) for file in sorted((folder / "texts").glob("*.safetensors"))]
     learned = {id(row) for row in rows.divide([row for file in files for row in file])[0]}
-    plain = [row for file in files for row in file[::2] if id(row) in learned]  # every second one is greedy
-    texts = [tokenizer.decode(row.tokens[row.learned]) for row in plain]
+    greedy = [row for file in files for row in file[::2] if id(row) in learned]  # every second one
+    texts = [tokenizer.decode(row.tokens[row.learned]) for row in greedy]
     whole = sorted({part.strip() for text in texts for part in text.split("\n\n") if part.strip().endswith(".")})
     plain = [part for part in whole if part[0].isupper() and "\n" not in part and "<|" not in part]
     return [part for part in plain if 350 < len(part) < 900], [part for part in plain if 100 < len(part) < 450]

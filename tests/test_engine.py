@@ -325,12 +325,6 @@ def test_too_many_are_refused_and_a_closed_engine_takes_none(models, monkeypatch
             stopped.submit(Request((1,), 3), print)
 
 
-@pytest.mark.parametrize("known, length", [(40, 40), (2048, 1024)])
-def test_texts_are_as_long_as_the_models_know_or_as_usual(known, length):
-    target = toys.tiny_llama(0, 1, max_position_embeddings=known)
-    assert Engine(target, slots=1).device.sizes.length == length
-
-
 def test_what_cannot_be_an_engine_is_refused(models):
     target, draft = models
 

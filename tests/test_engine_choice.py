@@ -143,3 +143,15 @@ def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
     for at_once, alone in ((False, True), (True, True), (True, False), (False, True), (True, True)):
         pace.settled("kind", 1, at_once, alone)
     assert pace.costs == {"kind": 1.0} and pace.rounds("kind") == 4 and pace.rounds("another") == 1
+
+
+def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
+    pace, now = Pace(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
+    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(now))
+    pace.settled("kind", 1, True, True)
+    pace.settled("kind", 1, True, True)
+    pace.pause()
+    pace.settled("kind", 1, True, True)
+    assert pace.costs == {"kind": 1.0} and len(pace._readings["kind"]) == 1
+    pace.settled("kind", 1, True, True)
+    assert len(pace._readings["kind"]) == 2 and pace.costs == {"kind": 1.0}

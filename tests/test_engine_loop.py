@@ -5,104 +5,14 @@ import gc
 import weakref
 
 import hypothesis
-import jax
-import numpy as np
 import pytest
+from fake_device import KEY, FakeDevice, tenant_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jspec.engine.constraints import Constraints
 from jspec.engine.loop import Loop
-from jspec.engine.news import Packed, Piece
-from jspec.engine.pace import Pace
 from jspec.engine.request import Request
-from jspec.engine.scheduler import Scheduler, Tenant
-from jspec.engine.slots import Sizes
-
-SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2)
-KEY = jax.random.key(0)
-
-
-def tenant_of(request, listen=print):
-    return Tenant(request, request.row(SIZES.eos_ids, 4), listen)
-
-
-NUMBERS = 6  # of each row and round, behind tokens and origins
-
-
-class Failed:
-    @property
-    def integers(self):
-        raise RuntimeError("planted")
-
-
-class FakeDevice:
-    """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
-
-    lags, constraints = True, Constraints(4)
-
-    def __init__(self):
-        self.sizes, self.fails = SIZES, False
-        self.reset()
-
-    def reset(self):
-        self.texts, self.given, self.limits = [[] for _ in range(3)], [0] * 3, [0] * 3
-        self.moves, self.prompts = [False] * 3, [0] * 3
-
-    def seat(self, slot, row, given, kept, constraint, source=None):
-        held = self.texts[slot if source is None else source]
-        assert kept == 0 or (kept <= len(held) and kept < given), "what is kept has been read"
-        assert not self.moves[slot] or source is None, "nobody who writes is seated anew"
-        self.texts[slot], self.given[slot], self.moves[slot] = held[:kept], given, False
-        self.prompts[slot], self.limits[slot] = int(row.prompt_lengths[0]), int(row.limits[0])
-
-    def constrain(self, make):
-        return 0
-
-    def tolerated(self, num_draft_tokens):
-        return 2
-
-    def chunk(self, behind, scored=False):  # as where a token costs the same, however it is read
-        left = max(1, min(behind - 1, SIZES.chunks[-1]))
-        return min(SIZES.chunks, key=lambda size: -(-left // size) * size)
-
-    def read(self, slot, text, start, scored):
-        assert not self.moves[slot] and list(text[:start]) == self.texts[slot][:start]
-        count = min(self.chunk(len(text) - start), len(text) - 1 - start)
-        self.texts[slot] = list(text[: start + count + 1])
-        self.moves[slot] = len(self.texts[slot]) == self.given[slot] == len(text)
-        return Piece(start, count, None)
-
-    def read_several(self, texts):
-        return {slot: self.read(slot, text, start, False) for slot, (text, start) in texts.items()}
-
-    def wait(self):
-        pass
-
-    def follow(self, slot, lag):
-        assert self.moves[slot] or lag > 2
-        return self.chunk(lag)
-
-    def play(self, num_draft_tokens, rounds, stop, is_lean, yields):
-        if self.fails:  # seen, as of a device, by whoever looks at what comes of it
-            self.fails = False
-            return Failed()
-        width = num_draft_tokens + 1
-        integers = np.zeros((SIZES.rounds + 1, 3, 2 * width + NUMBERS), np.int32)
-        self.moves = [moves and not stopped for moves, stopped in zip(self.moves, stop, strict=True)]
-        for i in range(rounds):
-            if i and any(ends and not moves for ends, moves in zip(yields, self.moves, strict=True)):
-                break
-            for slot in np.flatnonzero(self.moves):
-                written = len(self.texts[slot]) - self.prompts[slot]
-                count = min(1 + (written + slot) % width, self.limits[slot] - written)
-                new = [1000 * self.texts[slot][0] + written + j for j in range(count)]
-                integers[i, slot, : len(new)] = new
-                integers[i, slot, 2 * width] = len(new)
-                self.texts[slot] += new
-                self.moves[slot] = len(self.texts[slot]) - self.prompts[slot] < self.limits[slot]
-        integers[-1, :, 0], integers[-1, :, 1] = np.logical_not(self.moves), 1
-        return Packed(integers, np.zeros((SIZES.rounds, 3, 2 * width + 1), np.float32))
+from jspec.engine.scheduler import Scheduler
 
 
 class Requests(RuleBasedStateMachine):
@@ -282,23 +192,11 @@ def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_wait
     assert calls / 60 < len(undisturbed) < calls / 20, (calls, len(undisturbed))
 
 
-def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
-    pace, now = Pace(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
-    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(now))
-    pace.settled("kind", 1, True, True)
-    pace.settled("kind", 1, True, True)
-    pace.pause()
-    pace.settled("kind", 1, True, True)
-    assert pace.costs == {"kind": 1.0} and len(pace._readings["kind"]) == 1
-    pace.settled("kind", 1, True, True)
-    assert len(pace._readings["kind"]) == 2 and pace.costs == {"kind": 1.0}
-
-
 def test_a_request_that_always_fails_is_given_up():
     """Though others are answered meanwhile: a call that was not handed on counts as one that failed."""
     loop = Loop(FakeDevice(), 8, 1.0)
     bad, good = (tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in (1, 2))
-    type(bad.result).__setattr__(bad.result, "drafted", None)  # nothing can be added to it
+    bad.result.drafted = None  # nothing can be added to it
     loop.submit(bad)
     loop.submit(good)
     for _ in range(30):
@@ -306,11 +204,18 @@ def test_a_request_that_always_fails_is_given_up():
     assert bad.result.finish_reason == "error" and not loop.is_busy
 
 
-def test_nobody_is_kept_who_is_done():
+@pytest.fixture
+def no_collector():
+    """Whatever is freed is freed by its last reference."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_nobody_is_kept_who_is_done(no_collector):
     """Not even by those who came while it was seated, and they by others; nor by who listens to them."""
     loop = Loop(FakeDevice(), 8, 1.0)
     done = []
-    gc.disable()
     for i in range(1, 30):
         tenant = tenant_of(Request((1, *[7] * i), 12), None)
         tenant.listen = lambda _, tenant=tenant: None
@@ -320,7 +225,6 @@ def test_nobody_is_kept_who_is_done():
         for _ in range(2):
             loop.turn()
     kept = [one() for one in done if one() is not None]
-    gc.enable()
     assert loop.is_busy and sum(one.result.finish_reason is not None for one in kept) <= 1
 
 

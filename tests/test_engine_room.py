@@ -91,3 +91,9 @@ def test_what_a_container_has_read_of_files_is_free(monkeypatch, tmp_path):
 )
 def test_a_device_tells(stats, free):
     assert free_bytes(types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)) == free
+
+
+@pytest.mark.parametrize("known, length", [(40, 40), (2048, 1024)])
+def test_texts_are_as_long_as_the_models_know_or_as_usual(known, length):
+    target = toys.tiny_llama(0, 1, max_position_embeddings=known)
+    assert Engine(target, slots=1).device.sizes.length == length

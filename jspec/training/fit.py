@@ -21,7 +21,7 @@ from jspec.training.rows import write_text
 from jspec.training.sight import Sight, StoredStates, look
 
 _WARMUP, _CLIP = 0.03, 1.0
-_SHALLOW = 0.6  # of the steps, at first, that unroll a head half as deep: they take 2/3 of the time and teach as much
+_SHALLOW = 0.6  # of the steps, at first, that unroll a head half as deep: in 2/3 of the time (bench/NOTES.md)
 _STATE, _LOG = "state", "log.jsonl"
 
 
