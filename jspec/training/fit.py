@@ -87,9 +87,9 @@ def fit(
     not.
     """
     training = begin(trainee, schedule)
-    shallow = training
+    early = training.step
     if trainee.repeats:
-        shallow = begin(trainee, dataclasses.replace(schedule, depth=max(1, schedule.depth // 2)))
+        early = begin(trainee, dataclasses.replace(schedule, depth=max(1, schedule.depth // 2))).step
     first, state = _restored(folder, training.state)
     state, spread = _placed(state)
     target = _everywhere(target)
@@ -100,7 +100,7 @@ def fit(
     for number in range(first, schedule.steps):
         batch = source.plan.batch(number)
         asked = spread((batch.tokens, batch.learned, source.sight(batch)))
-        step = shallow.step if number < _SHALLOW * schedule.steps else training.step
+        step = early if number < _SHALLOW * schedule.steps else training.step
         state, loss = step(state, target, *asked)
         recent.append(loss)
         jax.block_until_ready(recent[:-1][-1:])  # the step before: this one runs while the next batch is read
