@@ -1,11 +1,13 @@
 """What is being written, and is deleted unless it was finished: also where a process ends without unwinding."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _folders: set[Path] = set()
+_PAUSES = 0.01, 0.1, 1.0  # seconds
 
 
 @contextmanager
@@ -15,7 +17,7 @@ def deleted_in_the_end(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         _folders.discard(folder)
 
 
@@ -29,4 +31,13 @@ def delete() -> None:
         with suppress(OSError):  # it was finished, or is not there yet
             folder.rename(doomed)
         for left in (doomed, folder):  # a thread may have been about to write into it
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
+
+
+def _remove(folder: Path) -> None:
+    """A library's threads may write into it for a moment after one of them has failed: then again."""
+    for pause in _PAUSES:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(pause)

@@ -219,6 +219,24 @@ def test_a_full_disk_leaves_nothing(tmp_path, saver, limit):
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_what_is_written_while_it_is_deleted_is_deleted_too(tmp_path, monkeypatch):
+    """As by threads of Orbax that have not heard of the full disk."""
+    from convert import unfinished
+
+    rmtree, late = unfinished.shutil.rmtree, iter([True, True])
+
+    def raced(folder, **how):
+        rmtree(folder, **how)
+        if next(late, False):
+            folder.mkdir()
+            (folder / "late").touch()
+
+    monkeypatch.setattr(unfinished.shutil, "rmtree", raced)
+    with unfinished.deleted_in_the_end(tmp_path / "half"):
+        (tmp_path / "half").mkdir()
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_result_appears_by_a_rename(tmp_path):
     """A copy would pass through half-written states; a renamed directory keeps its inode."""
     from convert.destination import new_directory
