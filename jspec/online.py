@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jspec.checks import check_target
 from jspec.training.batches import side_by_side
 from jspec.training.fit import Schedule, begin
-from jspec.training.kinds import trainee_of
+from jspec.training.kinds import check_depth, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
 from jspec.training.rows import Row, of_answer, parts
@@ -57,6 +57,7 @@ class Learner:
             check_count(name, value)
         if loss not in LOSSES:
             raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}.")
+        check_depth(drafter, depth)
         self.drafter, self.scores = drafter, list[Score]()
         self._target, self._trainee, self._dtypes = (
             target,

@@ -1,8 +1,8 @@
 """Questions as people ask them, for what is trained on SmolLM2's answers.
 
-`python -m pair.questions FOLDER > questions.jsonl` combines topics with ways to ask, takes what is to be summarised and
-rewritten from texts that the target wrote itself (FOLDER of an earlier `jspec train`), and code from Python's own
-library. None of them is among `bench/prompts`, on which the outcome is measured.
+`python -m pair.questions FOLDER [SEED] > questions.jsonl` combines topics with ways to ask, takes what is to be
+summarised and rewritten from texts that the target wrote itself (FOLDER of an earlier `jspec train`), and code from
+Python's own library. None of them is among `bench/prompts`, on which the outcome is measured.
 """
 
 import ast
@@ -167,9 +167,9 @@ def _passages(folder: Path) -> tuple[list[str], list[str]]:
     return [part for part in plain if 350 < len(part) < 900], [part for part in plain if 100 < len(part) < 450]
 
 
-def main(folder: str) -> None:
-    """Print them as chats that end with the user's turn."""
-    rng = random.Random(0)
+def main(folder: str, seed: str = "0") -> None:
+    """Print them as chats that end with the user's turn; another seed gives others, a few of them the same."""
+    rng = random.Random(int(seed))
     longer, shorter = _passages(Path(folder))
     kinds = {"chat": chat(rng), "summary": given(rng, SUMMARY, longer), "rewriting": given(rng, REWRITING, shorter),
              "code": code(rng)}  # fmt: skip

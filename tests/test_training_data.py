@@ -204,6 +204,28 @@ def test_the_target_answers_beside_its_own_chats(tmp_path, monkeypatch):
     assert both[: len(own)] == own and len(both) == len(own) + 1
 
 
+def test_what_an_earlier_training_wrote_is_data(tmp_path, monkeypatch):
+    monkeypatch.setattr("jspec.training.train._WRITERS", 6)
+    monkeypatch.setattr("jspec.training.train._ANSWER", 12)
+    options = {"steps": 1, "depth": 1, "step_tokens": 512, "length": 128}
+    first, both, file = tmp_path / "first", tmp_path / "both", chats(tmp_path / "chats.jsonl")
+    jspec.train_drafter(TARGET, chatty(), folder=first, written_tokens=40, **options)
+    kept = rows.read(first, chatty(), 128)
+    assert rows.digest(kept) == rows.digest(
+        [row for part in sorted((first / "texts").iterdir()) for row in rows.load(part)]
+    )
+    assert max(len(row.tokens) for row in rows.read(first, chatty(), 8)) <= 8
+    jspec.train_drafter(TARGET, chatty(), data=[file, first], folder=both, **options)
+    known = json.loads((both / "recipe.json").read_text())["data"]
+    assert known == rows.digest([*rows.read(file, chatty(), 128), *kept]) and not (both / "texts").exists()
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET)
+    with pytest.raises(ValueError, match="first has texts that another target wrote, or this one in another dtype"):
+        jspec.train_drafter(half, chatty(), data=first, folder=tmp_path / "half", **options)
+    with pytest.raises(ValueError, match="both has no texts that a target wrote"):
+        jspec.train_drafter(TARGET, chatty(), data=both, folder=tmp_path / "none", **options)
+    assert not (tmp_path / "half").exists() and not (tmp_path / "none").exists()
+
+
 def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "cat " * 2000}]}))

@@ -43,11 +43,21 @@ def train(
         str, option("--kind", "KIND", "What to train: eagle, medusa, hydra, blockwise, kangaroo, pass or model.")
     ] = "eagle",
     data: Annotated[
-        Path | None,
+        list[Path] | None,
         option(
             "--data",
             "FILE",
-            "Text, or chats or questions in a .jsonl [default: the target writes its own].",
+            "Text, chats or questions in a .jsonl, or an earlier DIR for what was written there; also several times "
+            "[default: the target writes its own].",
+            show_default=False,
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        option(
+            "--start",
+            "DRAFTER",
+            "Go on with this drafter, of that kind [default: an untrained one].",
             show_default=False,
         ),
     ] = None,
@@ -76,7 +86,7 @@ def train(
     """
     if (folder / "drafter").exists():
         raise UsageError(f"{folder / 'drafter'} is there already; give another --output, or delete it.")
-    where = sources(target, NONE)
+    where = sources(target, start or NONE)
     prepare_environment()
     with status_line() as say:
         import jax
@@ -90,10 +100,10 @@ def train(
                   "boost": boost}  # fmt: skip
         Recipe(kind, **recipe).check()
         say("Loading")
-        tokenizer, (model, _) = where.tokenizer(), where.load(dtype)
+        tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
     with _bar(steps) as tell:
         drafter = jspec.train_drafter(
-            model, tokenizer, kind, data, folder=folder, store_states=stored, say=tell, **recipe
+            model, tokenizer, kind, data, folder=folder, start=begun, store_states=stored, say=tell, **recipe
         )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
     # Of an EAGLE head the output head is the target's; a model has the target's tokenizer, and can be one by itself.

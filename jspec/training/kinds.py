@@ -99,6 +99,14 @@ def trainee_of(drafter: Any) -> Trainee:
     )
 
 
+def check_depth(drafter: Any, depth: int) -> None:
+    """Raise ValueError where `drafter` has fewer heads, or vectors, than it is to draft tokens in a row."""
+    most = len(drafter.embeddings) if isinstance(drafter, PassDrafter) else getattr(drafter, "num_heads", depth)
+    if most < depth:
+        raise ValueError(f"{type(drafter).__name__} drafts at most {most} tokens in a row, and depth is {depth}; use "
+                         f"depth={most}.")  # fmt: skip
+
+
 def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
     """An EAGLE head, but for the embedding and the output head, which are the target's."""
     return EagleDrafter(eagle.new_head(target, draft_ids, seed))
@@ -136,6 +144,17 @@ def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) ->
     return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
+def check_start(start: Any, kind: str, depth: int, boost: int) -> None:
+    """Raise ValueError unless a training of `kind` can go on with the drafter `start`."""
+    if boost > 1:
+        raise ValueError(f"boost is {boost}, and with start a training is of that drafter; leave out one of both.")
+    if not isinstance(start, _CLASSES[kind]):
+        known = [f"kind={name!r}" for name, made in _CLASSES.items() if isinstance(start, made)]
+        raise ValueError(f"start is of type {type(start).__name__}, and kind is {kind!r}; use "
+                         f"{known[0] if known else f'one of type {_CLASSES[kind].__name__}'}.")  # fmt: skip
+    check_depth(start, depth)
+
+
 def check_kind(kind: str, target: Any) -> None:
     """Raise ValueError unless `kind` can be trained for `target`."""
     if kind == "model" and target.embed_tokens.scale is not None:
@@ -156,6 +175,16 @@ def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -
             nnx.update(own, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), nnx.state(source)))
     return ModelDrafter(made)
 
+
+_CLASSES: dict[str, type] = {
+    "eagle": EagleDrafter,
+    "medusa": MedusaDrafter,
+    "hydra": HydraDrafter,
+    "blockwise": BlockwiseDrafter,
+    "kangaroo": KangarooDrafter,
+    "pass": PassDrafter,
+    "model": ModelDrafter,
+}
 
 # Untrained, for a target: with the tokens it can guess (None for all), as deep as asked for, by a seed.
 KINDS: dict[str, Callable[[Any, np.ndarray | None, int, int], Any]] = {

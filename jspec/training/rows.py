@@ -15,6 +15,7 @@ from convert.errors import CheckpointError
 from convert.to_hf import write_file
 from jspec.prompts import check_conversation
 
+TEXTS = "texts"  # in the folder of a training, what the target wrote
 _HELD_OUT = 19  # of so many texts one is held out; odd, for every other answer is a greedy one
 
 
@@ -45,13 +46,16 @@ def of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Row:
 def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
     """A file of chats (``.jsonl``, an object with "messages" on every line) or of plain text, in parts of `length`.
 
-    Of chats that end with the user's turn there are questions, too, which are whole.
+    Of chats that end with the user's turn there are questions, too, which are whole. Of a folder of an earlier training
+    it is what the target wrote there.
 
     Raises:
         ValueError: the file is empty or malformed (with the number of the line), or chats without a chat template.
         OSError: it cannot be read.
     """
     file = Path(file)
+    if file.is_dir():
+        return written(file, length)
     try:
         content = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -65,6 +69,20 @@ def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
     if not rows:
         raise ValueError(f"{file} has no text to learn from; give at least one that has more than a token.")
     return rows
+
+
+def written(folder: Path, length: int) -> list[Row]:
+    """What the target wrote in a folder of an earlier training, in parts of `length`.
+
+    Raises:
+        ValueError: that is nothing, or damaged.
+    """
+    files = sorted((folder / TEXTS).glob("*.safetensors"))
+    found = [part for file in files for row in load(file) for part in parts(row, length)]
+    if not found:
+        raise ValueError(f"{folder} has no texts that a target wrote; give a file, or the folder of a training that "
+                         "wrote some.")  # fmt: skip
+    return found
 
 
 def _pieces(content: str, tokenizer: Any, length: int) -> Iterator[Row]:

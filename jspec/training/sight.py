@@ -63,11 +63,11 @@ def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
     return Sight(states, hidden)
 
 
-def fingerprint(target: Any) -> str:
-    """Of a target's sizes, dtypes and weights; on all devices, and in whatever parts it lies on them, the same."""
-    leaves = jax.tree.leaves(target)
+def fingerprint(model: Any) -> str:
+    """Of a model's sizes, dtypes and weights; on all devices, and in whatever parts it lies on them, the same."""
+    leaves = jax.tree.leaves(model)
     known = [(leaf.dtype.name, leaf.shape, int(bits)) for leaf, bits in zip(leaves, _bits(leaves), strict=True)]
-    return hashlib.sha256(f"{target.config} {known}".encode()).hexdigest()
+    return hashlib.sha256(f"{getattr(model, 'config', None)} {known}".encode()).hexdigest()
 
 
 @jax.jit

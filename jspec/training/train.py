@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checks import check_target
+from jspec.checks import check_draft, check_target
 from jspec.drafters import MultiDrafter
+from jspec.drafters.model import as_drafter
 from jspec.training import rows as texts
 from jspec.training.batches import Plan
 from jspec.training.boost import left_over
 from jspec.training.fit import Progress, Schedule, Source, fit
-from jspec.training.kinds import KINDS, Trainee, check_kind, trainee_of
+from jspec.training.kinds import KINDS, Trainee, check_kind, check_start, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.rows import Row
 from jspec.training.sight import StoredStates, fingerprint
@@ -85,9 +86,10 @@ def train_drafter(
     target: Any,
     tokenizer: Any,
     kind: str = "eagle",
-    data: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
     *,
     folder: str | Path,
+    start: Any = None,
     store_states: bool = True,
     say: Callable[[Progress | int], None] = lambda _: None,
     **recipe: Any,
@@ -100,9 +102,12 @@ def train_drafter(
         kind: "eagle", a head of generation 3; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter behind the
             target's first layers; "pass", look-ahead embeddings; or "model", some of the target's layers as a draft.
         data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; those that end with the
-            user's turn the target answers. None, or beside it with ``written_tokens``: the target writes its own,
-            answers to questions that it asks itself (it needs a chat template).
+            user's turn the target answers. Or the folder of an earlier training, for what the target wrote there; or
+            several of these. None, or beside it with ``written_tokens``: the target writes its own, answers to
+            questions that it asks itself (it needs a chat template).
         folder: of the state, the texts that were written and a log; a run that was stopped goes on from it.
+        start: a drafter of that kind to go on with, in place of an untrained one; an EAGLE head guesses the tokens that
+            it guessed before.
         store_states: compute what the target makes of the texts once, and keep it there: 2 bytes for each of F + 1
             states of E numbers, of every token. Otherwise every step computes it anew.
         say: is told the number of every step, and a `Progress` at every look at held-out texts.
@@ -113,29 +118,33 @@ def train_drafter(
 
     Raises:
         ValueError: data that is empty or malformed, a target without a chat template where one is needed, an argument
-            out of range, or a folder of another recipe, target or data.
+            out of range, a start of another kind, or a folder of another recipe, target, data or start.
         OSError, convert.CheckpointError: the disk is full; nothing is left half-written.
     """
     check_target(target)
     chosen = Recipe(kind=kind, **recipe)
     chosen.check()
     check_kind(kind, target)
+    if start is not None:
+        start = as_drafter(start)
+        check_start(start, kind, chosen.depth, chosen.boost)
+        check_draft(target, start)
     if chosen.length > (positions := target.config.max_position_embeddings):
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
-    given = None if data is None else texts.read(data, tokenizer, chosen.length)
-    wanted = chosen.written_tokens or (_WRITTEN if given is None else 0)
+    about = {"target": fingerprint(target), "data": None, "start": None if start is None else fingerprint(start)}
+    given = _given(data, tokenizer, chosen.length, about["target"])
+    wanted = chosen.written_tokens or (0 if given else _WRITTEN)
     if wanted:
         frame_of(tokenizer)  # what cannot be is said before anything is begun
-    questions = [row.tokens.tolist() for row in given or () if row.is_question]
+    questions = [row.tokens.tolist() for row in given if row.is_question]
     if questions and (longest := max(map(len, questions))) + _ANSWER > positions:
         raise ValueError(f"{data} has a question of {longest} tokens, and the target, which has {positions} positions, "
                          f"answers in up to {_ANSWER}; leave out what is longer than the difference.")  # fmt: skip
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    about = fingerprint(target)
-    _check_folder(folder, chosen, {"target": about, "data": None if given is None else texts.digest(given)})
+    _check_folder(folder, chosen, about | {"data": texts.digest(given) if given else None})
     write = _Writing(target, tokenizer, chosen, folder)
-    rows = [row for row in given or () if not row.is_question] + write.own_chats(wanted) + write.answers(questions)
+    rows = [row for row in given if not row.is_question] + write.own_chats(wanted) + write.answers(questions)
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
@@ -145,18 +154,31 @@ def train_drafter(
         if drafters:
             parts = [left_over(target, drafters[-1], part, chosen.step_tokens) for part in parts]
         own = folder / f"boost-{number + 1}" if number else folder
-        drafters.append(_fitted(target, about, parts, chosen, own, store_states, say))
+        drafters.append(_fitted(target, start, about["target"], parts, chosen, own, store_states, say))
     return MultiDrafter(drafters, chosen.depth) if chosen.boost > 1 else drafters[0]
 
 
+def _given(data: Any, tokenizer: Any, length: int, about: str) -> list[Row]:
+    """The texts and questions of `data`; none where it is None."""
+    several = [] if data is None else [data] if isinstance(data, str | Path) else data
+    for file in map(Path, several):
+        recipe = file / _RECIPE
+        if recipe.is_file() and json.loads(recipe.read_text(encoding="utf-8"))["target"] != about:
+            raise ValueError(f"{file} has texts that another target wrote, or this one in another dtype; give texts "
+                             "of its own, or let it write some.")  # fmt: skip
+    return [row for file in several for row in texts.read(file, tokenizer, length)]
+
+
 def _fitted(
-    target: Any, about: str, parts: Sequence[list[Row]], recipe: Recipe, folder: Path, store_states: bool,
+    target: Any, start: Any, about: str, parts: Sequence[list[Row]], recipe: Recipe, folder: Path, store_states: bool,
     say: Callable[[Progress | int], None],
 ) -> Any:  # fmt: skip
-    """A drafter trained on the first of both `parts`, the other one held out."""
-    size, kind = target.config.vocab_size, recipe.kind
-    few = texts.frequent(parts[0], recipe.draft_vocab, size) if recipe.draft_vocab < size else None
-    trainee = trainee_of(KINDS[kind](target, few if kind == "eagle" else None, recipe.depth, recipe.seed))
+    """A drafter trained on the first of both `parts`, the other one held out, going on with `start` if there is one."""
+    size, few = target.config.vocab_size, None
+    if recipe.kind == "eagle" and recipe.draft_vocab < size:
+        few = texts.frequent(parts[0], recipe.draft_vocab, size)
+    begun = KINDS[recipe.kind](target, few, recipe.depth, recipe.seed) if start is None else start
+    trainee = trainee_of(begun)
     plans = [Plan(part, recipe.step_tokens, recipe.seed, jax.device_count()) for part in parts]
     sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
@@ -182,8 +204,9 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
     file, wanted = folder / _RECIPE, dataclasses.asdict(recipe) | about
     if not file.exists():
         texts.write_text(file, json.dumps(wanted, indent=1) + "\n")
-    elif (known := json.loads(file.read_text(encoding="utf-8"))) != wanted:
-        name = next(name for name in wanted if known.get(name) != wanted[name])
+        return
+    known = json.loads(file.read_text(encoding="utf-8"))
+    for name in (name for name in wanted if known.get(name) != wanted[name]):
         if name in about:
             raise ValueError(f"{folder} was begun with another {name}; name another folder, or delete it.")
         raise ValueError(f"{folder} was begun with {name}={known.get(name)!r}, and now it is {wanted[name]!r}; name "
@@ -227,8 +250,8 @@ class _Writing:
         return found
 
     def _round(self, write: Callable[[int], list[tuple[list[int], list[int]]]]) -> list[Row]:
-        (self.folder / "texts").mkdir(exist_ok=True)
-        file = self.folder / "texts" / f"{self.rounds:05}.safetensors"
+        (self.folder / texts.TEXTS).mkdir(exist_ok=True)
+        file = self.folder / texts.TEXTS / f"{self.rounds:05}.safetensors"
         if not file.exists():
             chats = write(self.recipe.seed * _ROUNDS + self.rounds)
             whole = [texts.of_answer(*chat) for chat in chats]
