@@ -56,19 +56,14 @@ def check_arguments(
     vocab_size = target.config.vocab_size
     _check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
-        check_draft(target, drafter)
+        _check_drafter(drafter, vocab_size)
+        _check_asked(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
     batch = _check_prompts(tokens, lengths, vocab_size)
     _check_keys(keys, batch)
     _check_positions(target, drafter, lengths, max_new_tokens)
     _check_sampling(sampling, batch, vocab_size)
     _check_ids(eos_ids, pad_id, batch, vocab_size)
-
-
-def check_draft(target: Any, drafter: Any) -> None:
-    """Raise unless `drafter` has what decoding asks of it, and asks of `target` what that has."""
-    _check_drafter(drafter, target.config.vocab_size)
-    _check_asked(target, drafter)
 
 
 def _check_asked(target: Any, drafter: Any) -> None:

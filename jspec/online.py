@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jspec.checks import check_target
 from jspec.training.batches import side_by_side
 from jspec.training.fit import Schedule, begin
-from jspec.training.kinds import check_depth, trainee_of
+from jspec.training.kinds import check_fits, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
 from jspec.training.rows import Row, of_answer, parts
@@ -38,7 +38,7 @@ class Learner:
 
     Raises:
         TypeError: the drafter has nothing to learn.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the drafter is one for another target.
     """
 
     def __init__(
@@ -57,13 +57,10 @@ class Learner:
             check_count(name, value)
         if loss not in LOSSES:
             raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}.")
-        check_depth(drafter, depth)
         self.drafter, self.scores = drafter, list[Score]()
-        self._target, self._trainee, self._dtypes = (
-            target,
-            trainee_of(drafter),
-            jax.tree.map(lambda leaf: leaf.dtype, drafter),
-        )
+        self._target, self._trainee = target, trainee_of(drafter)
+        self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, drafter)
+        check_fits(drafter, target, depth)
         self._training = begin(self._trainee, Schedule(None, depth, loss, rate))
         self._state = jax.tree.map(jnp.copy, self._training.state)
         self._batch, self._length, self._waiting = batch, length, list[Row]()

@@ -4,6 +4,9 @@ import dataclasses
 import inspect
 import json
 
+import eagle_heads
+import jax
+import numpy as np
 import pytest
 from few import by_default
 from flax import nnx
@@ -43,6 +46,27 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
         assert code == 2 and "a tree of its own" in err
     code, out, err = run(*options)
     assert code == 2 and "is there already" in err
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_published_head_goes_on(run, sources, tmp_path, generation):
+    """In the layout of its generation, and with the output head that it came with."""
+    target, first, data = jspec.load(sources[0]), tmp_path / "first", chats(tmp_path / "chats.txt")
+    details = {} if generation == 1 else {"own_head": True, "draft_vocab_size": 50, "features": (1,)}
+    head = jspec.EagleDrafter(eagle_heads.eagle(target, generation, **details))
+    head.save(first, format="eagle" if generation == 1 else "sglang")
+    options = ["train", sources[0], "--start", first, "--data", data, "--data", data, "--steps", 1, "--depth", 2,
+               "--rate", 1e-9, "--length", 64, "--no-measure"]  # fmt: skip
+    code, _, err = run(*options, "--output", tmp_path / "run")
+    assert code == 0, err
+    again = jspec.EagleDrafter.load(tmp_path / "run" / "drafter", target)
+    assert again.head.config == head.head.config and again.head.origin.layout == (
+        "eagle" if generation == 1 else "sglang"
+    )
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(head), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.02)  # saved in bfloat16
+    code, _, err = run(*options, "--kind", "medusa", "--output", tmp_path / "other")
+    assert code and "start is of type EagleDrafter, and kind is 'medusa'; use kind='eagle'" in err
 
 
 def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):

@@ -277,6 +277,25 @@ def test_sigterm_loses_nothing(sources, tmp_path):
         process.stderr.close()
 
 
+def test_a_second_signal_ends_it_now(sources, tmp_path):
+    """Without the answers that the first one would wait for, and without a word of an error."""
+    process, url = started(tmp_path, sources[0], "--draft", sources[1])
+    body = {"prompt": "in a", "n": 64, "max_tokens": 120, "logit_bias": {"0": -100}, "stream": True}
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            assert next(answer.iter_lines())
+            process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
     monkeypatch.setattr("jspec.engine.device.Device.compile", lambda _: pytest.fail("it went on"))
     with socket.socket() as taken:

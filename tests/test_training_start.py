@@ -1,12 +1,15 @@
 """A training that goes on with a drafter, and with which it cannot."""
 
+import eagle_heads
 import jax
 import numpy as np
 import pytest
+import toys
 from flax import nnx
 from test_training import LONG, TARGET, chats, chatty
 
 import jspec
+from jspec.drafters import EagleDrafter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -28,7 +31,14 @@ def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
      (lambda: jspec.NGramDrafter(), {}, "NGramDrafter, and kind is 'eagle'; use one of type EagleDrafter"),
      (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, and with start a training is of that drafter"),
      (lambda: jspec.HydraDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)), {"kind": "hydra"},
-      "HydraDrafter drafts at most 2 tokens in a row, and depth is 4; use depth=2"),
+      "HydraDrafter has 2 heads, and a draft of 4 tokens in a row needs as many"),
+     (lambda: jspec.PassDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)), {"kind": "pass"},
+      "PassDrafter has 2 vectors, and depth is 4"),
+     (lambda: jspec.quantize(LONG), {"kind": "model"}, "The drafter is int8, and would not learn"),
+     (lambda: toys.tiny_llama(0, 1, vocab_size=261, max_position_embeddings=256), {"kind": "model"},
+      "start has 256 positions, and length is 512; use at most as many"),
+     (lambda: EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 3, vocab_size=261, hidden_size=32))), {},
+      "was made for a target whose hidden size is 32"),
      (lambda: TARGET, {"kind": "model"}, "The draft's vocabulary has 8 tokens and the target's 261")],
 )  # fmt: skip
 def test_what_a_training_cannot_go_on_with(tmp_path, start, options, message):

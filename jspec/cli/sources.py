@@ -11,6 +11,7 @@ STORE = ".safetensors"  # how the name of a datastore ends, and that of a model 
 NONE, LOOKUP, EXIT = "none", "lookup", "exit"
 _EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
 _BUNDLED = Path(__file__).parent.parent / "pair_data"
+BUNDLED_TARGET = str(_BUNDLED / "target")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
         raise UsageError("exit stands for layers that jspec tune finds; write exit:N, as it answers.")
     if draft.endswith(STORE) and not Path(draft).is_file():
         raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
-    return Sources(target or str(_BUNDLED / "target"), draft)
+    return Sources(target or BUNDLED_TARGET, draft)
 
 
 def is_model(draft: str) -> bool:

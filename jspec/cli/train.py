@@ -10,7 +10,7 @@ import typer
 
 from jspec.cli import options as o
 from jspec.cli.shared import UsageError, logged_to, option, prepare_environment, status_line
-from jspec.cli.sources import NONE, sources
+from jspec.cli.sources import BUNDLED_TARGET, NONE, sources
 
 if TYPE_CHECKING:
     from jspec.training.fit import Progress
@@ -86,7 +86,7 @@ def train(
     """
     if (folder / "drafter").exists():
         raise UsageError(f"{folder / 'drafter'} is there already; give another --output, or delete it.")
-    where = sources(target, start or NONE)
+    where = sources(target or BUNDLED_TARGET, start or NONE)
     prepare_environment()
     with status_line() as say:
         import jax
@@ -103,15 +103,32 @@ def train(
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
     with _bar(steps) as tell:
         drafter = jspec.train_drafter(
-            model, tokenizer, kind, data, folder=folder, start=begun, store_states=stored, say=tell, **recipe
+            model, tokenizer, kind, data or None, folder=folder, start=begun, store_states=stored, say=tell, **recipe
         )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
-    # Of an EAGLE head the output head is the target's; a model has the target's tokenizer, and can be one by itself.
-    saved = {jspec.EagleDrafter: {"own_head": False}, jspec.ModelDrafter: {"tokenizer": where.target}}
-    path = rounded.save(folder / "drafter", **saved.get(type(rounded), {}))
+    path = rounded.save(folder / "drafter", **_layout(rounded, where.target, begun is None))
     typer.echo(f"Wrote {path}.")
     if measured:
-        _measure(model, type(drafter).load(path, model), folder, depth)
+        _measure(model, type(drafter).load(path, model, dtype), folder, depth)
+
+
+def _layout(drafter: Any, target: str, is_new: bool) -> dict[str, Any]:
+    """How `drafter` is saved: a model with the target's tokenizer, so that it can be one by itself.
+
+    Of an EAGLE head that was new the output head is the target's, and left out; one that began as another's keeps its
+    own, and its layout.
+    """
+    import jspec
+    from convert.eagle_json import FORMATS
+
+    if isinstance(drafter, jspec.ModelDrafter):
+        return {"tokenizer": target}
+    if not isinstance(drafter, jspec.EagleDrafter):
+        return {}
+    if is_new:
+        return {"own_head": False}
+    known = drafter.head.origin.layout if drafter.head.origin else "speculators"
+    return {"format": known if known in FORMATS else "eagle"}  # EAGLE-1, as speculators once wrote it
 
 
 @contextmanager
@@ -146,7 +163,7 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
     from rich.console import Console
 
     from jspec import report
-    from jspec.drafters import MultiDrafter
+    from jspec.drafters import MultiDrafter, PassDrafter
     from jspec.drafters.base import own_tree
     from jspec.training.fit import read_log
     from jspec.training.result import measure
@@ -163,6 +180,8 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
         say("Measuring")
         tree = own_tree(drafter)
         lengths = {min(2, depth), depth} if tree is None else {tree.max_depth}
+        if isinstance(drafter, PassDrafter):  # behind its last guess vectors stand in the tree
+            lengths = {len(drafter.embeddings)}
         found = [measure(model, drafter, prompts, last, k, temperature)
                  for temperature in (0.0, 1.0) for k in sorted(lengths)]  # fmt: skip
     Console(highlight=False).print(report.training_table(found), soft_wrap=True)

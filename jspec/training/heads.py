@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.drafters.base import fit_vocabulary
 from jspec.drafters.heads import ParallelHeadsDrafter
 from jspec.drafters.hydra import HydraDrafter
 from jspec.drafters.kangaroo import KangarooDrafter
@@ -73,7 +74,7 @@ def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth
     batch, size = tokens.shape
     cache, start = drafter.model.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
     hidden, _ = drafter.model.forward(tokens, cache, start, branches=_causal(size))
-    yield drafter.model.logits(hidden)
+    yield fit_vocabulary(drafter.model.logits(hidden), target.config.vocab_size)
 
 
 def _behind_all(size: int, count: int) -> Branches:

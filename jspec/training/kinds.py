@@ -1,6 +1,7 @@
 """What can be trained: for each kind of drafter how it begins, and what it says of whole texts."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jspec.decode import speculative_generate
 from jspec.drafters import (
     BlockwiseDrafter,
     EagleDrafter,
@@ -19,6 +21,7 @@ from jspec.drafters import (
     ModelDrafter,
     PassDrafter,
 )
+from jspec.drafters.base import own_tree
 from jspec.llama import Llama
 from jspec.training import eagle, heads
 from jspec.training.sight import Sight
@@ -99,12 +102,22 @@ def trainee_of(drafter: Any) -> Trainee:
     )
 
 
-def check_depth(drafter: Any, depth: int) -> None:
-    """Raise ValueError where `drafter` has fewer heads, or vectors, than it is to draft tokens in a row."""
-    most = len(drafter.embeddings) if isinstance(drafter, PassDrafter) else getattr(drafter, "num_heads", depth)
-    if most < depth:
-        raise ValueError(f"{type(drafter).__name__} drafts at most {most} tokens in a row, and depth is {depth}; use "
-                         f"depth={most}.")  # fmt: skip
+def check_fits(drafter: Any, target: Any, depth: int) -> None:
+    """Raise TypeError or ValueError unless `drafter` can learn to draft so many tokens in a row for `target`.
+
+    What decoding with it would say of their sizes is said here, before anything is computed.
+    """
+    if isinstance(drafter, PassDrafter) and len(drafter.embeddings) < depth:
+        raise ValueError(f"PassDrafter has {len(drafter.embeddings)} vectors, and depth is {depth}; use as many.")
+    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(drafter)):
+        raise ValueError("The drafter is int8, and would not learn; load it without quantising.")
+    length = {} if own_tree(drafter) else {"num_draft_tokens": depth}
+    decode = functools.partial(speculative_generate, max_new_tokens=1, **length)
+    prompt, keys = (
+        jax.ShapeDtypeStruct((1, 2), jnp.int32),
+        jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1)),
+    )
+    jax.eval_shape(decode, target, drafter, prompt, jax.ShapeDtypeStruct((1,), jnp.int32), keys)
 
 
 def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
@@ -144,15 +157,17 @@ def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) ->
     return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
-def check_start(start: Any, kind: str, depth: int, boost: int) -> None:
-    """Raise ValueError unless a training of `kind` can go on with the drafter `start`."""
+def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boost: int) -> None:
+    """Raise unless a training of `kind` can go on with the drafter `start`, on texts of `length` tokens."""
     if boost > 1:
         raise ValueError(f"boost is {boost}, and with start a training is of that drafter; leave out one of both.")
     if not isinstance(start, _CLASSES[kind]):
         known = [f"kind={name!r}" for name, made in _CLASSES.items() if isinstance(start, made)]
         raise ValueError(f"start is of type {type(start).__name__}, and kind is {kind!r}; use "
                          f"{known[0] if known else f'one of type {_CLASSES[kind].__name__}'}.")  # fmt: skip
-    check_depth(start, depth)
+    if start.max_positions is not None and start.max_positions < length:
+        raise ValueError(f"start has {start.max_positions} positions, and length is {length}; use at most as many.")
+    check_fits(start, target, depth)
 
 
 def check_kind(kind: str, target: Any) -> None:

@@ -16,7 +16,7 @@ from convert.to_hf import write_file
 from jspec.prompts import check_conversation
 
 TEXTS = "texts"  # in the folder of a training, what the target wrote
-_HELD_OUT = 19  # of so many texts one is held out; odd, for every other answer is a greedy one
+_HELD_OUT = 20  # of so many texts about one is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,11 @@ def written(folder: Path, length: int) -> list[Row]:
     return found
 
 
+def rounds_in(folder: Path) -> int:
+    """By how many the rounds of writing are numbered in the folder of a training; 0 for anything else."""
+    return max((int(file.stem) + 1 for file in (folder / TEXTS).glob("*.safetensors")), default=0)
+
+
 def _pieces(content: str, tokenizer: Any, length: int) -> Iterator[Row]:
     """A text in pieces, each behind the token that starts a text, if the tokenizer puts one there (BOS)."""
     ids, bare = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (content, "a"))
@@ -106,20 +111,24 @@ def parts(row: Row, length: int) -> Iterator[Row]:
 
 
 def divide(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows: every nineteenth, and at least one, is held out.
+    """Training and held-out rows: of twenty about one, and at least one, is held out.
 
-    Rows that begin with the same question count as one, so that none of them is known from training.
+    Which ones is up to their questions, or to themselves where there is none, and not to what else there is: so that
+    another training, with other data besides, holds out the same.
 
     Raises:
         ValueError: there are fewer than two.
     """
-    asked = [row.tokens[: row.learned.argmax()].tobytes() or i for i, row in enumerate(rows)]
-    number = {key: i for i, key in enumerate(dict.fromkeys(asked))}
-    if len(number) < 2:
-        raise ValueError(f"There is {len(number)} text to learn from, and one must be held out; give at least 2.")
-    step = min(_HELD_OUT, len(number))
-    apart = [number[key] % step == step - 1 for key in asked]
-    train, held_out = ([row for row, out in zip(rows, apart, strict=True) if out is which] for which in (False, True))
+    keys = [(row.tokens[: row.learned.argmax()] if row.learned.argmax() else row.tokens).tobytes() for row in rows]
+    lots = {key: int.from_bytes(hashlib.sha256(key).digest()[:8]) / 2**64 for key in keys}
+    if len(lots) < 2:
+        raise ValueError(f"There is {len(lots)} text to learn from, and one must be held out; give at least 2.")
+    apart = {key for key, lot in lots.items() if lot < 1 / _HELD_OUT}
+    if not 0 < len(apart) < len(lots):  # of few texts
+        apart = {min(lots, key=lots.__getitem__)}
+    train, held_out = (
+        [row for row, key in zip(rows, keys, strict=True) if (key in apart) is out] for out in (False, True)
+    )
     return train, held_out
 
 

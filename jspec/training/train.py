@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checks import check_draft, check_target
+from jspec.checks import check_target
 from jspec.drafters import MultiDrafter
 from jspec.drafters.model import as_drafter
 from jspec.training import rows as texts
@@ -78,6 +78,8 @@ class Recipe:
             raise ValueError(
                 f'boost is {self.boost}, and kind {self.kind!r}; several are trained of kind "model" alone.'
             )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {self.seed!r}.")
         if not 0 < self.rate < 1:
             raise ValueError(f"rate is {self.rate!r}; expected a number above 0 and below 1.")
 
@@ -124,15 +126,19 @@ def train_drafter(
     check_target(target)
     chosen = Recipe(kind=kind, **recipe)
     chosen.check()
-    check_kind(kind, target)
-    if start is not None:
+    if start is None:
+        check_kind(kind, target)
+    else:
         start = as_drafter(start)
-        check_start(start, kind, chosen.depth, chosen.boost)
-        check_draft(target, start)
+        check_start(start, kind, target, chosen.depth, chosen.length, chosen.boost)
     if chosen.length > (positions := target.config.max_position_embeddings):
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
-    about = {"target": fingerprint(target), "data": None, "start": None if start is None else fingerprint(start)}
-    given = _given(data, tokenizer, chosen.length, about["target"])
+    about = {"target": fingerprint(target), "start": None if start is None else fingerprint(start),
+             "states": None if store_states else "computed"}  # fmt: skip
+    files = [] if data is None else [Path(data)] if isinstance(data, str | Path) else [Path(file) for file in data]
+    if data is not None and not files:
+        raise ValueError("data names no file; give at least one, or None for what the target writes itself.")
+    given = _given(files, tokenizer, chosen.length, about["target"])
     wanted = chosen.written_tokens or (0 if given else _WRITTEN)
     if wanted:
         frame_of(tokenizer)  # what cannot be is said before anything is begun
@@ -143,7 +149,7 @@ def train_drafter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, chosen, about | {"data": texts.digest(given) if given else None})
-    write = _Writing(target, tokenizer, chosen, folder)
+    write = _Writing(target, tokenizer, chosen, folder, max(map(texts.rounds_in, files), default=0))
     rows = [row for row in given if not row.is_question] + write.own_chats(wanted) + write.answers(questions)
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
@@ -158,15 +164,14 @@ def train_drafter(
     return MultiDrafter(drafters, chosen.depth) if chosen.boost > 1 else drafters[0]
 
 
-def _given(data: Any, tokenizer: Any, length: int, about: str) -> list[Row]:
-    """The texts and questions of `data`; none where it is None."""
-    several = [] if data is None else [data] if isinstance(data, str | Path) else data
-    for file in map(Path, several):
+def _given(files: list[Path], tokenizer: Any, length: int, about: str) -> list[Row]:
+    """The texts and questions of all `files`."""
+    for file in files:
         recipe = file / _RECIPE
         if recipe.is_file() and json.loads(recipe.read_text(encoding="utf-8"))["target"] != about:
             raise ValueError(f"{file} has texts that another target wrote, or this one in another dtype; give texts "
                              "of its own, or let it write some.")  # fmt: skip
-    return [row for file in several for row in texts.read(file, tokenizer, length)]
+    return [row for file in files for row in texts.read(file, tokenizer, length)]
 
 
 def _fitted(
@@ -215,13 +220,18 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
 
 @dataclasses.dataclass
 class _Writing:
-    """What the target writes, a round in a file of its own; what is there is not written again."""
+    """What the target writes, a round in a file of its own; what is there is not written again.
+
+    Attributes:
+        rounds: the number of the next one, which decides with the seed what is written. Where texts of an earlier
+            training are data, theirs come before.
+    """
 
     target: Any
     tokenizer: Any
     recipe: Recipe
     folder: Path
-    rounds: int = 0
+    rounds: int
 
     def own_chats(self, wanted: int) -> list[Row]:
         """Answers to questions of its own, of at least `wanted` tokens."""
@@ -253,7 +263,7 @@ class _Writing:
         (self.folder / texts.TEXTS).mkdir(exist_ok=True)
         file = self.folder / texts.TEXTS / f"{self.rounds:05}.safetensors"
         if not file.exists():
-            chats = write(self.recipe.seed * _ROUNDS + self.rounds)
+            chats = write((self.recipe.seed * _ROUNDS + self.rounds) % 2**31)
             whole = [texts.of_answer(*chat) for chat in chats]
             texts.save([part for row in whole for part in texts.parts(row, self.recipe.length)], file)
         self.rounds += 1
