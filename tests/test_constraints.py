@@ -143,6 +143,39 @@ def test_a_constraint_that_fails_ends_its_request_alone():
     assert all(map(NoMultiples().consume, found[1].tokens[:1])) and len(found[1].tokens) <= 4
 
 
+def test_what_fails_behind_a_guess_is_no_failure_of_the_text():
+    """Until the text comes there, so that it ends at the same token however far it is drafted."""
+
+    class Breaks(NoMultiples):
+        """Breaks for good behind three times the same token, as a parser does that is asked too much."""
+
+        broken = False
+
+        def consume(self, token):
+            self.broken |= self.may(token) and self.text[-2:] == [token] * 2
+            return not self.alarm() and super().consume(token)
+
+        def allowed(self):
+            return None if self.alarm() else super().allowed()
+
+        def alarm(self):
+            if self.broken:
+                raise RuntimeError("planted")
+
+    found, tried = [], jspec.SamplingParams(temperature=3.0)
+    keys = jax.random.split(jax.random.key(3), 12)
+    for count in (1, 2):  # without a draft and with one
+        with Engine(*models()[:count], slots=3, **OPTIONS) as engine:
+            found.append(engine.generate([Request((1, 2), 24, tried, key, constraint=Breaks) for key in keys]))
+    whole = [[one.finish_reason for one in results] for results in found]
+    assert whole[0] == whole[1] and {"error", "length"} <= {*whole[0]}
+    for plain_one, drafted in zip(*found, strict=True):
+        if plain_one.finish_reason == "length":
+            assert plain_one.tokens == drafted.tokens
+        else:
+            assert drafted.is_refused and ("planted" in drafted.error or "or it fails" in drafted.error)
+
+
 @pytest.mark.parametrize("keyed", [False, True])
 def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
     def fails():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import jsonschema
@@ -36,6 +37,14 @@ def schema(rng, depth=0):
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_tokenizers_for_which_there_are_no_grammars():
+    tokenizer = jspec.demo_pair()[2]
+    with pytest.raises(ValueError, match="The tokenizer has no end of text"):
+        Grammars(SimpleNamespace(eos_token_id=None, backend_tokenizer=tokenizer.backend_tokenizer), 2048)
+    with pytest.raises(ValueError, match="vocab size too small"):
+        Grammars(tokenizer, 100)
 
 
 @pytest.fixture(autouse=True)

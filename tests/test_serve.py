@@ -284,6 +284,18 @@ def test_a_stream_is_framed_as_openai_s(running):
         assert json.loads(event.removeprefix("data: "))["object"] == "text_completion"
 
 
+def test_a_format_that_cannot_be_kept_to_the_end(running):
+    """A parser's limits, which are met where a text begins, are the fault of what was asked for."""
+    alternatives = [{"type": "array", "items": [{"const": i}], "minItems": 2} for i in range(3000)]
+    body = {"model": servers.NAME, "prompt": "a", "max_tokens": 9, "seed": 1}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"schema": {"anyOf": alternatives}}}
+    whole = httpx.post(f"{running.url}/v1/completions", json=body)
+    assert whole.status_code == 400 and whole.json()["error"]["param"] == "response_format", whole.text
+    stream = httpx.post(f"{running.url}/v1/completions", json=body | {"stream": True})
+    assert stream.status_code == 200 and '"response_format"' in stream.text and stream.text.strip().endswith("[DONE]")
+    assert running.complete().choices[0].finish_reason == "length"
+
+
 def test_origins(complete):
     choice = complete(temperature=0, max_tokens=40, extra_body={"return_origins": True}).choices[0]
     assert "".join(choice.jspec["pieces"]) == choice.text

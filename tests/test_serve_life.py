@@ -74,15 +74,15 @@ def texts_of(stream):
 
 
 @contextlib.contextmanager
-def connected(running, body):
+def connected(running, body, header="Connection: close"):
     """A bare connection on which a completion was asked for; what comes is not read."""
     host, port = running.url.removeprefix("http://").split(":")
     sent = json.dumps(body).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect((host, int(port)))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-                           b"Content-Length: %d\r\n\r\n%s" % (len(sent), sent))  # fmt: skip
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\n"
+                           b"Content-Length: %d\r\n\r\n%s" % (header.encode(), len(sent), sent))  # fmt: skip
         yield connection
 
 
@@ -102,6 +102,31 @@ def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
         assert answers()[0].json()["choices"][0]["text"] == post(running, SEEDED).json()["choices"][0]["text"]
     assert metrics(running)["jspec_request_success_total", "abort"] == before + 4
     assert running.server.open == 0
+
+
+def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate):
+    """What it sends behind its request stops the reading, but not for good."""
+    with connected(running, LONG, "Connection: keep-alive") as connection:
+        until(lambda: running.engine.seated)
+        time.sleep(0.2)
+        connection.sendall(b"\r\nGET /health HTTP/1.1\r\n\r\n")
+        time.sleep(0.1)
+    until(lambda: running.server.open == 0)
+    gate.set()
+
+
+def test_prompts_that_are_not_read_are_not_counted(running, gate):
+    before = metrics(running)
+    with asking(running, SEEDED, 3) as answers:
+        until(lambda: len(running.engine.seated) == 3)
+        with connected(running, LONG):
+            until(lambda: running.engine.num_waiting == 1)
+        until(lambda: running.server.open == 3)
+        gate.set()
+        read = sum(answer.json()["usage"]["prompt_tokens"] for answer in answers())
+    after = metrics(running)
+    assert after["jspec_request_success_total", "abort"] == before["jspec_request_success_total", "abort"] + 1
+    assert after["jspec_prompt_tokens_total",] == before["jspec_prompt_tokens_total",] + read
 
 
 @pytest.fixture
@@ -183,6 +208,7 @@ def test_a_slow_reader_disturbs_nobody(running):
     with connected(running, body) as slow:
         until(lambda: running.engine.seated)
         until(lambda: not running.engine.seated)
+        until(lambda: running.server.open == 0)  # its places are others' though it has read nothing
         assert post(running, SEEDED).status_code == 200
         raw = b"".join(iter(lambda: slow.recv(65536), b""))
     pieces, rest = [], raw.partition(b"\r\n\r\n")[2]

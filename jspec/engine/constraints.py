@@ -44,32 +44,43 @@ class Matcher(Protocol):
 class _Followed:
     """A matcher, its number in the process, how many new tokens it has consumed, and what has gone wrong with it."""
 
-    def __init__(self, matcher: Matcher, vocab_size: int):
-        self.matcher, self.vocab_size, self.consumed, self.error = matcher, vocab_size, 0, ""
+    def __init__(self, make: Callable[[], Matcher], vocab_size: int):
+        self.make, self.matcher, self.vocab_size, self.consumed, self.error = make, make(), vocab_size, 0, ""
         self.number = next(_process_numbers)
         _asked[self.number] = self
 
     def bits(self, new: list[int], drafted: list[int], parents: list[int], size: int) -> np.ndarray:
         """What may follow the text, of these `new` tokens, and behind it every node of a draft."""
-        while self.consumed < len(new):
-            if not self.matcher.consume(new[self.consumed]):
-                raise ValueError(f"The constraint refuses token {new[self.consumed]}, which it has allowed.")
-            self.consumed += 1
+        self._follow(new)
         found = np.full((len(drafted) + 1, size), 0xFFFFFFFF, np.uint32)
         children: list[list[int]] = [[] for _ in found]
         for node, parent in enumerate(parents, 1):
             children[parent].append(node)
 
-        def visit(node: int) -> None:
+        def visit(node: int, guessed: list[int]) -> None:
             found[node] = self.matcher.allowed()
             for child in children[node]:
-                token = drafted[child - 1]  # beyond the vocabulary is a vector to be read, which is no guess
-                if token < self.vocab_size and self.matcher.consume(token):  # else it is forbidden, and what is behind
-                    visit(child)
-                    self.matcher.rollback(1)
+                token = drafted[child - 1]
+                if token >= self.vocab_size:
+                    continue  # a vector to be read, which is no guess
+                try:
+                    if self.matcher.consume(token):  # else it is forbidden, and what is behind
+                        visit(child, [*guessed, token])
+                        self.matcher.rollback(1)
+                except Exception:  # behind a guess, to which the text may never come; if it does, it ends there
+                    found[child] = 0
+                    self.matcher, self.consumed = self.make(), 0
+                    self._follow([*new, *guessed])
+                    self.consumed = len(new)
 
-        visit(0)
+        visit(0, [])
         return found
+
+    def _follow(self, tokens: list[int]) -> None:
+        while self.consumed < len(tokens):
+            if not self.matcher.consume(tokens[self.consumed]):
+                raise ValueError(f"The constraint refuses token {tokens[self.consumed]}, which it has allowed.")
+            self.consumed += 1
 
 
 class Constraints:
@@ -82,7 +93,7 @@ class Constraints:
 
     def add(self, make: Callable[[], Matcher]) -> int:
         """Follow another text; its number."""
-        followed = _Followed(make(), self._vocab_size)
+        followed = _Followed(make, self._vocab_size)
         number = next(self._numbers)  # of those that could be made, as a journal has them
         self._followed[number] = followed
         return number

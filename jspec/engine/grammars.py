@@ -22,6 +22,7 @@ class Grammars:
 
     Raises:
         ModuleNotFoundError: llguidance is not installed.
+        ValueError: no token ends a text, or the tokenizer has more tokens than the target.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int] = ()):
@@ -30,7 +31,9 @@ class Grammars:
         except ModuleNotFoundError:
             raise ModuleNotFoundError("Grammars need llguidance: pip install llguidance.") from None
         self._make, self._vocab_size = LLMatcher, vocab_size
-        ends = list(eos_ids) or [tokenizer.eos_token_id]
+        ends = [i for i in (*eos_ids, *([] if eos_ids else [tokenizer.eos_token_id])) if i is not None]
+        if not ends:
+            raise ValueError("The tokenizer has no end of text, with which a grammar ends; give eos_ids.")
         self._tokenizer = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends)
 
     def json_schema(self, schema: Mapping[str, Any]) -> Callable[[], Matcher]:
@@ -51,10 +54,12 @@ class Grammars:
         return self._constraint("grammar", self._make.grammar_from_lark(grammar))
 
     def _constraint(self, kind: str, grammar: str) -> Callable[[], Matcher]:
-        failed, messages = self._make.validate_grammar_with_warnings(grammar, self._tokenizer)
-        if failed:
-            raise ValueError(f"The {kind} cannot be used: {' '.join(messages[0].split())}")
-        first = self._make(self._tokenizer, grammar)
+        first = self._make(self._tokenizer, grammar, log_level=0)
+        tried = first if first.is_error() else first.deep_copy()
+        if not tried.is_error():
+            tried.compute_bitmask()  # some limits are met here
+        if tried.is_error():
+            raise ValueError(f"The {kind} cannot be used: {' '.join(tried.get_error().split())}")
         return lambda: _Matcher(first.deep_copy(), -(-self._vocab_size // 32))
 
 
@@ -71,7 +76,10 @@ class _Matcher:
         return bits
 
     def consume(self, token: int) -> bool:
-        return self._matcher.try_consume_tokens([token]) == 1
+        taken = self._matcher.try_consume_tokens([token]) == 1
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error())
+        return taken
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)

@@ -121,6 +121,7 @@ class Loop:
             except Exception as error:  # of the constraint's own; nobody else's business
                 _LOG.exception("A constraint cannot be made; its request ends.")
                 tenant.result.error = f"The constraint cannot be made: {type(error).__name__}: {error}"
+                tenant.result.is_refused = True
                 self._scheduler.leave(slot)
                 self._finish(tenant, "error")
                 continue
@@ -252,7 +253,7 @@ class Loop:
     def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
         result, num_top = tenant.result, tenant.request.top_logprobs
         if wrong := self._device.constraints.error(tenant.constraint):  # its last tokens were not constrained
-            self._stop[slot], result.error = True, wrong
+            self._stop[slot], result.error, result.is_refused = True, wrong, True
             self._scheduler.leave(slot)
             return self._finish(tenant, "error")
         if tenant.scored:
@@ -278,7 +279,10 @@ class Loop:
         if new.invalid:
             result.error = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
             if tenant.request.constraint is not None:
-                result.error = "No token may follow: logit_bias or min_tokens forbid what the constraint allows."
+                result.error = (
+                    "No token may follow: logit_bias or min_tokens forbid what the constraint allows, or it fails."
+                )
+                result.is_refused = True
             return self._finish(tenant, "error")
         ended = bool(result.tokens) and result.tokens[-1] in tenant.request.eos_ids
         return self._finish(tenant, "eos" if ended else "length")

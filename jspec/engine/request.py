@@ -114,6 +114,7 @@ class Result:
         distortion: the receipt of a lossy rule, as in `jspec.Stats`.
         finish_reason: "eos", "length", "cancelled" or "error"; None while it goes on.
         error: what has gone wrong.
+        is_refused: whether that is the request's own fault: its constraint cannot be kept.
         cached: tokens of the prompt that did not have to be read.
     """
 
@@ -130,6 +131,7 @@ class Result:
     distortion: float = 0.0
     finish_reason: str | None = None
     error: str | None = None
+    is_refused: bool = False
     cached: int = 0
 
     @property

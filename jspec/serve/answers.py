@@ -1,11 +1,14 @@
 """What clients get: choices as JSON, at once or in chunks. A chunk is a part of what the whole answer is."""
 
+import bisect
 import dataclasses
 import itertools
 import math
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
+
+from anyio import to_thread
 
 from jspec.origins import NAMES
 from jspec.serve.choice import Choice
@@ -57,6 +60,8 @@ class Answer:
         options = self._asked.body.stream_options
         usage: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        if self._asked.echoes:
+            await to_thread.run_sync(self._read_prompts)  # of which some may be long
         for choice in self._job.choices if self._is_chat else ():
             role = {"role": "assistant", "content": ""}
             yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
@@ -107,6 +112,10 @@ class Answer:
     def _echo(self, part: Part) -> str:
         return self._prompt_text(part.choice) if self._asked.echoes and part.is_first else ""
 
+    def _read_prompts(self) -> None:
+        for choice in self._job.choices:
+            self._prompt_text(choice) if self._asked.top is None else self._prompt_pieces(choice)
+
     def _prompt_text(self, choice: Choice) -> str:
         given = getattr(self._asked.body, "prompt", ())[choice.prompt]
         return given if isinstance(given, str) else "".join(self._prompt_pieces(choice))
@@ -122,7 +131,7 @@ class Answer:
             return None
         choice, result, ids = part.choice, part.choice.result, part.choice.tokens[part.tokens]
         values, tops = result.raw_logprobs[part.tokens], _tops(result.top_logprobs, part)
-        starts = [min(start, len(choice.writer.text)) for start in choice.writer.starts[part.tokens]]
+        starts = choice.writer.starts[part.tokens]  # of a string that ended the text, beyond its end
         if self._asked.echoes:
             before = len(self._prompt_text(choice))
             starts = [before + start for start in starts]
@@ -184,7 +193,9 @@ def _origins(part: Part) -> dict[str, list[str]]:
     """The part's text, cut where tokens end, and where each piece came from."""
     choice, cut, names = part.choice, [], []
     first, last = part.characters.start, part.characters.stop
-    for start, piece, origin in zip(choice.writer.starts, choice.writer.pieces, choice.result.origins, strict=False):
+    begin = max(0, bisect.bisect_right(choice.writer.starts, first) - 1)
+    lists = (found[begin:] for found in (choice.writer.starts, choice.writer.pieces, choice.result.origins))
+    for start, piece, origin in zip(*lists, strict=False):
         text = choice.writer.text[max(start, first) : min(start + len(piece), last)]
         if text and start < last:
             cut.append(text)

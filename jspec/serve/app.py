@@ -30,6 +30,7 @@ from jspec.serve.text import Names
 from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")
+_UNREAD = 4  # times as many choices as may be under way may be so, or have ended and not been read to their end
 _PATIENCE = 600.0  # seconds for a client to take one piece of a stream
 
 
@@ -49,7 +50,7 @@ class Server:
     Attributes:
         app: the application.
         is_draining: whether new requests are refused.
-        open: choices that are under way.
+        open: choices that the engine has not ended.
     """
 
     def __init__(
@@ -65,14 +66,12 @@ class Server:
         max_body: int = 4 * 2**20,
     ):
         target = engine.device.target
-        is_fast = hasattr(tokenizer, "backend_tokenizer")
-        grammars = Grammars(tokenizer, target.config.vocab_size, eos_ids(target, tokenizer)) if is_fast else None
-        self._served = Served(name, engine, tokenizer, Names(tokenizer), grammars)
+        self._served = Served(name, engine, tokenizer, Names(tokenizer), _grammars(target, tokenizer))
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
         self._room = engine.device.sizes.slots + max_waiting
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
-        self.open, self.is_draining = 0, False
+        self.open, self._unread, self.is_draining = 0, 0, False
         self.app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
 
     def warm_up(self) -> None:
@@ -122,11 +121,17 @@ class Server:
             raise wrong(sentence, param)
         if self.open + count > self._room:
             raise busy(f"{self.open} requests are running or waiting already; try again later.")
-        self.open += count
-        return Job(self._served, self._metrics, lambda: self._left(count))
+        if self._unread + count > _UNREAD * self._room:
+            raise busy("Too many answers are waiting to be read by their clients; try again later.")
+        self.open, self._unread = self.open + count, self._unread + count
 
-    def _left(self, count: int) -> None:
-        self.open -= count
+        def left() -> None:
+            self.open -= count
+
+        def delivered() -> None:
+            self._unread -= count
+
+        return Job(self._served, self._metrics, left, delivered)
 
     async def _models(self, request: Request) -> Response:
         check_key(request, self._api_key)
@@ -155,6 +160,16 @@ class Server:
 
     async def _page(self, request: Request) -> Response:
         return HTMLResponse((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+
+
+def _grammars(target: Any, tokenizer: Any) -> Grammars | None:
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return None
+    try:
+        return Grammars(tokenizer, target.config.vocab_size, eos_ids(target, tokenizer))
+    except ValueError as error:
+        _LOG.warning("Texts cannot be constrained: %s", error)
+        return None
 
 
 def _parsed(kind: type[Body], body: bytes) -> Body:
@@ -191,8 +206,12 @@ async def _unless_gone(request: Request, job: Job) -> None:
     """Wait for the job; no longer than the client does."""
 
     async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        while True:
+            # Asked anew, for what a client has sent in excess stops the reading, and with it the news that it has gone.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    if (await request.receive())["type"] == "http.disconnect":
+                        return
 
     waiting = [asyncio.ensure_future(job.done()), asyncio.ensure_future(gone())]
     try:

@@ -27,7 +27,7 @@ class Served:
         engine: decodes.
         tokenizer: of its target.
         names: of single tokens.
-        grammars: constrain texts; None where the tokenizer does not tell how it works.
+        grammars: constrain texts; None where the tokenizer does not tell how it works, or no token ends a text.
     """
 
     name: str
@@ -162,7 +162,7 @@ def _constraint(served: Served, body: Body) -> Callable[[], Matcher] | None:
     if wanted is None or not body.is_formatted:
         return None
     if served.grammars is None:
-        raise wrong("response_format needs a fast tokenizer, which this model does not have.", "response_format")
+        raise wrong("response_format is not supported with this model's tokenizer.", "response_format")
     try:
         if wanted.regex is not None:
             return served.grammars.regex(wanted.regex)

@@ -1,6 +1,7 @@
 """A body on its way through the engine: its choices, and who waits for them."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
@@ -27,11 +28,12 @@ class Job:
     Args:
         served: the model.
         metrics: are told what comes of it.
-        leave: is called once, when it is over.
+        leave: is called once, when all choices have ended.
+        delivered: is called once, when it is over.
     """
 
-    def __init__(self, served: Served, metrics: Metrics, leave: Callable[[], None]):
-        self.served, self._metrics, self._leave = served, metrics, leave
+    def __init__(self, served: Served, metrics: Metrics, leave: Callable[[], None], delivered: Callable[[], None]):
+        self.served, self._metrics, self._leave, self._delivered = served, metrics, leave, delivered
         self.arrived, self.created = time.monotonic(), int(time.time())
         self.choices: list[Choice] = []
         self._loop, self._changed, self._closed = asyncio.get_running_loop(), asyncio.Event(), False
@@ -60,6 +62,7 @@ class Job:
         try:
             for choice in self.choices:
                 choice.tenant = self.served.engine.submit(choice.request, functools.partial(self._listen, choice))
+                choice.result = choice.tenant.result  # with what is known of it before its first token
         except queue.Full:
             raise busy("Too many requests are waiting already; try again later.") from None
         except RuntimeError:
@@ -69,7 +72,8 @@ class Job:
 
     def _listen(self, choice: Choice, result: Result) -> None:
         """In the engine's thread."""
-        self._loop.call_soon_threadsafe(self._advance, choice, result)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever would be told
+            self._loop.call_soon_threadsafe(self._advance, choice, result)
 
     def _advance(self, choice: Choice, result: Result) -> None:
         before = choice.last
@@ -82,6 +86,8 @@ class Job:
             self._metrics.grown(choice, new, before)
         if choice.finish_reason is not None and result.finish_reason is None:
             self._cancel(choice)
+        if all(choice.finish_reason is not None for choice in self.choices):
+            self._end()
         self._changed.set()
 
     def _cancel(self, choice: Choice) -> None:
@@ -97,7 +103,13 @@ class Job:
             choice.stop("abort")
             self._cancel(choice)
         self._metrics.finished(self)
-        self._leave()
+        self._end()
+        self._delivered()
+
+    def _end(self) -> None:
+        """Nothing of it is under way any more, though it may still be read."""
+        leave, self._leave = self._leave, _nothing
+        leave()
 
     async def news(self) -> AsyncIterator[None]:
         """Whenever there is more, and at least once; ends when all choices have.
@@ -108,8 +120,10 @@ class Job:
         while True:
             is_last = all(choice.finish_reason is not None for choice in self.choices)
             reasons = {choice.finish_reason for choice in self.choices}
-            if "error" in reasons:
-                raise failed()
+            for choice in self.choices:
+                if choice.finish_reason == "error":
+                    refused = choice.result.is_refused
+                    raise wrong(str(choice.result.error), "response_format") if refused else failed()
             if "abort" in reasons:
                 raise draining()
             yield
@@ -139,3 +153,7 @@ class Job:
     def figures(self) -> Figures:
         """How well it was drafted."""
         return sum((choice.figures() for choice in self.choices), Figures())
+
+
+def _nothing() -> None:
+    """In the place of what was called."""

@@ -91,7 +91,7 @@ class Metrics:
             self._ended.labels(self._served.name, choice.finish_reason).inc()
             self._of["request_generation_tokens"].observe(choice.count)
             self._timed(choice)
-            if choice.index % job.asked.body.n == 0:
+            if choice.index % job.asked.body.n == 0 and choice.tenant and choice.tenant.seated_at is not None:
                 self._read(choice)
         if job.choices:
             self._drafted(job)

@@ -1,5 +1,6 @@
 """A server process: a port, an engine, and an end that loses nothing."""
 
+import logging
 import socket
 from types import FrameType
 
@@ -41,6 +42,7 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = self.should_exit or self._server.is_draining
         if self.should_exit:
             self.force_exit, self.config.timeout_graceful_shutdown = True, 0
+            logging.getLogger("uvicorn.error").disabled = True  # it would tell of every answer that is cut short
         self._server.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:

@@ -98,7 +98,7 @@ class Body(_Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = Field(None, ge=0, le=2**32 - 1)
     n: int = Field(1, ge=1, le=128)
-    stop: Annotated[list[str], BeforeValidator(_texts), Field(max_length=16)] = []
+    stop: Annotated[list[Annotated[str, Field(max_length=1000)]], BeforeValidator(_texts), Field(max_length=16)] = []
     stop_token_ids: _Ids = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
