@@ -305,8 +305,8 @@ def test_sigterm_loses_nothing(sources, tmp_path):
 
 def test_a_second_signal_ends_it_now(sources, tmp_path):
     """Without the answers that the first one would wait for, and without a word of an error."""
-    process, url = started(tmp_path, sources[0], "--draft", sources[1])
-    body = {"prompt": "in a", "n": 64, "max_tokens": 120, "logit_bias": {"0": -100}, "stream": True}
+    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--name", "here")
+    body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logit_bias": {"0": -100}, "stream": True}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             assert next(answer.iter_lines())

@@ -31,6 +31,22 @@ _Written = Annotated[
         show_default=False,
     ),
 ]
+_Data = Annotated[
+    list[Path] | None,
+    option(
+        "--data",
+        "FILE",
+        "Text, chats or questions in a .jsonl, or an earlier DIR for what was written there; also several times "
+        "[default: the target writes its own].",
+        show_default=False,
+    ),
+]
+_Start = Annotated[
+    str | None,
+    option(
+        "--start", "DRAFTER", "Go on with this drafter, of that kind [default: an untrained one].", show_default=False
+    ),
+]
 _Measured = Annotated[bool, typer.Option("--measure/--no-measure", help="Measure on this device what comes out.")]
 
 
@@ -42,25 +58,8 @@ def train(
     kind: Annotated[
         str, option("--kind", "KIND", "What to train: eagle, medusa, hydra, blockwise, kangaroo, pass or model.")
     ] = "eagle",
-    data: Annotated[
-        list[Path] | None,
-        option(
-            "--data",
-            "FILE",
-            "Text, chats or questions in a .jsonl, or an earlier DIR for what was written there; also several times "
-            "[default: the target writes its own].",
-            show_default=False,
-        ),
-    ] = None,
-    start: Annotated[
-        str | None,
-        option(
-            "--start",
-            "DRAFTER",
-            "Go on with this drafter, of that kind [default: an untrained one].",
-            show_default=False,
-        ),
-    ] = None,
+    data: _Data = None,
+    start: _Start = None,
     steps: Annotated[int, option("--steps", "N", "Optimiser steps.", min=1)] = 2000,
     depth: Annotated[int, option("--depth", "N", "Tokens in a row that it learns to draft.", min=1)] = 4,
     loss: Annotated[str, option("--loss", "LOSS", "kl, reverse-kl, jsd, tvd or lk.")] = "lk",

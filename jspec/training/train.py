@@ -126,26 +126,18 @@ def train_drafter(
     check_target(target)
     chosen = Recipe(kind=kind, **recipe)
     chosen.check()
-    if start is None:
-        check_kind(kind, target)
-    else:
-        start = as_drafter(start)
-        check_start(start, kind, target, chosen.depth, chosen.length, chosen.boost)
+    start = _checked(start, target, chosen)
     if chosen.length > (positions := target.config.max_position_embeddings):
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
     about = {"target": fingerprint(target), "start": None if start is None else fingerprint(start),
              "states": None if store_states else "computed"}  # fmt: skip
-    files = [] if data is None else [Path(data)] if isinstance(data, str | Path) else [Path(file) for file in data]
-    if data is not None and not files:
-        raise ValueError("data names no file; give at least one, or None for what the target writes itself.")
+    files = _files(data)
     given = _given(files, tokenizer, chosen.length, about["target"])
     wanted = chosen.written_tokens or (0 if given else _WRITTEN)
     if wanted:
         frame_of(tokenizer)  # what cannot be is said before anything is begun
     questions = [row.tokens.tolist() for row in given if row.is_question]
-    if questions and (longest := max(map(len, questions))) + _ANSWER > positions:
-        raise ValueError(f"{data} has a question of {longest} tokens, and the target, which has {positions} positions, "
-                         f"answers in up to {_ANSWER}; leave out what is longer than the difference.")  # fmt: skip
+    _check_questions(questions, positions)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, chosen, about | {"data": texts.digest(given) if given else None})
@@ -162,6 +154,30 @@ def train_drafter(
         own = folder / f"boost-{number + 1}" if number else folder
         drafters.append(_fitted(target, start, about["target"], parts, chosen, own, store_states, say))
     return MultiDrafter(drafters, chosen.depth) if chosen.boost > 1 else drafters[0]
+
+
+def _checked(start: Any, target: Any, recipe: Recipe) -> Any:
+    """What a training begins with, None for an untrained drafter; refused where that cannot be."""
+    if start is None:
+        return check_kind(recipe.kind, target)
+    start = as_drafter(start)
+    check_start(start, recipe.kind, target, recipe.depth, recipe.length, recipe.boost)
+    return start
+
+
+def _files(data: Any) -> list[Path]:
+    """None of None."""
+    files = [] if data is None else [Path(data)] if isinstance(data, str | Path) else [Path(file) for file in data]
+    if data is not None and not files:
+        raise ValueError("data names no file; give at least one, or None for what the target writes itself.")
+    return files
+
+
+def _check_questions(questions: list[list[int]], positions: int) -> None:
+    longest = max(map(len, questions), default=0)
+    if questions and longest + _ANSWER > positions:
+        raise ValueError(f"data has a question of {longest} tokens, and the target, which has {positions} positions, "
+                         f"answers in up to {_ANSWER}; leave out what is longer than the difference.")  # fmt: skip
 
 
 def _given(files: list[Path], tokenizer: Any, length: int, about: str) -> list[Row]:
