@@ -13,7 +13,7 @@ from jspec import theory
 from jspec.checks import as_array, check_target
 from jspec.decode import generate, speculative_generate
 from jspec.draft_length import DEFAULT, UpTo
-from jspec.drafters import NGramDrafter, RetrievalDrafter
+from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
 from jspec.drafters.asked import reach_of
 from jspec.drafters.base import own_tree
 from jspec.drafters.model import positions
@@ -204,10 +204,15 @@ def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:
     """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match."""
     wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
-    if not isinstance(draft, NGramDrafter | RetrievalDrafter) or not isinstance(wanted, numbers.Integral):
+    if not isinstance(_first(draft), NGramDrafter | RetrievalDrafter) or not isinstance(wanted, numbers.Integral):
         return wanted
     check_count("num_draft_tokens", wanted)
     return UpTo(int(wanted))
+
+
+def _first(draft: Any) -> Any:
+    """What drafts first."""
+    return draft.first if isinstance(draft, FallbackDrafter) else draft
 
 
 def usual(draft: Any) -> Any:

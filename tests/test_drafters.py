@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import toys
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,12 +123,12 @@ ERRORS = []
 ZERO_IS_LIKELY = np.array([2.5] + 7 * [0.0], np.float32)
 
 
-def worst_law(k, small_k):
+def worst_law(k, small_k, reach=None):
     """Of a drafter that falls back to another model, alone or, if `small_k` is not 0, within a cascade."""
     ERRORS.clear()
     jax.clear_caches()
     target = toys.tiny_llama(10)
-    drafter = jspec.FallbackDrafter(OnAndOff(), Watched(toys.tiny_llama(12)))
+    drafter = jspec.FallbackDrafter(OnAndOff(), Watched(toys.tiny_llama(12)), reach)
     if small_k:
         drafter = jspec.CascadeDrafter(target, drafter, small_k)
     sampling = jspec.SamplingParams(logit_bias=ZERO_IS_LIKELY)
@@ -140,13 +141,15 @@ def worst_law(k, small_k):
 
 
 @pytest.mark.parametrize(
-    ("k", "small_k"), [(3, 0), (4, 5), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(3, 2), (4, 3)])]
-)
-def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k):
-    error = worst_law(k, small_k)
+    ("k", "small_k", "reach"),
+    [(3, 0, None), (4, 0, 1), (4, 5, None), *(pytest.param(*sizes, marks=pytest.mark.slow)
+                                              for sizes in [(3, 2, None), (4, 3, None), (4, 5, 2)])],
+)  # fmt: skip
+def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k, reach):
+    error = worst_law(k, small_k, reach)
     # The planted bug: it reads as many tokens as if it had written all drafts itself.
     monkeypatch.setattr(fallback, "dataclasses", SimpleNamespace(replace=lambda context, **_: context))
-    planted = worst_law(k, small_k)
+    planted = worst_law(k, small_k, reach)
     report(error=f"{error:.1e}", planted=f"{planted:.2f}")
     assert error < 1e-5 and planted > 0.01
 
@@ -215,6 +218,22 @@ def test_what_was_not_guessed_was_not_drafted(toy, prompts):
     batch = prompts([3, 2])
     out = drafters.generate(toy(0), jspec.NGramDrafter(60, 60), batch, max_new_tokens=16, num_draft_tokens=4)
     assert out.stats.drafted.sum() == 0 and (out.stats.rounds == 16).all()
+
+
+def test_the_second_of_a_fallback_drafts_as_far_as_it_may(toy, prompts):
+    """Itself for the target, so that all its guesses are accepted; a head of three guesses beside a longer one."""
+    batch, options = prompts([3, 2]), {"max_new_tokens": 24, "num_draft_tokens": 4, "accept": "coupled"}
+    nothing, expected = jspec.NGramDrafter(60, 60), jspec.generate(toy(0), *batch, max_new_tokens=24).tokens
+    for reach, far in ((1, 1), (3, 3), (9, 4), (None, 4)):
+        out = drafters.generate(toy(0), jspec.FallbackDrafter(nothing, toy(0), second_reach=reach), batch, **options)
+        np.testing.assert_array_equal(out.tokens, expected)
+        np.testing.assert_array_equal(out.stats.accepted_at[:, :far], np.tile(out.stats.rounds[:, None], far))
+        assert not out.stats.judged_at[:, far:].any() and out.stats.rounds[0] == -(-24 // (far + 1))
+    heads = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0))
+    out = drafters.generate(toy(0), jspec.FallbackDrafter(toy(0), heads), batch, **options)
+    assert out.stats.judged_at[:, 3].all() and jspec.FallbackDrafter(heads, heads).reach == 3
+    with pytest.raises(ValueError, match="second_reach must be an int of at least 1; got 0"):
+        jspec.FallbackDrafter(nothing, toy(0), second_reach=0)
 
 
 def looked_up(tokens, max_ngram, min_ngram, k):
