@@ -18,6 +18,7 @@ from bench.subject import Subject
 from bench.timing import in_turns, ratio, spread
 from jspec import text
 from jspec.drafters.base import own_tree
+from jspec.names import beside_lookup
 
 DRAFTING = ("tokens a round", "accepted")
 WIDEST = 256  # a question, in tokens
@@ -37,17 +38,19 @@ def here(subject: Subject, new_tokens: int) -> dict[str, Any]:
     return found
 
 
-def drafters(subject: Subject, tree: tuple[int, ...]) -> dict[str, Any]:
-    """Name -> drafter: those that need no weights, and what was trained for the target, if it is there."""
+def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple[Any, int]]:
+    """Name -> drafter, and how far it drafts: those without weights, and one that was trained for the target."""
     found = {"plain": None, "lookup": jspec.NGramDrafter(), "recycling, 8 nodes": jspec.TokenRecyclingDrafter(8)}
     if isinstance(subject.draft, jspec.NGramDrafter):
-        return found | early_exit(subject.target)
+        found |= early_exit(subject.target)
+        return {name: (drafter, k) for name, drafter in found.items()}
     found["head"] = subject.draft
     if tree:
         found["head, tree"] = jspec.TreeDrafter(subject.draft, jspec.Tree(tree))
+    far = {name: (drafter, k) for name, drafter in found.items()}
     if own_tree(subject.draft) is None:  # what drafts a tree of its own has no chain to fall back on
-        found["lookup, else head"] = jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), subject.draft)
-    return found
+        far |= {"head, one token": (subject.draft, 1), "lookup, else head": (beside_lookup(subject.draft), k)}
+    return far
 
 
 def programs(
@@ -58,8 +61,8 @@ def programs(
     ends = text.eos_ids(subject.target, subject.tokenizer)
     requests = chats.requests(subject.tokenizer, asked, batch)
     calls: dict[str, Callable[[], Any]] = {
-        name: chats.decoder(subject, drafter, k, requests, new_tokens, temperature)
-        for name, drafter in drafters(subject, tree).items()
+        name: chats.decoder(subject, drafter, far, requests, new_tokens, temperature)
+        for name, (drafter, far) in drafters(subject, k, tree).items()
     }
     if temperature:  # others draw with other noise, other texts
         return calls
@@ -107,7 +110,7 @@ def run(
                " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
                " by jspec gives, too; drawn texts need not be the same.",
                f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
-               f" with one. Before a head it looks for two tokens or three.{missing}"],
+               f" with one. Before a head, which is asked for one token, it looks for three tokens or two.{missing}"],
         folder=subject.folder,
     )  # fmt: skip
 

@@ -193,7 +193,7 @@ def test_what_drafts_a_tree_falls_back_on_nothing(branches, chatty):
     target = jspec.load(chatty)
     head = (jspec.PassDrafter.untrained(target, 2, rngs=nnx.Rngs(0)) if branches
             else jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)))  # fmt: skip
-    names = answers.drafters(Subject("x", target, head), ())
+    names = answers.drafters(Subject("x", target, head), 2, ())
     assert "head" in names and ("lookup, else head" in names) is not branches
 
 

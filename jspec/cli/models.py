@@ -21,9 +21,17 @@ def models(as_json: Annotated[bool, option("--json", None, "One JSON object a li
         for name, model in names.MODELS.items():
             here = None if found[name] is None else str(found[name])
             fields = {"repo_id": model.repo_id, "parameters": model.parameters, "licence": model.licence}
-            typer.echo(json.dumps({"name": name, **fields, "drafter": "lookup", "get": model.command, "path": here}))
+            fields |= {"drafter": _drafter(name), "get": model.command, "path": here}
+            typer.echo(json.dumps({"name": name, **fields}))
         return
     _print_table(found)
+
+
+def _drafter(name: str) -> str:
+    """What `--draft` stands for where it is left out."""
+    from jspec.head_data import head_of
+
+    return "lookup" if head_of(name) is None else "head"
 
 
 def _print_table(found: dict[str, Path | None]) -> None:
@@ -32,10 +40,9 @@ def _print_table(found: dict[str, Path | None]) -> None:
 
     from convert import names
 
-    table = Table("name", "size", "licence", "here, or how to get it", box=None, pad_edge=False)
+    table = Table("name", "size", "licence", "drafter", "here, or how to get it", box=None, pad_edge=False)
     for name, model in names.MODELS.items():
         place = model.command if found[name] is None else "here"
-        table.add_row(name, model.parameters, model.licence, place)
+        table.add_row(name, model.parameters, model.licence, _drafter(name), place)
     console = Console(highlight=False)
     console.print(table)
-    console.print("\njspec.pretrained drafts by lookup for all of them.")
