@@ -202,17 +202,18 @@ def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (
 
 
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:
-    """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match."""
+    """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match.
+
+    So do those that fall back on another for fewer tokens.
+    """
     wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
-    if not isinstance(_first(draft), NGramDrafter | RetrievalDrafter) or not isinstance(wanted, numbers.Integral):
+    if not isinstance(wanted, numbers.Integral):
         return wanted
-    check_count("num_draft_tokens", wanted)
-    return UpTo(int(wanted))
-
-
-def _first(draft: Any) -> Any:
-    """What drafts first."""
-    return draft.first if isinstance(draft, FallbackDrafter) else draft
+    if isinstance(draft, NGramDrafter | RetrievalDrafter):
+        check_count("num_draft_tokens", wanted)
+        return UpTo(int(wanted))
+    fewer = draft.second_reach if isinstance(draft, FallbackDrafter) else None
+    return wanted if fewer is None or fewer >= wanted else UpTo(int(wanted), (fewer,))
 
 
 def usual(draft: Any) -> Any:

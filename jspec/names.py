@@ -17,8 +17,8 @@ def pretrained(
     """``(target, drafter, tokenizer)`` of a known model, such as "smollm2": `jspec models` lists them.
 
     The drafter is lookup (`NGramDrafter`), which needs no weights; for "smollm2" it falls back to a trained head, for
-    one token. `jspec.UpTo(4)` as `num_draft_tokens` lets it draft as far as it has a guess. The tokenizer has the
-    model's chat template.
+    one token, so that ``jspec.UpTo(4, (1,))`` is the `num_draft_tokens` to take. The tokenizer has the model's chat
+    template.
 
     Args:
         name: it is looked for on this machine before the hub is asked.

@@ -229,6 +229,13 @@ def test_the_second_of_a_fallback_drafts_as_far_as_it_may(toy, prompts):
         np.testing.assert_array_equal(out.tokens, expected)
         np.testing.assert_array_equal(out.stats.accepted_at[:, :far], np.tile(out.stats.rounds[:, None], far))
         assert not out.stats.judged_at[:, far:].any() and out.stats.rounds[0] == -(-24 // (far + 1))
+    # A row's budget may be more than what a part is asked for: a cascade once drafted for ever.
+    cascade, options["num_draft_tokens"] = jspec.CascadeDrafter(toy(0), toy(0), 1), jspec.UpTo(4)
+    for drafter in (jspec.FallbackDrafter(nothing, cascade, 2), jspec.HorizontalDrafter(cascade, nothing, 2)):
+        out = drafters.generate(toy(0), drafter, batch, **options)
+        np.testing.assert_array_equal(out.tokens, expected)
+        assert out.stats.rounds[0] == 8 and out.stats.drafted[0] == 16
+    options["num_draft_tokens"] = 4
     heads = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0))
     out = drafters.generate(toy(0), jspec.FallbackDrafter(toy(0), heads), batch, **options)
     assert out.stats.judged_at[:, 3].all() and jspec.FallbackDrafter(heads, heads).reach == 3

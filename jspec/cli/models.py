@@ -40,9 +40,12 @@ def _print_table(found: dict[str, Path | None]) -> None:
 
     from convert import names
 
-    table = Table("name", "size", "licence", "drafter", "here, or how to get it", box=None, pad_edge=False)
+    table = Table("name", "size", "licence", "here, or how to get it", box=None, pad_edge=False)
     for name, model in names.MODELS.items():
         place = model.command if found[name] is None else "here"
-        table.add_row(name, model.parameters, model.licence, _drafter(name), place)
+        table.add_row(name, model.parameters, model.licence, place)
     console = Console(highlight=False)
     console.print(table)
+    helped = [name for name in names.MODELS if _drafter(name) == "head"]
+    besides = f"; for {', '.join(helped)} a trained head helps" if helped else ""
+    console.print(f"\njspec.pretrained drafts by lookup{besides}.")

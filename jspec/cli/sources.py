@@ -129,6 +129,8 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     if plain and draft not in (None, NONE):
         raise UsageError("--plain decodes without a draft; leave out --draft.")
     draft = NONE if plain else draft
+    if draft == HEAD and Path(HEAD).exists():  # a path comes first, as for targets
+        draft = f"./{HEAD}"
     if draft is None:
         draft = _usual(target) if target else str(_BUNDLED / "draft")
     elif is_model(draft) and not target:

@@ -156,6 +156,13 @@ class AskingDrafter(Protocol):
     def commit(self) -> Callable[..., Any]: ...
 
 
+def at_most(context: Context, num_draft_tokens: int) -> Context:
+    """`context` for a part of a drafter, which is asked for no more tokens than these."""
+    if context.budget is None:
+        return context
+    return dataclasses.replace(context, budget=jnp.minimum(context.budget, num_draft_tokens))
+
+
 def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: int) -> Draft:
     """What `drafter` has proposed, in the program's dtypes, without the laws of tokens beyond a row's budget.
 

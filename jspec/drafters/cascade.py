@@ -99,7 +99,7 @@ class CascadeDrafter:
         # What is drawn past the draft is thrown away: any noise will do there.
         noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0), (0, 0)))
         # At least one round, even where the budget is 0: a row that is not read now might never be read whole.
-        budget = num_draft_tokens if context.budget is None else jnp.maximum(context.budget, 1)
+        budget = num_draft_tokens if context.budget is None else jnp.clip(context.budget, 1, num_draft_tokens)
         inner = dataclasses.replace(context, noise=noise, budget=None, draft_length=None)
         progress = lax.while_loop(
             lambda progress: jnp.any(progress.counts < budget),

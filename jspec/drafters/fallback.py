@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.drafters.asked import reach_of
-from jspec.drafters.base import Context, as_draft
+from jspec.drafters.base import Context, as_draft, at_most
 from jspec.drafters.duo import Duo
 from jspec.types import Draft, check_count
 
@@ -24,7 +24,7 @@ class FallbackDrafter(Duo):
 
     Attributes:
         second_reach: how many tokens `second` drafts at most: what looks up guesses many tokens at no cost, and a model
-            pays for each. With `jspec.UpTo`, too, verification then costs what was guessed. None for no limit.
+            pays for each. ``jspec.UpTo(K, (second_reach,))`` verifies no more than those. None for no limit.
     """
 
     second_reach: int | None = None
@@ -50,8 +50,9 @@ class FallbackDrafter(Duo):
         drafts, states = list[Draft](), list[Any]()
         for part, own, reach in zip(self.parts, state, self._reaches, strict=True):
             count = int(min(num_draft_tokens, reach))
-            draft, own = part.propose(own, context, count)
-            drafts.append(_padded(as_draft(part, draft, context, count), num_draft_tokens))
+            asked = at_most(context, count)
+            draft, own = part.propose(own, asked, count)
+            drafts.append(_padded(as_draft(part, draft, asked, count), num_draft_tokens))
             states.append(own)
         guessed = drafts[0].probs[:, 0].sum(-1) > 0
 

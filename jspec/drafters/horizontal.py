@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jspec.acceptance.path import num_guessed
 from jspec.drafters.asked import features_of, reach_of
-from jspec.drafters.base import Context, TargetView, as_draft
+from jspec.drafters.base import Context, TargetView, as_draft, at_most
 from jspec.drafters.duo import Duo
 from jspec.rows import write_rows
 from jspec.sampling import add_tokens
@@ -49,8 +49,9 @@ class HorizontalDrafter(Duo):
         at = min(self.at, num_draft_tokens)
         rest = num_draft_tokens - at
         context = dataclasses.replace(context, unread=context.unread + rest)
-        first, first_state = self.first.propose(state[0], context, at)
-        first = as_draft(self.first, first, context, at)
+        asked = at_most(context, at)
+        first, first_state = self.first.propose(state[0], asked, at)
+        first = as_draft(self.first, first, asked, at)
         if not rest:
             return first, (first_state, state[1])
         behind = _behind(context, first, context.unread + at - rest)
