@@ -4,16 +4,13 @@ import json
 import socket
 import sys
 
-import eagle_heads
 import gguf_files
-import numpy as np
 import pytest
-import toys
 
 import convert
 import jspec
-from convert import names
-from jspec import head_data, text
+from convert import eagle_files, names
+from jspec import text
 from jspec.cli.sources import sources
 from jspec.head_data import head_of
 
@@ -43,14 +40,7 @@ def offline(monkeypatch, tmp_path):
     return install
 
 
-@pytest.fixture
-def heads(monkeypatch, tmp_path):
-    """Where heads travel with jspec; none does."""
-    monkeypatch.setattr(head_data, "_FOLDER", tmp_path / "heads")
-    return tmp_path / "heads"
-
-
-def test_the_file_of_an_installed_package(offline, heads):
+def test_the_file_of_an_installed_package(offline):
     file = offline()
     assert convert.resolve("smollm2") == file
     target, drafter, tokenizer = jspec.pretrained("smollm2")
@@ -58,44 +48,25 @@ def test_the_file_of_an_installed_package(offline, heads):
     assert tokenizer.get_vocab() == text.load_tokenizer(file).get_vocab() and tokenizer.chat_template
 
 
-def test_lookup_falls_back_to_the_head_that_travels_along(offline, heads, run, prompts):
-    target = jspec.load(offline())
-    jspec.EagleDrafter(eagle_heads.eagle(target, 3, features=(0, 1))).save(heads / "smollm2")
-    model, drafter, _ = jspec.pretrained("smollm2")
-    assert isinstance(drafter, jspec.FallbackDrafter) and isinstance(drafter.second, jspec.EagleDrafter)
-    batch, options = prompts([9, 5]), {"max_new_tokens": 16}
-    out = jspec.speculative_generate(
-        model, drafter, *batch, num_draft_tokens=jspec.UpTo(4), accept="coupled", **options
-    )
-    np.testing.assert_array_equal(out.tokens, jspec.generate(model, *batch, **options).tokens)
-    assert out.stats.drafted.sum() > 0
-    asked = "generate", "abc", "--target", "smollm2", "--seed", 3, "--json", "-n", 8
-    lines = [json.loads(run(*asked, *more)[1]) for more in (["--plain"], ["--accept", "coupled"])]
-    assert lines[0]["tokens"] == lines[1]["tokens"] and lines[1]["stats"]["drafted"] > 0
-    assert run(*asked, "--tree", "0,0")[0] == 2
-    jspec.EagleDrafter(eagle_heads.eagle(toys.tiny_llama(1), 3)).save(heads / "other" / "smollm2")
-    (heads / "smollm2").rename(heads / "away")
-    (heads / "other" / "smollm2").rename(heads / "smollm2")
-    with pytest.raises(ValueError, match="was made for a target whose"):
-        jspec.pretrained("smollm2")
-
-
-def test_a_head_is_for_the_model_of_its_name(heads, tmp_path, monkeypatch, run):
-    """Not for a directory that is called so, nor for what is outside the folder of heads."""
-    for place in (heads / "smollm2", heads.parent / "else"):
-        place.mkdir(parents=True)
-        (place / "config.json").write_text("{}")
-    assert head_of("smollm2") == heads / "smollm2" and sources("smollm2", None).draft == "head"
-    found = {line["name"]: line["drafter"] for line in map(json.loads, run("models", "--json")[1].splitlines())}
-    assert found.pop("smollm2") == "head" and {*found.values()} == {"lookup"}
-    for name in ("", ".", "..", "../else", str(heads / "smollm2"), "qwen3-0.6b"):
+def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
+    """By the name of its model, and not of a directory that is called so, nor what is outside the folder of heads."""
+    folder = head_of("smollm2")
+    config = eagle_files.read(folder, 30).config
+    assert sources("smollm2", "head").draft == str(folder) and sources("smollm2", None).draft == "lookup"
+    assert (config.target_hidden_size, config.draft_vocab_size, config.own_head) == (576, 8192, False)
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
+    for name in ("", ".", "..", "../cli", str(folder), "qwen3-0.6b"):
         assert head_of(name) is None
-        assert sources(name or None, None).draft != "head"
+    offline()  # another model, of one layer
+    code, _, error = run("generate", "a", "--target", "smollm2", "--draft", "head")
+    assert code == 1 and "made for a target whose hidden size is 576" in error
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
-    assert head_of("smollm2") is None and sources("smollm2", None).draft == "lookup"
-    code, _, error = run("generate", "a", "--target", "smollm2", "--draft", "head")
-    assert code == 2 and "--draft head is for models whose head travels with jspec" in error
+    for target in ([], ["--target", "smollm2"]):
+        code, _, error = run("generate", "a", *target, "--draft", "head")
+        assert code == 2 and "--draft head is for a model whose head travels with jspec" in error
+    (tmp_path / "head").mkdir()
+    assert sources("smollm2", "head").draft == "head"
 
 
 def test_the_hub_s_cache(offline, tmp_path, sources):

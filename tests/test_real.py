@@ -1,5 +1,7 @@
 """A real model, SmolLM2-135M-Instruct in 4 bits: weights, tokenizer and greedy texts are those of transformers."""
 
+import json
+
 import numpy as np
 import pytest
 import real
@@ -124,3 +126,14 @@ def test_the_command_answers(file, run, tokenizer, quick_compile):
     chat, greedy = [{"role": "user", "content": question}], jspec.SamplingParams(temperature=0)
     (done,) = jspec.complete(jspec.load(file, "float32"), None, tokenizer, chat, sampling=greedy, **options)
     assert out == f"{done.text}\n" and done.finish_reason == "eos"
+
+
+def test_the_head_that_travels_along_knows_its_target(tokenizer, file, run, report):
+    """Behind questions that it has not learned from; the text is that of plain decoding."""
+    asked = "generate", "--target", "smollm2", "--chat", *CHATS, "--json", "-n", NEW, "--accept", "coupled", "--seed", 1
+    lines = [json.loads(line) for line in run(*asked, "--draft", "head")[1].splitlines()]
+    plain = [json.loads(line) for line in run(*asked[:-4], "--seed", 1, "--plain")[1].splitlines()]
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in plain]
+    gained = sum(len(line["tokens"]) for line in lines) / sum(line["stats"]["rounds"] for line in lines)
+    report(tokens_a_round=f"{gained:.2f}")
+    assert gained > 1.2

@@ -21,17 +21,9 @@ def models(as_json: Annotated[bool, option("--json", None, "One JSON object a li
         for name, model in names.MODELS.items():
             here = None if found[name] is None else str(found[name])
             fields = {"repo_id": model.repo_id, "parameters": model.parameters, "licence": model.licence}
-            fields |= {"drafter": _drafter(name), "get": model.command, "path": here}
-            typer.echo(json.dumps({"name": name, **fields}))
+            typer.echo(json.dumps({"name": name, **fields, "drafter": "lookup", "get": model.command, "path": here}))
         return
     _print_table(found)
-
-
-def _drafter(name: str) -> str:
-    """What `--draft` stands for where it is left out."""
-    from jspec.head_data import head_of
-
-    return "lookup" if head_of(name) is None else "head"
 
 
 def _print_table(found: dict[str, Path | None]) -> None:
@@ -46,6 +38,4 @@ def _print_table(found: dict[str, Path | None]) -> None:
         table.add_row(name, model.parameters, model.licence, place)
     console = Console(highlight=False)
     console.print(table)
-    helped = [name for name in names.MODELS if _drafter(name) == "head"]
-    besides = f"; for {', '.join(helped)} a trained head helps" if helped else ""
-    console.print(f"\njspec.pretrained drafts by lookup{besides}.")
+    console.print("\njspec.pretrained drafts by lookup for all of them. For smollm2 there is a head: --draft head.")

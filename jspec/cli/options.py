@@ -59,8 +59,8 @@ Draft = Annotated[
         "--draft",
         "SRC",
         "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers, and exit:N-I,"
-        " those without layer I; a trained head's folder; head, lookup and the one that is here; or none"
-        " [default: with --target, head where there is one, else lookup].",
+        " those without layer I; a trained head's folder; head, that of smollm2; or none"
+        " [default: with --target, lookup].",
     ),
 ]
 Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]

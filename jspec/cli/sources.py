@@ -21,8 +21,8 @@ class Sources:
 
     Attributes:
         target: path, name or hub id of a model.
-        draft: the same, or a trained head's directory, a datastore, "lookup", "head" (lookup, else the head that
-            travels with jspec), "exit:N", "exit:N-I-J" or "none"; for `jspec tune` also "exit".
+        draft: the same, or a trained head's directory, a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for
+            `jspec tune` also "exit".
     """
 
     target: str
@@ -36,7 +36,7 @@ class Sources:
     @property
     def can_branch(self) -> bool:
         """Whether the draft may be a tree of any shape."""
-        return self.draft not in (NONE, LOOKUP, HEAD) and not self.has_tree
+        return self.draft not in (NONE, LOOKUP) and not self.has_tree
 
     @property
     def has_tree(self) -> bool:
@@ -55,11 +55,7 @@ class Sources:
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
         """The target and its drafter, None for none; `dtype` and `quantize` are for both, but no head is int8."""
         from jspec import load
-        from jspec.names import drafter_of
 
-        if self.draft == HEAD:
-            target = load(self.target, dtype, quantize)
-            return target, drafter_of(self.target, target, dtype)
         if kind := head_kind(self.draft):
             target = load(self.target, dtype, quantize)
             return target, drafter_class(kind).load(self.draft, target, dtype)
@@ -117,7 +113,7 @@ def exit_name(drafter: Any) -> str:
 
 
 def sources(target: str | None, draft: str | None, plain: bool = False, may_search: bool = False) -> Sources:
-    """What the options mean: the bundled pair without any; a target alone drafts by lookup, or with its head.
+    """What the options mean: the bundled pair without any; a target alone drafts by lookup.
 
     Args:
         may_search: whether the draft may be "exit", the layers to be found.
@@ -129,17 +125,14 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     if plain and draft not in (None, NONE):
         raise UsageError("--plain decodes without a draft; leave out --draft.")
     draft = NONE if plain else draft
-    if draft == HEAD and Path(HEAD).exists():  # a path comes first, as for targets
-        draft = f"./{HEAD}"
     if draft is None:
-        draft = _usual(target) if target else str(_BUNDLED / "draft")
-    elif is_model(draft) and not target:
+        draft = LOOKUP if target else str(_BUNDLED / "draft")
+    elif draft != HEAD and is_model(draft) and not target:
         raise UsageError("--draft needs --target where it is a model.")
+    if draft == HEAD and not Path(HEAD).exists():  # a path comes first, as for targets
+        draft = _head(target)
     if draft.startswith("exit:"):
         _exit(draft)
-    if draft == HEAD and _usual(target or "") != HEAD:
-        raise UsageError("--draft head is for models whose head travels with jspec, such as smollm2; name the folder "
-                         "of another one.")  # fmt: skip
     if draft == EXIT and not may_search:
         raise UsageError("exit stands for layers that jspec tune finds; write exit:N, as it answers.")
     if draft.endswith(STORE) and not Path(draft).is_file():
@@ -147,13 +140,22 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     return Sources(target or BUNDLED_TARGET, draft)
 
 
-def _usual(target: str) -> str:
-    return LOOKUP if head_of(target) is None else HEAD
+def _head(target: str | None) -> str:
+    """The folder of the head that travels with jspec for a model of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    folder = None if target is None else head_of(target)
+    if folder is None:
+        raise UsageError("--draft head is for a model whose head travels with jspec, such as --target smollm2; name "
+                         "another one's folder.")  # fmt: skip
+    return str(folder)
 
 
 def is_model(draft: str) -> bool:
     """Whether a draft of that name is a model, and not another kind of drafter."""
-    return draft not in (NONE, LOOKUP, HEAD, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
+    return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 
 def drafter_class(kind: str) -> Any:

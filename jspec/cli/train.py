@@ -1,6 +1,5 @@
 """`jspec train`: a drafter for a target."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,7 @@ import typer
 
 from jspec.cli import options as o
 from jspec.cli.shared import UsageError, logged_to, option, prepare_environment, status_line
-from jspec.cli.sources import BUNDLED_TARGET, HEAD, NONE, sources
-from jspec.head_data import head_of
+from jspec.cli.sources import BUNDLED_TARGET, NONE, sources
 
 if TYPE_CHECKING:
     from jspec.training.fit import Progress
@@ -88,7 +86,6 @@ def train(
     if (folder / "drafter").exists():
         raise UsageError(f"{folder / 'drafter'} is there already; give another --output, or delete it.")
     where = sources(target or BUNDLED_TARGET, start or NONE)
-    where = dataclasses.replace(where, draft=str(head_of(where.target))) if where.draft == HEAD else where
     prepare_environment()
     with status_line() as say:
         import jax
