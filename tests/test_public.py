@@ -11,8 +11,8 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["tokenizer_file", "text", "origins", "picture", "tree", "types", "devices", "sharding", "keys", "probs",
-         "rows", "tree_yield", "theory", "sampling", "cache", "rope", "kernels", "layers", "attention",
+ORDER = ["head_data", "tokenizer_file", "text", "origins", "picture", "tree", "types", "devices", "sharding",
+         "keys", "probs", "rows", "tree_yield", "theory", "sampling", "cache", "rope", "kernels", "layers", "attention",
          "llama", "eagle",
          "layout", "quantizer", "half", "weights", "eagle_weights", "acceptance", "rules", "draft_length", "lengths",
          "drafters", "checks", "tree_checks", "recording", "state", "verify", "round", "output", "program", "tuning",
