@@ -59,7 +59,6 @@ _MAKERS = {
     "combined heads": lambda target, draft, corpus, v: FallbackDrafter(
         RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1),
         MixtureDrafter(EagleDrafter(eagle_heads.eagle(target, 3)), heads.hydra(target, 5), 0.5),
-        second_reach=2,
     ),
 }
 NAMES = tuple(_MAKERS)
