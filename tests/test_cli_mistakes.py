@@ -53,11 +53,7 @@ MISTAKES = {
     "rounds of no draft": (["x", "--plain", "--show"], 2, "leave out --show"),
     "for people or machines": (["x", "--show", "--json"], 2, "leave one of them out"),
     "two shapes": (["x", "--tree", "0,0", "--num-draft-tokens", 2], 2, "leave out --num-draft-tokens"),
-    "cannot branch": (
-        ["x", "--target", "x", "--tree", "0,0"],
-        2,
-        "a head's folder, a datastore or exit:N; lookup",
-    ),
+    "cannot branch": (["x", "--target", "x", "--tree", "0,0"], 2, "a head, a datastore or exit:N; lookup cannot"),
     "no tree": (["x", "--tree", "0,2"], 2, "'0,2' is no tree: give the parent of each node"),
     "no numbers": (["x", "--tree", "0, 1"], 2, "'0, 1' is no tree"),
     "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),

@@ -11,6 +11,7 @@ import convert
 import jspec
 from convert import eagle_files, names
 from jspec import text
+from jspec.cli.shared import UsageError
 from jspec.cli.sources import sources
 from jspec.head_data import head_of
 
@@ -67,6 +68,8 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
         assert code == 2 and "--draft head is for a model whose head travels with jspec" in error
     (tmp_path / "head").mkdir()
     assert sources("smollm2", "head").draft == "head"
+    with pytest.raises(UsageError, match="--draft needs --target where it is a model"):
+        sources(None, "head")
 
 
 def test_the_hub_s_cache(offline, tmp_path, sources):

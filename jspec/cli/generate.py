@@ -131,8 +131,9 @@ def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, sho
         if num_draft_tokens is not None:
             raise UsageError("--tree says what is guessed a round; leave out --num-draft-tokens.")
         if not where.can_branch:
-            raise UsageError("--tree needs a draft that can branch: a model, a head's folder, a datastore or exit:N; "
-                             f"{where.draft} cannot.")  # fmt: skip
+            raise UsageError(
+                f"--tree needs a draft that can branch: a model, a head, a datastore or exit:N; {where.draft} cannot."
+            )
     return given
 
 

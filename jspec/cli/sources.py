@@ -125,12 +125,12 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     if plain and draft not in (None, NONE):
         raise UsageError("--plain decodes without a draft; leave out --draft.")
     draft = NONE if plain else draft
-    if draft is None:
-        draft = LOOKUP if target else str(_BUNDLED / "draft")
-    elif draft != HEAD and is_model(draft) and not target:
-        raise UsageError("--draft needs --target where it is a model.")
     if draft == HEAD and not Path(HEAD).exists():  # a path comes first, as for targets
         draft = _head(target)
+    if draft is None:
+        draft = LOOKUP if target else str(_BUNDLED / "draft")
+    elif is_model(draft) and not target:
+        raise UsageError("--draft needs --target where it is a model.")
     if draft.startswith("exit:"):
         _exit(draft)
     if draft == EXIT and not may_search:
