@@ -1,12 +1,8 @@
-"""What goes wrong while a server runs: clients that leave, crowds, slow readers, a failing device, its own end."""
+"""What goes wrong while a server runs: clients that leave, crowds, slow readers, a failing device, its end."""
 
 import contextlib
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,8 +11,6 @@ import openai
 import pytest
 import servers
 from test_serve import metrics
-
-import jspec
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONG = {"model": servers.NAME, "prompt": "in a thing", "max_tokens": 100, "logit_bias": {"0": -100}}
@@ -264,96 +258,3 @@ def test_a_draining_server(running, gate, monkeypatch):
 
 async def _never(*_):
     return False
-
-
-def started(folder, *options):
-    """A server process that says where it is."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONUNBUFFERED": "1"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "-m", "jspec", "serve", *map(str, options), "--port", "0", "--slots", "2"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    line = process.stderr.readline()
-    assert line.startswith("Serving here at http://127.0.0.1:"), line + process.stderr.read()
-    return process, line.split()[-1]
-
-
-def test_sigterm_loses_nothing(sources, tmp_path):
-    """The command, from its start to its end; new requests are refused meanwhile, and the status is 0."""
-    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--max-length", "128", "--name", "here",
-                           "--metrics-prefix", "vllm:", "--api-key", "secret")  # fmt: skip
-    try:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
-        body = {"model": "here", "prompt": "in a", "max_tokens": 120, "logit_bias": {"0": -100}, "seed": 1}
-        whole = client.completions.create(**body)
-        assert "vllm:request_success_total" in httpx.get(f"{url}/metrics").text
-        with pytest.raises(openai.AuthenticationError):
-            client.with_options(api_key="other").models.list()
-        streams = [client.completions.create(**body, stream=True) for _ in range(4)]
-        firsts = [next(stream).choices[0].text for stream in streams[:1]]
-        process.send_signal(signal.SIGTERM)
-        texts = [firsts[0] if i == 0 else "" for i in range(4)]
-        for i, stream in enumerate(streams):
-            texts[i] += "".join(chunk.choices[0].text for chunk in stream)
-        assert texts == [whole.choices[0].text] * 4
-        assert process.wait(60) == 0
-        assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def test_a_second_signal_ends_it_now(sources, tmp_path):
-    """Without the answers that the first one would wait for, and without a word of an error."""
-    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--name", "here")
-    body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logit_bias": {"0": -100}, "stream": True}
-    try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()  # kept, for where it is dropped the client leaves
-            assert next(lines)
-            process.send_signal(signal.SIGTERM)
-            until(lambda: httpx.get(f"{url}/health").status_code == 503)
-            assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr("jspec.engine.device.Device.compile", lambda _: pytest.fail("it went on"))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        mistakes = {
-            ("--port", port): f"--port {port} cannot be listened on: Address already in use; choose another.",
-            ("--host", "no such place", "--port", 0): "cannot be listened on",
-            ("--draft", servers.swapped(sources, tmp_path), "--port", 0): "id 40 is",
-            ("--draft", servers.other_heads(tmp_path), "--port", 0): "was made for a target whose",
-            ("--max-length", 10**6, "--port", 0): "is more than the",
-            ("--metrics-prefix", "a-b", "--port", 0): "cannot begin a name in Prometheus",
-            ("--api-key", "a b", "--port", 0): "--api-key must be of visible ASCII",
-            ("--plain", "--num-draft-tokens", 2): "leave out --num-draft-tokens",
-            ("--slots", 0): "--slots",
-        }
-        for options, said in mistakes.items():
-            code, out, error = run("serve", sources[0], *options)
-            assert (code, out) == (2, "") and error.startswith("jspec: ") and error.count("\n") == 1, error
-            assert said in error
-
-
-def test_without_its_packages_the_command_says_how_to_get_them(run, monkeypatch):
-    monkeypatch.setattr("jspec.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
-    code, _, error = run("serve")
-    assert code == 2 and "install them with pip install uvicorn. (see" in error
-
-
-def test_the_library_does_without_them():
-    hidden = "starlette uvicorn sse_starlette pydantic prometheus_client"
-    code = f"import sys; sys.modules |= dict.fromkeys('{hidden}'.split()); import jspec, jspec.engine, jspec.cli.app"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert jspec.__version__
