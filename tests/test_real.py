@@ -13,6 +13,7 @@ from test_tokenizer_file import strings
 import convert
 import jspec
 from jspec import text, tokenizer_file
+from jspec.head_data import head_of
 
 pytestmark = pytest.mark.real
 
@@ -128,12 +129,12 @@ def test_the_command_answers(file, run, tokenizer, quick_compile):
     assert out == f"{done.text}\n" and done.finish_reason == "eos"
 
 
-def test_the_head_that_travels_along_knows_its_target(tokenizer, file, run, report):
+def test_the_head_that_travels_along_knows_its_target(file, run, report):
     """Behind questions that it has not learned from; the text is that of plain decoding."""
-    asked = "generate", "--target", "smollm2", "--chat", *CHATS, "--json", "-n", NEW, "--accept", "coupled", "--seed", 1
-    lines = [json.loads(line) for line in run(*asked, "--draft", "head")[1].splitlines()]
-    plain = [json.loads(line) for line in run(*asked[:-4], "--seed", 1, "--plain")[1].splitlines()]
-    assert [line["tokens"] for line in lines] == [line["tokens"] for line in plain]
+    asked = "generate", "--target", file, "--chat", *CHATS, "--json", "-n", NEW, "--seed", 1
+    drafting = "--draft", head_of("smollm2"), "--accept", "coupled"
+    lines, plain = ([json.loads(line) for line in run(*asked, *how)[1].splitlines()] for how in (drafting, ["--plain"]))
+    assert len(lines) == len(CHATS) and [line["tokens"] for line in lines] == [line["tokens"] for line in plain]
     gained = sum(len(line["tokens"]) for line in lines) / sum(line["stats"]["rounds"] for line in lines)
     report(tokens_a_round=f"{gained:.2f}")
     assert gained > 1.2
