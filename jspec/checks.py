@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.acceptance import RULES, Rule
-from jspec.drafters.asked import embeddings_of, features_of
+from jspec.drafters.asked import embeddings_of, features_of, says_how_sure
 from jspec.sampling import SamplingParams
 from jspec.types import same_but_for_padding
 
@@ -202,7 +202,7 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
     if embeddings_of(drafter) is not None:  # what stands behind the guesses of the longest row is not read
         raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
                          f"number in place of {kind}, or a tree.")  # fmt: skip
-    if num_draft_tokens.needs_confidence and not hasattr(drafter, "extend"):
+    if num_draft_tokens.needs_confidence and not says_how_sure(drafter):
         raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
                          "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
                          f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens}).")  # fmt: skip

@@ -25,8 +25,12 @@ from jspec.types import check_between, check_count
 class DraftLength(Protocol):
     """Decides how far to draft: hashable, for it is part of the program.
 
+    One that has `starts`, of the arguments of `continues`, is asked with it whether to draft at all: of the first token
+    it is told the probability that its law gives to the likeliest, for nothing has been drawn yet.
+
     Attributes:
-        needs_confidence: whether `continues` is to be asked; only a `jspec.drafters.AutoregressiveDrafter` can.
+        needs_confidence: whether `continues` is to be asked; only a `jspec.drafters.AutoregressiveDrafter` can, or a
+            `jspec.FallbackDrafter` with one.
     """
 
     needs_confidence: ClassVar[bool]
@@ -122,14 +126,24 @@ class WhileConfident(AtMost):
 
     The probability is that before temperature and filters, so it tells something in greedy decoding, too; as
     ``assistant_confidence_threshold`` in transformers, which starts with 0.4.
+
+    Attributes:
+        first: drafts nothing where the likeliest first token has a probability below this, so that the round costs
+            little more than a plain step; 0 always drafts one. For devices on which more rows cost more time.
     """
 
     threshold: float = 0.4
+    first: float = 0
     needs_confidence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_between("threshold", self.threshold, 0, 1)
+        if self.first != 0:
+            check_between("first", self.first, 0, 1)
+
+    def starts(self, state: Any, confidence: Array) -> Array:
+        return confidence >= self.first if self.first else jnp.ones(confidence.shape, bool)
 
     def continues(self, state: Any, confidence: Array) -> Array:
         return confidence >= self.threshold

@@ -23,12 +23,13 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 LENGTH_RULES = (
     jspec.UpTo(3), jspec.WhileConfident(3, 0.3), jspec.Heuristic(3), jspec.ByAcceptance(3, cost_ratio=0.3),
-    jspec.ByConfidence(3, acceptance=0.7),
+    jspec.ByConfidence(3, acceptance=0.7), jspec.WhileConfident(3, 0.3, first=0.3),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("length", "name", "rule"), [
     (LENGTH_RULES[0], "retrieval", "rejection"), (LENGTH_RULES[4], "mixture", "block"),
+    (LENGTH_RULES[5], "model", "rejection"), (LENGTH_RULES[5], "fallback", "coupled"),
     *(pytest.param(*one, marks=pytest.mark.slow) for one in (
         (jspec.Heuristic(2), "cascade", "rejection"), (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
         (LENGTH_RULES[1], "mixture", "block"))),
@@ -58,7 +59,9 @@ def test_discarding_the_token_that_was_looked_at_is_biased(report):
     biased = np.where(sure, np.minimum(p, q), 0) + rejected * left / left.sum() + q[~sure].sum() * p
     keys, found = jax.random.split(jax.random.key(0), draws), {}
     for name, drafter, length in (("discarding", Discarding(draft), 1),
-                                  ("keeping", jspec.ModelDrafter(draft), jspec.WhileConfident(2, 0.3))):  # fmt: skip
+                                  ("keeping", jspec.ModelDrafter(draft), jspec.WhileConfident(2, 0.3)),
+                                  ("not drawing", jspec.ModelDrafter(draft), jspec.WhileConfident(2, 0.3, first=0.5)),
+                                  ):  # fmt: skip
         out = jspec.speculative_generate(target, drafter, np.full((draws, 1), prompt), np.ones(draws, int), keys,
                                          max_new_tokens=1, num_draft_tokens=length)  # fmt: skip
         counts = np.bincount(np.asarray(out.tokens)[:, 0], minlength=8)
@@ -67,7 +70,7 @@ def test_discarding_the_token_that_was_looked_at_is_biased(report):
         distance=f"{np.abs(p - biased).sum() / 2:.3f}", **{name: tuple(map(float, ps)) for name, ps in found.items()}
     )
     assert found["discarding"][0] < 1e-12 < oracle.ALPHA < found["discarding"][1]
-    assert found["keeping"][0] > oracle.ALPHA
+    assert found["keeping"][0] > oracle.ALPHA and found["not drawing"][0] > oracle.ALPHA
 
 
 def test_it_stops_behind_the_first_token_it_is_unsure_of():
@@ -89,6 +92,21 @@ def test_it_stops_behind_the_first_token_it_is_unsure_of():
         np.testing.assert_array_equal(out.tokens[kept], full.tokens[kept])
         np.testing.assert_array_equal(out.probs[kept], full.probs[kept])
     assert lengths == {1, 2, 3}
+
+
+def test_it_does_not_begin_where_no_token_is_likely():
+    """By the law of the first, so that a row which begins drafts what it would have drafted anyway."""
+    draft = toys.tiny_llama(11)
+    full = drafted(jspec.ModelDrafter(draft))
+    text = slice_rows(jax.nn.softmax(draft(jnp.asarray(TOKENS))), jnp.asarray(LENGTHS) - 1, 1)[:, 0].max(-1)
+    for first in (np.sort(text)[1:] + np.sort(text)[:-1]) / 2:
+        rule, most = jspec.WhileConfident(K, 1e-6, first=float(first)), jnp.full(len(TOKENS), K)
+        out = drafted(jspec.ModelDrafter(draft), budget=most, draft_length=rule)
+        begins = np.asarray(text) >= first
+        assert 0 < begins.sum() < len(begins)
+        np.testing.assert_array_equal(out.probs.any(-1), np.broadcast_to(begins[:, None], out.tokens.shape))
+        np.testing.assert_array_equal(out.probs[begins], full.probs[begins])
+        np.testing.assert_array_equal(out.tokens[begins], full.tokens[begins])
 
 
 @pytree
@@ -124,6 +142,9 @@ def test_what_no_row_wants_is_not_computed():
     assert counts[0] == [2] * rounds and len(counts[1]) <= rounds + 1
     counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.WhileConfident(8, 0.999))
     assert counts[0] == [2] * rounds and len(counts[1]) == drafted + 1  # one pass a token, and the prompt's
+    for drafter in (jspec.ModelDrafter(draft), fallback):
+        counts, rounds, drafted = rows(drafter, jspec.WhileConfident(8, 0.999, first=0.999))
+        assert (counts[0], drafted) == ([1] * rounds, 0) and len(counts[1]) <= rounds + 1  # it reads
     counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.Heuristic(8))
     assert set(counts[0]) > {9} and set(counts[0]) <= {1 + n for n in compiled_lengths(jspec.Heuristic(8))}
 
@@ -315,6 +336,8 @@ def test_mistakes_are_named(toy, prompts):
         (lambda: jspec.Heuristic(True), "max_draft_tokens must be an int"),
         (lambda: jspec.WhileConfident(4, 1.5), "threshold must be a number above 0 and at most 1; got 1.5"),
         (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number above 0 and at most 1; got 'a'"),
+        (lambda: jspec.WhileConfident(4, first=-0.1), "first must be a number above 0 and at most 1; got -0.1"),
+        (lambda: jspec.WhileConfident(4, first=None), "first must be a number above 0 and at most 1; got None"),
         (lambda: jspec.ByConfidence(4, 0), "acceptance must be a number above 0 and at most 1; got 0"),
         (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most 1000; got nan"),
     ):

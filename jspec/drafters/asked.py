@@ -28,6 +28,11 @@ def reach_of(drafter: Any) -> float:
     return getattr(drafter, "reach", math.inf)
 
 
+def says_how_sure(drafter: Any) -> bool:
+    """Whether a drafter can be asked how sure it is of its guesses."""
+    return getattr(drafter, "says_how_sure", hasattr(drafter, "extend"))
+
+
 def least(limits: Iterable[int | None]) -> int | None:
     """The smallest of `limits`, None where there is none."""
     return min((limit for limit in limits if limit is not None), default=None)

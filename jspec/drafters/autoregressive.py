@@ -81,13 +81,20 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
             return (carry, drawn), (drawn.token, drawn.probs)
 
         logits, carry = self.begin(state, context, Tree.chain(num_draft_tokens))
-        everywhere = jnp.ones(context.lengths.size, bool)
-        first = _draw(logits, context.token_counts, everywhere, 0, context)
+        first = _draw(logits, context.token_counts, _starts(logits, context), 0, context)
         loop = _unrolled if self.unrolled else lax.scan if context.budget is None else _scan_while_continued
         (carry, _), later = loop(advance, vary_like((carry, first), context.lengths), jnp.arange(1, num_draft_tokens))
         heads = first.token, first.probs
         tokens, laws = (jnp.concatenate([head[None], tail]) for head, tail in zip(heads, later, strict=True))
         return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), self.end(carry)
+
+
+def _starts(logits: Array, context: Context) -> Array:
+    """The rows that draft at all. Their laws decide and nothing that is drawn, so that no draft is discarded."""
+    if not hasattr(context.draft_length, "starts"):
+        return jnp.ones(context.lengths.size, bool)
+    confidence = jax.nn.softmax(fit_vocabulary(logits, context.vocab_size).astype(jnp.float32)).max(-1)
+    return context.draft_length.starts(context.length_state, confidence)
 
 
 def _draw(

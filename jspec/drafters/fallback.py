@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.drafters.asked import reach_of
+from jspec.drafters.asked import reach_of, says_how_sure
 from jspec.drafters.base import Context, as_draft, at_most
 from jspec.drafters.duo import Duo
 from jspec.types import Draft, check_count
@@ -38,6 +38,11 @@ class FallbackDrafter(Duo):
     def reach(self) -> float:
         """How many tokens in a row one of them can guess."""
         return max(self._reaches)
+
+    @property
+    def says_how_sure(self) -> bool:
+        """Whether one of them does; where the other drafts, its guesses are as many as it has."""
+        return any(map(says_how_sure, self.parts))
 
     @property
     def _reaches(self) -> tuple[float, float]:
