@@ -18,6 +18,7 @@ from bench.subject import Subject
 from bench.timing import in_turns, ratio, spread
 from jspec import text
 from jspec.drafters.base import own_tree
+from jspec.drafters.fallback import behind_lookup
 
 DRAFTING = ("tokens a round", "accepted")
 WIDEST = 256  # a question, in tokens
@@ -48,8 +49,7 @@ def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple
         found["head, tree"] = jspec.TreeDrafter(subject.draft, jspec.Tree(tree))
     far = {name: (drafter, k) for name, drafter in found.items()}
     if own_tree(subject.draft) is None:  # what drafts a tree of its own has no chain to fall back on
-        both = jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), subject.draft, second_reach=2)
-        far |= {"head, one token": (subject.draft, 1), "lookup, else head": (both, k)}
+        far |= {"head, one token": (subject.draft, 1), "lookup, else head": (behind_lookup(subject.draft), k)}
     return far
 
 
@@ -110,7 +110,7 @@ def run(
                " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
                " by jspec gives, too; drawn texts need not be the same.",
                f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
-               f" with one. Before a head, which is asked for two tokens, it looks for three tokens or two.{missing}"],
+               f" with one. Before a head, which drafts while it is sure, it looks for three tokens or two.{missing}"],
         folder=subject.folder,
     )  # fmt: skip
 

@@ -12,9 +12,9 @@ import numpy as np
 from jspec import theory
 from jspec.checks import as_array, check_target
 from jspec.decode import generate, speculative_generate
-from jspec.draft_length import DEFAULT, UpTo
+from jspec.draft_length import DEFAULT, UpTo, WhileConfident
 from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
-from jspec.drafters.asked import reach_of
+from jspec.drafters.asked import reach_of, says_how_sure
 from jspec.drafters.base import own_tree
 from jspec.drafters.model import positions
 from jspec.prompts import Batch, Prompt, encode, listed, room
@@ -23,6 +23,8 @@ from jspec.text import eos_ids, pieces, request_keys
 from jspec.types import BONUS, NO_DRAFT, Output, check_count
 
 _DRAFTED = 4  # tokens a round, unless told otherwise
+_Lookup = NGramDrafter | RetrievalDrafter
+_SURE = 0.6  # what pays where a row of verification costs time, on CPUs (bench/NOTES.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,16 +206,17 @@ def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:
     """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match.
 
-    So do those that fall back on another for fewer tokens.
+    Behind one that looks up, what can say how sure it is drafts while it is, and others as far as they may.
     """
     wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
-    if not isinstance(wanted, numbers.Integral):
+    if not isinstance(wanted, numbers.Integral) or not isinstance(draft, FallbackDrafter | _Lookup):
         return wanted
-    if isinstance(draft, NGramDrafter | RetrievalDrafter):
-        check_count("num_draft_tokens", wanted)
-        return UpTo(int(wanted))
-    fewer = draft.second_reach if isinstance(draft, FallbackDrafter) else None
-    return wanted if fewer is None or fewer >= wanted else UpTo(int(wanted), (fewer,))
+    check_count("num_draft_tokens", wanted)
+    most = int(wanted)
+    if isinstance(draft, _Lookup):
+        return UpTo(most)
+    sure = isinstance(draft.first, _Lookup) and says_how_sure(draft.second)
+    return WhileConfident(most, _SURE, _SURE) if sure else wanted
 
 
 def usual(draft: Any) -> Any:

@@ -105,19 +105,7 @@ class UpTo(AtMost):
     """Drafts as many as it may, or as far as there is a guess: a round without a guess costs a plain step.
 
     For drafters that look things up. With a model it does what the plain number does.
-
-    Attributes:
-        shorter: lengths below K for which verification is compiled, too: what looks things up guesses all or nothing,
-            and a `jspec.FallbackDrafter` all or its `second_reach`. Each compiles all of the target once more.
     """
-
-    shorter: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "shorter", tuple(sorted(map(operator.index, self.shorter))))
-        if self.shorter and not 0 <= self.shorter[0] <= self.shorter[-1] < self.max_draft_tokens:
-            raise ValueError(f"shorter is {self.shorter}; expected lengths from 0 to {self.max_draft_tokens - 1}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +238,7 @@ def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
     longest = draft_length.max_draft_tokens
     if isinstance(draft_length, Fixed):
         return (longest,)
-    return (*draft_length.shorter, longest) if isinstance(draft_length, UpTo) else (0, *doubling(longest))
+    return (0, longest) if isinstance(draft_length, UpTo) else (0, *doubling(longest))
 
 
 def doubling(largest: int) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from typing import Any
 
 from convert.names import MODELS
-from jspec.drafters import NGramDrafter
+from jspec.drafters import EagleDrafter, FallbackDrafter, NGramDrafter
+from jspec.drafters.fallback import behind_lookup
+from jspec.head_data import head_of
 from jspec.llama import Llama
 from jspec.sharding import Placement
 from jspec.text import load_tokenizer
@@ -12,10 +14,11 @@ from jspec.weights import load
 
 def pretrained(
     name: str, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
-) -> tuple[Llama, NGramDrafter, Any]:
+) -> tuple[Llama, NGramDrafter | FallbackDrafter, Any]:
     """``(target, drafter, tokenizer)`` of a known model, such as "smollm2": `jspec models` lists them.
 
-    The drafter is lookup (`NGramDrafter`), which needs no weights; the tokenizer has the model's chat template.
+    The drafter is lookup (`NGramDrafter`), which needs no weights; behind it, as a `FallbackDrafter`, drafts the head
+    that travels with jspec where the model has one, as smollm2 does. The tokenizer has the model's chat template.
 
     Args:
         name: it is looked for on this machine before the hub is asked.
@@ -27,4 +30,6 @@ def pretrained(
     """
     if name not in MODELS:
         raise ValueError(f"{name!r} is none of the known models, {', '.join(MODELS)}; use jspec.load for others.")
-    return load(name, dtype, quantize, sharding), NGramDrafter(), load_tokenizer(name)
+    target, folder = load(name, dtype, quantize, sharding), head_of(name)
+    drafter = NGramDrafter() if folder is None else behind_lookup(EagleDrafter.load(folder, target, dtype))
+    return target, drafter, load_tokenizer(name)

@@ -68,10 +68,10 @@ def test_a_file_of_texts_and_conversations(generate, tmp_path):
     assert chat["tokens"] == generate("--chat", "Hello")[0][0]["tokens"]
 
 
-@pytest.mark.parametrize("draft", [[], ["lookup"], ["DRAFT"], ["none"]])
+@pytest.mark.parametrize("draft", [[], ["lookup"], ["DRAFT"], ["lookup+DRAFT"], ["none"]])
 def test_greedy_text_is_the_same_whatever_drafts(generate, sources, draft):
     prompt = "in a thing, in a thing, in a"
-    draft = [sources[1] if name == "DRAFT" else name for name in draft]
+    draft = [name.replace("DRAFT", str(sources[1])) for name in draft]
     ((line,), _) = generate(prompt, *(("--draft", *draft) if draft else ()))
     assert line["num_draft_tokens"] == (0 if draft == ["none"] else 4)
     assert line["tokens"] == generate(prompt, "--plain")[0][0]["tokens"]

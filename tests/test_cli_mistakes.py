@@ -54,6 +54,16 @@ MISTAKES = {
     "for people or machines": (["x", "--show", "--json"], 2, "leave one of them out"),
     "two shapes": (["x", "--tree", "0,0", "--num-draft-tokens", 2], 2, "leave out --num-draft-tokens"),
     "cannot branch": (["x", "--target", "x", "--tree", "0,0"], 2, "a head, a datastore or exit:N; lookup cannot"),
+    **{
+        f"{draft or 'nothing'} behind lookup": (
+            ["x", "--target", "x", "--draft", f"lookup+{draft}"],
+            2,
+            f"a datastore or exit:N; {draft or 'nothing'} does not.",
+        )
+        for draft in ("", "none", "lookup", "exit")
+    },
+    "a tree behind lookup": (["x", "--target", "x", "--draft", "lookup+y", "--tree", "0,0"], 2, "; lookup+y cannot"),
+    "a model behind lookup": (["x", "--draft", "lookup+y"], 2, "--draft needs --target where it is a model"),
     "no tree": (["x", "--tree", "0,2"], 2, "'0,2' is no tree: give the parent of each node"),
     "no numbers": (["x", "--tree", "0, 1"], 2, "'0, 1' is no tree"),
     "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),

@@ -41,11 +41,14 @@ def offline(monkeypatch, tmp_path):
     return install
 
 
-def test_the_file_of_an_installed_package(offline):
-    file = offline()
+def test_the_file_of_an_installed_package(offline, monkeypatch):
+    """It has one layer, so another drafter stands for the head that travels with jspec."""
+    file, loaded = offline(), []
+    monkeypatch.setattr(jspec.EagleDrafter, "load", lambda *given: loaded.append(given) or jspec.EarlyExitDrafter(1))
     assert convert.resolve("smollm2") == file
     target, drafter, tokenizer = jspec.pretrained("smollm2")
-    assert target.config == jspec.load(file).config and isinstance(drafter, jspec.NGramDrafter)
+    assert target.config == jspec.load(file).config and loaded == [(head_of("smollm2"), target, None)]
+    assert isinstance(drafter.first, jspec.NGramDrafter) and isinstance(drafter.second, jspec.EarlyExitDrafter)
     assert tokenizer.get_vocab() == text.load_tokenizer(file).get_vocab() and tokenizer.chat_template
 
 
@@ -53,7 +56,10 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
     """By the name of its model, and not of a directory that is called so, nor what is outside the folder of heads."""
     folder = head_of("smollm2")
     config = eagle_files.read(folder, 30).config
-    assert sources("smollm2", "head").draft == str(folder) and sources("smollm2", None).draft == "lookup"
+    assert sources("smollm2", "head").draft == str(folder) and not sources("smollm2", "head").looks_up
+    for draft in (None, "lookup+head", f"lookup+{folder}"):
+        assert sources("smollm2", draft).draft == str(folder) and sources("smollm2", draft).looks_up
+    assert sources("qwen3-0.6b", None).draft == "lookup" and not sources("smollm2", "lookup").looks_up
     assert (config.target_hidden_size, config.draft_vocab_size, config.own_head) == (576, 8192, False)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
     for name in ("", ".", "..", "../cli", str(folder), "qwen3-0.6b"):
@@ -118,6 +124,7 @@ def test_the_command_lists_them(offline, run):
     code, out, _ = run("models", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [line["name"] for line in lines] == list(names.MODELS)
+    assert [line["drafter"] for line in lines] == ["lookup+head"] + ["lookup"] * (len(lines) - 1)
     assert lines[0]["path"] == str(file) and all(line["path"] is None for line in lines[1:])
     code, out, _ = run("models")
     assert code == 0 and "hf download" in out

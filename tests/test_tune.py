@@ -276,7 +276,6 @@ def test_too_little_room_to_measure_is_plain_decoding(toy, prompts, answers, onl
 @pytest.mark.parametrize(
     ("around", "most"),
     [(lambda heads: heads, 3), (lambda heads: jspec.FallbackDrafter(jspec.NGramDrafter(), heads), 8),
-     (lambda heads: jspec.FallbackDrafter(heads, jspec.NGramDrafter(), second_reach=2), 3),
      (lambda heads: jspec.MixtureDrafter(heads, jspec.EarlyExitDrafter(1), 0.5), 3),
      (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=2), 8),
      (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=4), 3)],

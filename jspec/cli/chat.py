@@ -71,7 +71,11 @@ def chat(
     with status_line() as say:
         from jspec.completion import usual
 
-        far = usual if num_draft_tokens is None else lambda _: num_draft_tokens
+        def far(drafter: Any) -> Any:
+            if num_draft_tokens is not None:
+                return num_draft_tokens
+            return "auto" if where.looks_up else usual(drafter)  # two that guess differently far
+
         engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
             raise UsageError("--system is for a model with a chat template, and this one has none; leave it out.")

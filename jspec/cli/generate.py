@@ -132,7 +132,7 @@ def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, sho
             raise UsageError("--tree says what is guessed a round; leave out --num-draft-tokens.")
         if not where.can_branch:
             raise UsageError(
-                f"--tree needs a draft that can branch: a model, a head, a datastore or exit:N; {where.draft} cannot."
+                f"--tree needs a draft that can branch: a model, a head, a datastore or exit:N; {where.name} cannot."
             )
     return given
 

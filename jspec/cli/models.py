@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from jspec.cli.shared import option
+from jspec.head_data import head_of
 
 
 def models(as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False) -> None:
@@ -21,7 +22,8 @@ def models(as_json: Annotated[bool, option("--json", None, "One JSON object a li
         for name, model in names.MODELS.items():
             here = None if found[name] is None else str(found[name])
             fields = {"repo_id": model.repo_id, "parameters": model.parameters, "licence": model.licence}
-            typer.echo(json.dumps({"name": name, **fields, "drafter": "lookup", "get": model.command, "path": here}))
+            fields["drafter"] = "lookup" if head_of(name) is None else "lookup+head"
+            typer.echo(json.dumps({"name": name, **fields, "get": model.command, "path": here}))
         return
     _print_table(found)
 
@@ -38,4 +40,4 @@ def _print_table(found: dict[str, Path | None]) -> None:
         table.add_row(name, model.parameters, model.licence, place)
     console = Console(highlight=False)
     console.print(table)
-    console.print("\njspec.pretrained drafts by lookup for all of them. For smollm2 there is a head: --draft head.")
+    console.print("\njspec.pretrained drafts by lookup for all of them, and by a trained head behind it for smollm2.")

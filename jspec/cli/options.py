@@ -59,8 +59,8 @@ Draft = Annotated[
         "--draft",
         "SRC",
         "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers, and exit:N-I,"
-        " those without layer I; a trained head's folder; head, that of smollm2; or none"
-        " [default: with --target, lookup].",
+        " those without layer I; a trained head's folder; head, that of smollm2; lookup+SRC, SRC where lookup"
+        " has no guess; or none [default: with --target, lookup, for smollm2 lookup+head].",
     ),
 ]
 Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]

@@ -40,7 +40,7 @@ def plan(
     if target and not draft:
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer.")
     where = sources(target, draft)
-    if not is_model(where.draft) or head_kind(where.draft):
+    if not is_model(where.draft) or head_kind(where.draft) or where.looks_up:
         raise UsageError(f"DRAFT {draft} is no model, and only models can be planned; measure it by jspec tune.")
     prepare_environment()
     with status_line() as say:

@@ -10,9 +10,11 @@ from jspec.head_data import head_of
 
 STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
 NONE, LOOKUP, HEAD, EXIT = "none", "lookup", "head", "exit"
+_BESIDE = f"{LOOKUP}+"
 _EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
 _BUNDLED = Path(__file__).parent.parent / "pair_data"
-BUNDLED_TARGET = str(_BUNDLED / "target")
+BUNDLED_TARGET, _BUNDLED_DRAFT = str(_BUNDLED / "target"), str(_BUNDLED / "draft")
+_TREES = "pass", "several"  # kinds of heads that are trained for one tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +25,17 @@ class Sources:
         target: path, name or hub id of a model.
         draft: the same, or a trained head's directory, a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for
             `jspec tune` also "exit".
+        looks_up: whether `draft` drafts only where lookup has no guess.
     """
 
     target: str
     draft: str
+    looks_up: bool = False
+
+    @property
+    def name(self) -> str:
+        """What --draft takes for it."""
+        return f"{_BESIDE}{self.draft}" if self.looks_up else self.draft
 
     @property
     def drafts(self) -> bool:
@@ -36,12 +45,12 @@ class Sources:
     @property
     def can_branch(self) -> bool:
         """Whether the draft may be a tree of any shape."""
-        return self.draft not in (NONE, LOOKUP) and not self.has_tree
+        return self.draft not in (NONE, LOOKUP) and not self.has_tree and not self.looks_up
 
     @property
     def has_tree(self) -> bool:
         """Whether the draft is trained for one tree: look-ahead vectors, or several models."""
-        return head_kind(self.draft) in ("pass", "several")
+        return head_kind(self.draft) in _TREES
 
     def tokenizer(self) -> Any:
         """The tokenizer of the target, which is the draft's, too."""
@@ -55,16 +64,17 @@ class Sources:
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
         """The target and its drafter, None for none; `dtype` and `quantize` are for both, but no head is int8."""
         from jspec import load
+        from jspec.drafters.fallback import behind_lookup
 
-        if kind := head_kind(self.draft):
-            target = load(self.target, dtype, quantize)
-            return target, drafter_class(kind).load(self.draft, target, dtype)
-        if is_model(self.draft):
-            return load(self.target, dtype, quantize), load(self.draft, dtype, quantize)
         drafter = without_model(self.draft)  # what can be wrong in a moment comes first
         if _EXIT.fullmatch(self.draft):
             self._check_layers()
-        return load(self.target, dtype, quantize), drafter
+        target = load(self.target, dtype, quantize)
+        if kind := head_kind(self.draft):
+            drafter = drafter_class(kind).load(self.draft, target, dtype)
+        elif is_model(self.draft):
+            drafter = load(self.draft, dtype, quantize)
+        return target, behind_lookup(drafter) if self.looks_up else drafter
 
     def _check_layers(self) -> None:
         import convert
@@ -113,7 +123,7 @@ def exit_name(drafter: Any) -> str:
 
 
 def sources(target: str | None, draft: str | None, plain: bool = False, may_search: bool = False) -> Sources:
-    """What the options mean: the bundled pair without any; a target alone drafts by lookup.
+    """What the options mean: the bundled pair without any; a target alone drafts by lookup, and behind it by its head.
 
     Args:
         may_search: whether the draft may be "exit", the layers to be found.
@@ -124,12 +134,15 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     """
     if plain and draft not in (None, NONE):
         raise UsageError("--plain decodes without a draft; leave out --draft.")
-    draft = NONE if plain else draft
+    draft = NONE if plain else _usual(target) if draft is None else draft
+    looks_up = draft.startswith(_BESIDE)
+    draft = draft.removeprefix(_BESIDE)
+    if looks_up and (draft in ("", NONE, LOOKUP, EXIT) or head_kind(draft) in _TREES):
+        raise UsageError("--draft lookup+SRC is for what drafts a chain where lookup has no guess: a model, a trained "
+                         f"head, a datastore or exit:N; {draft or 'nothing'} does not.")  # fmt: skip
     if draft == HEAD and not Path(HEAD).exists():  # a path comes first, as for targets
         draft = _head(target)
-    if draft is None:
-        draft = LOOKUP if target else str(_BUNDLED / "draft")
-    elif is_model(draft) and not target:
+    if is_model(draft) and not target and draft != _BUNDLED_DRAFT:
         raise UsageError("--draft needs --target where it is a model.")
     if draft.startswith("exit:"):
         _exit(draft)
@@ -137,7 +150,15 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
         raise UsageError("exit stands for layers that jspec tune finds; write exit:N, as it answers.")
     if draft.endswith(STORE) and not Path(draft).is_file():
         raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
-    return Sources(target or BUNDLED_TARGET, draft)
+    return Sources(target or BUNDLED_TARGET, draft, looks_up)
+
+
+def _usual(target: str | None) -> str:
+    """What drafts where nothing was said."""
+    if target is None:
+        return _BUNDLED_DRAFT
+    folder = head_of(target)
+    return LOOKUP if folder is None else f"{_BESIDE}{folder}"
 
 
 def _head(target: str | None) -> str:
@@ -155,6 +176,7 @@ def _head(target: str | None) -> str:
 
 def is_model(draft: str) -> bool:
     """Whether a draft of that name is a model, and not another kind of drafter."""
+    draft = draft.removeprefix(_BESIDE)
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 

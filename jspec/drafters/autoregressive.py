@@ -91,10 +91,11 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
 
 def _starts(logits: Array, context: Context) -> Array:
     """The rows that draft at all. Their laws decide and nothing that is drawn, so that no draft is discarded."""
-    if not hasattr(context.draft_length, "starts"):
+    starts = getattr(context.draft_length, "starts", None)
+    if starts is None:
         return jnp.ones(context.lengths.size, bool)
     confidence = jax.nn.softmax(fit_vocabulary(logits, context.vocab_size).astype(jnp.float32)).max(-1)
-    return context.draft_length.starts(context.length_state, confidence)
+    return starts(context.length_state, confidence)
 
 
 def _draw(

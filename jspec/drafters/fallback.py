@@ -2,7 +2,6 @@
 """Two drafters, one of them for the rows in which the other has no guess."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,63 +11,53 @@ from jax import Array
 from jspec.drafters.asked import reach_of, says_how_sure
 from jspec.drafters.base import Context, as_draft, at_most
 from jspec.drafters.duo import Duo
-from jspec.types import Draft, check_count
+from jspec.drafters.ngram import NGramDrafter
+from jspec.types import Draft, pytree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["second_reach"])
-@dataclasses.dataclass(frozen=True)
+@pytree
 class FallbackDrafter(Duo):
     """Drafts with `first` where it has a guess for the next token, else with `second`; drafters or models.
 
-    Both run every round, each as far as it reaches.
-
-    Attributes:
-        second_reach: how many tokens `second` drafts at most: what looks up guesses many tokens at no cost, and a model
-            pays for each. ``jspec.UpTo(K, (second_reach,))`` verifies no more than those. None for no limit.
+    Both run every round, each as far as it reaches; where drafts vary in length (`jspec.draft_length`) `second` drafts
+    nothing in rows that `first` has guessed.
     """
-
-    second_reach: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.second_reach is not None:
-            check_count("second_reach", self.second_reach)
 
     @property
     def reach(self) -> float:
         """How many tokens in a row one of them can guess."""
-        return max(self._reaches)
+        return max(map(reach_of, self.parts))
 
     @property
     def says_how_sure(self) -> bool:
         """Whether one of them does; where the other drafts, its guesses are as many as it has."""
         return any(map(says_how_sure, self.parts))
 
-    @property
-    def _reaches(self) -> tuple[float, float]:
-        second = reach_of(self.second)
-        return reach_of(self.first), second if self.second_reach is None else min(second, self.second_reach)
-
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
         """Row by row the one draft or the other. What a round commits, one of the two may never have read."""
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
-        drafts, states = list[Draft](), list[Any]()
-        for part, own, reach in zip(self.parts, state, self._reaches, strict=True):
-            count = int(min(num_draft_tokens, reach))
-            asked = at_most(context, count)
-            draft, own = part.propose(own, asked, count)
-            drafts.append(_padded(as_draft(part, draft, asked, count), num_draft_tokens))
-            states.append(own)
-        guessed = drafts[0].probs[:, 0].sum(-1) > 0
+        first, first_state = _asked(self.first, state[0], context, num_draft_tokens)
+        guessed = first.probs[:, 0].sum(-1) > 0
+        if context.budget is not None:
+            context = dataclasses.replace(context, budget=jnp.where(guessed, 0, context.budget))
+        second, second_state = _asked(self.second, state[1], context, num_draft_tokens)
 
         def pick(a: Array, b: Array) -> Array:
             return jnp.where(guessed.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
-        return jax.tree.map(pick, *drafts), (states[0], states[1])
+        return jax.tree.map(pick, first, second), (first_state, second_state)
 
 
-def _padded(draft: Draft, size: int) -> Draft:
-    """A chain with tokens behind it that are no guesses."""
-    missing = size - draft.tokens.shape[1]
+def behind_lookup(drafter: Any) -> FallbackDrafter:
+    """Lookup of two or three tokens, which are seldom the same by chance, and `drafter` where there are none."""
+    return FallbackDrafter(NGramDrafter(3, 2), drafter)
+
+
+def _asked(part: Any, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+    """What `part` drafts as far as it reaches, with tokens behind it that are no guesses; and its state."""
+    count = int(min(num_draft_tokens, reach_of(part)))
+    asked = at_most(context, count)
+    draft, state = part.propose(state, asked, count)
+    draft, missing = as_draft(part, draft, asked, count), num_draft_tokens - count
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, missing)))
-    return Draft(tokens, jnp.pad(draft.probs, ((0, 0), (0, missing), (0, 0))))
+    return Draft(tokens, jnp.pad(draft.probs, ((0, 0), (0, missing), (0, 0)))), state
