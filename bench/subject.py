@@ -15,6 +15,7 @@ from bench.report import RESULTS
 from jspec import text
 from jspec.cli.shared import UsageError
 from jspec.cli.sources import LOOKUP, NONE, check_exit, is_model, sources, without_model
+from jspec.drafters.fallback import behind_lookup
 from jspec.weights import PAIR
 from pair.corpus import is_held_out, read_documents
 
@@ -143,14 +144,18 @@ def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None)
             drafter = without_model(where.draft)
             if isinstance(drafter, jspec.EarlyExitDrafter):
                 check_exit(where.draft, len(found.target.layers))
-            found = dataclasses.replace(found, draft=drafter)
+            found = dataclasses.replace(found, draft=behind_lookup(drafter) if where.looks_up else drafter)
         else:
             tokenizer = where.tokenizer()
             found = Subject(Path(target).resolve().name, *where.load(), tokenizer)
     except UsageError as error:
         raise ValueError(error) from error
-    found = dataclasses.replace(found, name=f"{found.name}+{Path(draft).resolve().name}")
+    found = dataclasses.replace(found, name=f"{found.name}+{'lookup+' * where.looks_up}{_short(draft)}")
     return dataclasses.replace(found, draft=jspec.TokenRecyclingDrafter()) if draft == RECYCLING else found
+
+
+def _short(draft: str) -> str:
+    return Path(draft.removeprefix("lookup+")).resolve().name
 
 
 def drafts_by_model(draft: str | None) -> bool:

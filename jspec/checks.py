@@ -202,7 +202,8 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
     if embeddings_of(drafter) is not None:  # what stands behind the guesses of the longest row is not read
         raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
                          f"number in place of {kind}, or a tree.")  # fmt: skip
-    if num_draft_tokens.needs_confidence and not says_how_sure(drafter):
+    asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "starts")
+    if asks and not says_how_sure(drafter):
         raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
                          "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
                          f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens}).")  # fmt: skip

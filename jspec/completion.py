@@ -166,7 +166,8 @@ def complete(
         prompts: one, or a list of them: texts, lists of token ids, or conversations, lists of messages such as
             ``{"role": "user", "content": "Hello"}``, which the tokenizer's chat template makes one text of.
         max_new_tokens: limit for each prompt.
-        num_draft_tokens: as there; by default 4, at most so many by lookup and retrieval.
+        num_draft_tokens: as there; by default 4. By lookup and retrieval at most so many; and behind them, by default,
+            while a drafter is sure (`jspec.WhileConfident`), which is what pays on CPUs.
         seed: request i has a key of `seed` and i.
         stop: one or several strings before which a text ends. Tokens up to the one that completes a string are kept,
             and decoding goes on behind it, which `Completion.stats` counts. One that is a special token, such as
@@ -206,17 +207,23 @@ def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:
     """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match.
 
-    Behind one that looks up, what can say how sure it is drafts while it is, and others as far as they may.
+    By default what drafts behind one that looks up does so while it is sure, if it can say.
     """
     wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
-    if not isinstance(wanted, numbers.Integral) or not isinstance(draft, FallbackDrafter | _Lookup):
-        return wanted
-    check_count("num_draft_tokens", wanted)
-    most = int(wanted)
-    if isinstance(draft, _Lookup):
-        return UpTo(most)
-    sure = isinstance(draft.first, _Lookup) and says_how_sure(draft.second)
-    return WhileConfident(most, _SURE, _SURE) if sure else wanted
+    if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):
+        check_count("num_draft_tokens", wanted)
+        return UpTo(int(wanted))
+    return WhileConfident(wanted, _SURE, _SURE) if num_draft_tokens is None and _is_behind_lookup(draft) else wanted
+
+
+def of_engine(draft: Any) -> Any:
+    """The default of an engine, which drafts numbers of tokens: what pays, where two drafters guess differently far."""
+    return "auto" if _is_behind_lookup(draft) else usual(draft)
+
+
+def _is_behind_lookup(draft: Any) -> bool:
+    """Whether something that says how sure it is drafts where lookup has no guess."""
+    return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and says_how_sure(draft.second)
 
 
 def usual(draft: Any) -> Any:

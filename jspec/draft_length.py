@@ -147,6 +147,8 @@ class ByConfidence(AtMost):
     Draft & Verify). The first is drafted however unsure, so it says nothing about the threshold. Where even what
     follows the surest is refused too often, drafts of one token are left.
 
+    In a `jspec.FallbackDrafter` the threshold follows the drafts of both parts, and only one may ask for it.
+
     Attributes:
         acceptance: the wanted share of accepted drafts among those that are judged behind a first one.
     """
@@ -233,12 +235,14 @@ def _judged(drafted: Array, accepted: Array) -> Array:
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
     """The draft lengths that verification is compiled for: none, powers of two, and K; of a `Fixed` one K alone.
 
-    Each compiles all of the target once more.
+    Of lookup, which guesses all or nothing, none and K; and where a draft may not begin, which is for devices where the
+    second row costs time and the next ones little more. Each compiles all of the target once more.
     """
     longest = draft_length.max_draft_tokens
     if isinstance(draft_length, Fixed):
         return (longest,)
-    return (0, longest) if isinstance(draft_length, UpTo) else (0, *doubling(longest))
+    all_or_none = isinstance(draft_length, UpTo) or getattr(draft_length, "first", 0)
+    return (0, longest) if all_or_none else (0, *doubling(longest))
 
 
 def doubling(largest: int) -> tuple[int, ...]:

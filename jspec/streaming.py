@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jspec.completion import Completion, Task, prepare, statistics, usual
+from jspec.completion import Completion, Task, of_engine, prepare, statistics
 from jspec.drafters.model import positions
 from jspec.engine import Engine, Request, Result
 from jspec.prompts import room
@@ -34,7 +34,7 @@ def stream(
     Args:
         target, draft, tokenizer, max_new_tokens, sampling, seed, stop: as for `complete`.
         prompt: one, as there.
-        num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`; by default 4.
+        num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`; by default 4, and behind lookup "auto".
 
     Yields:
         For each part a `Completion` with its pieces, tokens, log-probabilities and origins, and the statistics of all
@@ -50,7 +50,11 @@ def stream(
     size = room(max_new_tokens, task.batch, known)
     if draft is None and num_draft_tokens is not None:
         raise ValueError("num_draft_tokens is for drafting, and draft is None; leave it out.")
-    how = {} if draft is None else {"num_draft_tokens": usual(draft) if num_draft_tokens is None else num_draft_tokens}
+    how = (
+        {}
+        if draft is None
+        else {"num_draft_tokens": of_engine(draft) if num_draft_tokens is None else num_draft_tokens}
+    )
     # One slot; of few lengths, so that another prompt finds the programs compiled.
     engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
     request = Request(task.ids, max_new_tokens, sampling, request_keys(seed, 1)[0], task.ends(target))

@@ -131,7 +131,12 @@ def test_ends_of_generation_config_are_ends(pair, complete, tmp_path):
         (jspec.NGramDrafter(), 7, jspec.UpTo(7)),
         (jspec.NGramDrafter(), np.int64(7), jspec.UpTo(7)),
         (jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.NGramDrafter()), None, 4),
-        (jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.EarlyExitDrafter(1)), 7, jspec.WhileConfident(7, 0.6, 0.6)),
+        (
+            jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.EarlyExitDrafter(1)),
+            None,
+            jspec.WhileConfident(4, 0.6, 0.6),
+        ),
+        (jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.EarlyExitDrafter(1)), 7, 7),
         (jspec.FallbackDrafter(jspec.EarlyExitDrafter(2), jspec.EarlyExitDrafter(1)), None, 4),
         (jspec.NGramDrafter(), "auto", "auto"),
         (jspec.NGramDrafter(), jspec.Heuristic(3), jspec.Heuristic(3)),
@@ -141,6 +146,9 @@ def test_ends_of_generation_config_are_ends(pair, complete, tmp_path):
 )
 def test_how_far_to_draft(draft, given, expected):
     assert completion.how_far(draft, given) == expected
+    if given is None:  # an engine drafts numbers of tokens
+        varies = isinstance(expected, jspec.WhileConfident)
+        assert completion.of_engine(draft) == ("auto" if varies else getattr(expected, "max_draft_tokens", expected))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

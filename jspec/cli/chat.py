@@ -45,7 +45,7 @@ def chat(
             "N",
             "Tokens guessed a round; auto: as many as pay.",
             parser=o.length,
-            show_default="4",
+            show_default="4; behind lookup, auto",
         ),
     ] = None,
     max_length: Annotated[
@@ -69,13 +69,9 @@ def chat(
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     prepare_environment()
     with status_line() as say:
-        from jspec.completion import usual
+        from jspec.completion import of_engine
 
-        def far(drafter: Any) -> Any:
-            if num_draft_tokens is not None:
-                return num_draft_tokens
-            return "auto" if where.looks_up else usual(drafter)  # two that guess differently far
-
+        far = of_engine if num_draft_tokens is None else lambda _: num_draft_tokens
         engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
             raise UsageError("--system is for a model with a chat template, and this one has none; leave it out.")

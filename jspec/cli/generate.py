@@ -133,6 +133,7 @@ def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, sho
         if not where.can_branch:
             raise UsageError(
                 f"--tree needs a draft that can branch: a model, a head, a datastore or exit:N; {where.name} cannot."
+                + (" Leave out lookup+, or give --draft head." if where.looks_up else "")
             )
     return given
 
