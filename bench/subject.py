@@ -14,7 +14,7 @@ from bench.passes import Pass
 from bench.report import RESULTS
 from jspec import text
 from jspec.cli.shared import UsageError
-from jspec.cli.sources import LOOKUP, NONE, check_exit, is_model, sources, without_model
+from jspec.cli.sources import BESIDE, LOOKUP, NONE, check_exit, is_model, sources, without_model
 from jspec.drafters.fallback import behind_lookup
 from jspec.weights import PAIR
 from pair.corpus import is_held_out, read_documents
@@ -150,12 +150,9 @@ def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None)
             found = Subject(Path(target).resolve().name, *where.load(), tokenizer)
     except UsageError as error:
         raise ValueError(error) from error
-    found = dataclasses.replace(found, name=f"{found.name}+{'lookup+' * where.looks_up}{_short(draft)}")
+    own = Path(draft.removeprefix(BESIDE)).resolve()
+    found = dataclasses.replace(found, name=f"{found.name}+{BESIDE * where.looks_up}{own.name}")
     return dataclasses.replace(found, draft=jspec.TokenRecyclingDrafter()) if draft == RECYCLING else found
-
-
-def _short(draft: str) -> str:
-    return Path(draft.removeprefix("lookup+")).resolve().name
 
 
 def drafts_by_model(draft: str | None) -> bool:

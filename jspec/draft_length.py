@@ -241,8 +241,8 @@ def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
     longest = draft_length.max_draft_tokens
     if isinstance(draft_length, Fixed):
         return (longest,)
-    all_or_none = isinstance(draft_length, UpTo) or getattr(draft_length, "first", 0)
-    return (0, longest) if all_or_none else (0, *doubling(longest))
+    may_not_begin = isinstance(draft_length, WhileConfident) and draft_length.first > 0
+    return (0, longest) if may_not_begin or isinstance(draft_length, UpTo) else (0, *doubling(longest))
 
 
 def doubling(largest: int) -> tuple[int, ...]:

@@ -50,11 +50,8 @@ def stream(
     size = room(max_new_tokens, task.batch, known)
     if draft is None and num_draft_tokens is not None:
         raise ValueError("num_draft_tokens is for drafting, and draft is None; leave it out.")
-    how = (
-        {}
-        if draft is None
-        else {"num_draft_tokens": of_engine(draft) if num_draft_tokens is None else num_draft_tokens}
-    )
+    far = of_engine(draft) if num_draft_tokens is None else num_draft_tokens
+    how = {} if draft is None else {"num_draft_tokens": far}
     # One slot; of few lengths, so that another prompt finds the programs compiled.
     engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
     request = Request(task.ids, max_new_tokens, sampling, request_keys(seed, 1)[0], task.ends(target))

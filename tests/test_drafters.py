@@ -227,7 +227,7 @@ def test_what_was_not_guessed_was_not_drafted(toy, prompts):
     assert out.stats.drafted.sum() == 0 and (out.stats.rounds == 16).all()
 
 
-def test_each_of_a_fallback_drafts_as_far_as_it_reaches(toy, prompts):
+def test_each_of_a_fallback_drafts_as_far_as_it_reaches(toy, prompts, monkeypatch):
     """Itself for the target, so that all its guesses are accepted; a head of three guesses beside a longer one."""
     batch, options = prompts([3, 2]), {"max_new_tokens": 24, "num_draft_tokens": 4, "accept": "coupled"}
     heads = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0))
@@ -235,10 +235,12 @@ def test_each_of_a_fallback_drafts_as_far_as_it_reaches(toy, prompts):
     assert out.stats.judged_at[:, 3].all() and jspec.FallbackDrafter(heads, heads).reach == 3
     # A row's budget may be more than what a part is asked for: a cascade once drafted for ever.
     cascade, nothing = jspec.CascadeDrafter(toy(0), toy(0), 1), jspec.NGramDrafter(60, 60)
+    monkeypatch.setattr(jspec.CascadeDrafter, "reach", 2, raising=False)
     options["num_draft_tokens"] = jspec.UpTo(4)
-    out = drafters.generate(toy(0), jspec.HorizontalDrafter(cascade, nothing, 2), batch, **options)
-    np.testing.assert_array_equal(out.tokens, jspec.generate(toy(0), *batch, max_new_tokens=24).tokens)
-    assert out.stats.rounds[0] == 8 and out.stats.drafted[0] == 16
+    for drafter in (jspec.FallbackDrafter(nothing, cascade), jspec.HorizontalDrafter(cascade, nothing, 2)):
+        out = drafters.generate(toy(0), drafter, batch, **options)
+        np.testing.assert_array_equal(out.tokens, jspec.generate(toy(0), *batch, max_new_tokens=24).tokens)
+        assert out.stats.rounds[0] == 8 and out.stats.drafted[0] == 16
 
 
 def looked_up(tokens, max_ngram, min_ngram, k):

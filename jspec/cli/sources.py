@@ -10,7 +10,7 @@ from jspec.head_data import head_of
 
 STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
 NONE, LOOKUP, HEAD, EXIT = "none", "lookup", "head", "exit"
-_BESIDE = f"{LOOKUP}+"
+BESIDE = f"{LOOKUP}+"
 _EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
 _BUNDLED = Path(__file__).parent.parent / "pair_data"
 BUNDLED_TARGET, _BUNDLED_DRAFT = str(_BUNDLED / "target"), str(_BUNDLED / "draft")
@@ -35,7 +35,7 @@ class Sources:
     @property
     def name(self) -> str:
         """What --draft takes for it."""
-        return f"{_BESIDE}{self.draft}" if self.looks_up else self.draft
+        return f"{BESIDE}{self.draft}" if self.looks_up else self.draft
 
     @property
     def drafts(self) -> bool:
@@ -135,8 +135,8 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     if plain and draft not in (None, NONE):
         raise UsageError("--plain decodes without a draft; leave out --draft.")
     draft = NONE if plain else _usual(target) if draft is None else draft
-    looks_up = draft.startswith(_BESIDE)
-    draft = draft.removeprefix(_BESIDE)
+    looks_up = draft.startswith(BESIDE)
+    draft = draft.removeprefix(BESIDE)
     if looks_up and (draft in ("", NONE, LOOKUP, EXIT) or head_kind(draft) in _TREES):
         raise UsageError("--draft lookup+SRC is for what drafts a chain where lookup has no guess: a model, a trained "
                          f"head, a datastore or exit:N; {draft or 'nothing'} does not.")  # fmt: skip
@@ -158,7 +158,7 @@ def _usual(target: str | None) -> str:
     if target is None:
         return _BUNDLED_DRAFT
     folder = head_of(target)
-    return LOOKUP if folder is None else f"{_BESIDE}{folder}"
+    return LOOKUP if folder is None else f"{BESIDE}{folder}"
 
 
 def _head(target: str | None) -> str:
@@ -176,7 +176,7 @@ def _head(target: str | None) -> str:
 
 def is_model(draft: str) -> bool:
     """Whether a draft of that name is a model, and not another kind of drafter."""
-    draft = draft.removeprefix(_BESIDE)
+    draft = draft.removeprefix(BESIDE)
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 
