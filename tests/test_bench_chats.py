@@ -146,6 +146,7 @@ def test_every_way_to_draft_is_compared(chatty, short):
 
 
 def test_a_target_without_a_template_is_refused(tmp_path):
+    pytest.importorskip("torch")
     folder = text_pair.write(tmp_path / "mute")
     done = CliRunner().invoke(app, ["agreement", "--target", str(folder), "--output", str(tmp_path)])
     assert done.exit_code == 1 and "has no chat template" in done.output and done.output.count("\n") == 1

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import toys
 
 import jspec
@@ -18,6 +17,7 @@ E, V = TARGET.config.hidden_size, TARGET.config.vocab_size
 
 
 def test_logits_are_those_of_pytorch():
+    torch = pytest.importorskip("torch")
     """As in Tensor2Tensor's TransformerBlockParallel: two dense layers, outputs by block, residual, the output head."""
     drafter, x = heads.blockwise(TARGET), np.random.default_rng(1).normal(size=(4, 5, E)).astype(np.float32)
     up = heads.loaded(torch.nn.Linear(E, drafter.layer.up.bias[...].size), drafter.layer.up)

@@ -1,14 +1,12 @@
 """Kangaroo: its adapter against PyTorch, its cache against the text, round by round."""
 
 import dataclasses
-import math
 
 import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import toys
 from test_heads import rounds
 
@@ -20,33 +18,6 @@ TARGET = toys.tiny_llama(0, 2)
 V, NEW = TARGET.config.vocab_size, 20
 
 
-def norm(x, ours):
-    """LlamaRMSNorm."""
-    return torch.tensor(np.array(ours.weight[...])) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ours.eps)
-
-
-def rotated(x, base=10000):
-    """Of ``[B, H, S, D]`` as apply_rotary_pos_emb."""
-    size = x.shape[-1]
-    angles = torch.outer(torch.arange(x.shape[2]), base ** (-torch.arange(0, size, 2) / size))
-    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
-    return x * cos + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * sin
-
-
-def published(adapter, x):
-    """What the authors' AdapterModel makes of ``x[B, S, E]``."""
-    config, attention, x = adapter.config, adapter.self_attn, torch.tensor(np.array(x))
-    heads_, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    qkv = norm(x, adapter.input_layernorm) @ torch.tensor(np.array(attention.qkv_proj.weight[...]))
-    q, k, v = (part.reshape(*x.shape[:2], -1, size).transpose(1, 2)
-               for part in qkv.split([heads_ * size, groups * size, groups * size], -1))  # fmt: skip
-    k, v = (part.repeat_interleave(heads_ // groups, 1) for part in (rotated(k), v))
-    scores = rotated(q) @ k.transpose(2, 3) / math.sqrt(size)
-    scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)
-    mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(*x.shape[:2], -1)
-    return norm(x + mixed @ torch.tensor(np.array(attention.o_proj.weight[...])), adapter.norm).numpy()
-
-
 def states(model, tokens, count):
     """``[B, S, E]``, what leaves the first `count` layers."""
     cache = model.new_cache(*tokens.shape)
@@ -54,9 +25,10 @@ def states(model, tokens, count):
 
 
 def test_the_adapter_is_that_of_pytorch():
+    published = pytest.importorskip("heads_torch")
     adapter, x = heads.kangaroo(TARGET).adapter, np.random.default_rng(1).normal(size=(3, 7, 16)).astype(np.float32)
     found, _ = adapter(jnp.asarray(x), adapter.new_cache(3, 7), jnp.zeros(3, jnp.int32))
-    np.testing.assert_allclose(found, published(adapter, x), atol=2e-5)
+    np.testing.assert_allclose(found, published.kangaroo(adapter, x), atol=2e-5)
 
 
 TREE = jspec.Tree.branching((2, 1, 2))

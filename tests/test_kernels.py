@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from few import by_default
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspec import weights
@@ -235,12 +235,13 @@ def _shapes(batch=2, steps=3, heads=6, size=64, dtype=jnp.bfloat16):
 
 
 def _lowered(program, arguments, platform="cuda"):
-    return (
-        jax.jit(lambda *arguments: program(*arguments))
-        .trace(*arguments)
-        .lower(lowering_platforms=(platform,))
-        .as_text()
-    )
+    traced = jax.jit(lambda *arguments: program(*arguments)).trace(*arguments)
+    try:
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+    except RuntimeError as error:
+        if "No supported GPU devices found" not in str(error):
+            raise
+        pytest.skip("from 0.12 on jax lowers such a kernel only where there is a GPU")
 
 
 def _has_kernel(program, arguments, platform="cuda"):
@@ -262,7 +263,7 @@ def test_what_has_the_kernel():
 
 def test_several_devices_have_it_under_shard_map_alone():
     """There a cache that begins the same on every device is written differently on each."""
-    mesh = AbstractMesh((2,), ("data",))
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))  # as the program sees it, see `on_any_mesh`
     rows = NamedSharding(mesh, P("data"))
     divided = [jax.tree.map(lambda leaf: leaf.update(sharding=rows), part) for part in _shapes()]
     assert not _has_kernel(_choose, divided)
