@@ -27,10 +27,16 @@ _TILE = 8
 
 @pytree
 class KVCache:
-    """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer: as attention reads them."""
+    """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer: as attention reads them.
+
+    Attributes:
+        rows: ``int32[B]``, all different, where there are more rows than the batch has: those that are its own. The
+            others are left alone. None for all of them.
+    """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
+    rows: Any = None
 
 
 def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
@@ -68,9 +74,22 @@ def enlarged(rooms: Any, read: Any) -> Any:
     return jax.tree.map(lambda room, part: lax.dynamic_update_slice(room, part, (0,) * room.ndim), rooms, read)
 
 
-def write(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike."""
+def own_rows(slots: Array, rows: Array | None) -> Array:
+    """Those of a layer's keys or values that are the batch's, see `KVCache.rows`."""
+    if rows is None:
+        return slots
+    return jnp.concatenate([lax.dynamic_slice_in_dim(slots, row, 1) for row in rows])
+
+
+def write(slots: Array, new: Array, start: Array, axis: int, rows: Array | None = None) -> Array:
+    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike.
+
+    With `rows` row b of the batch is one of several, see `KVCache.rows`.
+    """
     new = new.astype(slots.dtype)
+    if rows is not None:  # nothing in the others: what lies out of bounds is dropped
+        start = jnp.full(len(slots), slots.shape[axis], start.dtype).at[rows].set(start)
+        return _put(slots, jnp.zeros((len(slots), *new.shape[1:]), new.dtype).at[rows].set(new), start, axis)
     if new.shape[axis] == slots.shape[axis]:  # as in a prefill; there is only one place for it
         return new
     return update_rows(slots, new, start, axis, functools.partial(_put, axis=axis))
@@ -117,8 +136,9 @@ def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:
 def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
     """`cache` with the slots of `new` from position ``start[b]`` of row b on."""
     return KVCache(
-        tuple(write(room, part, start, axis=3) for room, part in zip(cache.keys, new.keys, strict=True)),
-        tuple(write(room, part, start, axis=2) for room, part in zip(cache.values, new.values, strict=True)),
+        tuple(write(room, part, start, 3, cache.rows) for room, part in zip(cache.keys, new.keys, strict=True)),
+        tuple(write(room, part, start, 2, cache.rows) for room, part in zip(cache.values, new.values, strict=True)),
+        cache.rows,
     )
 
 
@@ -131,7 +151,8 @@ def copy_slots(cache: KVCache, source: Array, target: Array, start: Array, count
         part = lax.dynamic_slice(room, [source, *at[1:]], sizes)
         return lax.dynamic_update_slice(room, part, [target, *at[1:]])
 
-    return KVCache(tuple(copied(keys, 3) for keys in cache.keys), tuple(copied(values, 2) for values in cache.values))
+    keys, values = (tuple(copied(room, axis) for room in rooms) for rooms, axis in ((cache.keys, 3), (cache.values, 2)))
+    return KVCache(keys, values)
 
 
 def visible(positions: Array, num_slots: int) -> Array:
@@ -161,6 +182,8 @@ def keep(cache: KVCache, start: Array, path: Array) -> KVCache:
 
     def moved(room: Array, axis: int) -> Array:
         at = slots.reshape(len(slots), *(-1 if i == axis else 1 for i in range(1, room.ndim)))
-        return write(room, jnp.take_along_axis(room, at, axis=axis), start + 1, axis)
+        nodes = jnp.take_along_axis(own_rows(room, cache.rows), at, axis=axis)
+        return write(room, nodes, start + 1, axis, cache.rows)
 
-    return KVCache(tuple(moved(keys, 3) for keys in cache.keys), tuple(moved(values, 2) for values in cache.values))
+    keys, values = (tuple(moved(room, axis) for room in rooms) for rooms, axis in ((cache.keys, 3), (cache.values, 2)))
+    return KVCache(keys, values, cache.rows)

@@ -112,8 +112,9 @@ class Eagle(nnx.Module):
         layer = self.config.layer
         tables = rope_tables(positions, layer.rope, layer.head_dim)
         x, read = self.into_layer(embeddings, states)
-        mixed, keys, values = self.self_attn(read, cache.keys[0], cache.values[0], slots, tables, None, branches)
-        return self.out_of_layer(x, mixed), KVCache((keys,), (values,))
+        held = cache.keys[0], cache.values[0]
+        mixed, keys, values = self.self_attn(read, *held, slots, tables, None, branches, cache.rows)
+        return self.out_of_layer(x, mixed), KVCache((keys,), (values,), cache.rows)
 
     def out_of_layer(self, x: Array, mixed: Array) -> Array:
         """What `forward` returns, of the residual stream and what attention has mixed."""

@@ -194,8 +194,8 @@ def _through(target: Llama, chosen: Array, tokens: Array, start: Array, past: KV
     for i, layer in enumerate(target.layers):
 
         def run(x: Array, i: int = i, layer: Any = layer) -> Array:
-            before = past.keys[i], past.values[i], start
-            return layer(x, layer.input_layernorm(x), own.keys[i], own.values[i], slots, tables, before, None, None)[0]
+            before, held = (past.keys[i], past.values[i], None, start), (own.keys[i], own.values[i])
+            return layer(x, layer.input_layernorm(x), *held, slots, tables, before, None, None, None)[0]
 
         x = lax.cond(chosen[i], run, lambda x: x, x)
     return x

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array, lax
 
 from convert.config import LlamaConfig
-from jspec.attention import Attention
+from jspec.attention import Attention, Past
 from jspec.cache import KVCache, empty_cache
 from jspec.layers import MLP, Embed, RMSNorm, add_and_norm
 from jspec.rope import rope_tables
@@ -34,18 +34,19 @@ class DecoderLayer(nnx.Module):
         values: Array,
         slots: Array,
         tables: tuple[Array, Array],
-        past: tuple[Array, Array, Array] | None,
+        past: Past | None,
         branches: Branches | None,
+        cache_rows: Array | None,
         following: RMSNorm | None,
     ) -> tuple[Array, Array, Array, Array]:
         """The residual stream and its norm, ``[B, R, E]`` each, with the layer's updated keys and values.
 
         Args:
             normed: the norm of x by `input_layernorm`; so each layer ends with the norm that the next begins with.
-            keys, values, slots, tables, past, branches: as for `Attention`.
+            keys, values, slots, tables, past, branches, cache_rows: as for `Attention`.
             following: the next layer's `input_layernorm`; without one nothing is normed.
         """
-        mixed, keys, values = self.self_attn(normed, keys, values, slots, tables, past, branches)
+        mixed, keys, values = self.self_attn(normed, keys, values, slots, tables, past, branches, cache_rows)
         x, normed = add_and_norm(x, mixed, self.self_attn.o_proj, self.post_attention_layernorm)
         x, normed = add_and_norm(x, self.mlp(normed), self.mlp.down_proj, following)
         return x, normed, keys, values
@@ -118,7 +119,8 @@ class Llama(nnx.Module):
 
         Args:
             tokens: ``int32[B, S]``.
-            cache: holds positions ``0 .. start[b] - 1`` of row b, or those from ``past[1][b]`` on.
+            cache: holds positions ``0 .. start[b] - 1`` of row b, or those from ``past[1][b]`` on; it may have more
+                rows than the batch, see `jspec.cache.KVCache`.
             start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
             layers: which to run, in this order; None for all.
             past: a cache that is only read, and ``int32[B]``: it holds the positions before ``past[1][b]``.
@@ -165,15 +167,15 @@ class Llama(nnx.Module):
             keys, values, normed = list(cache.keys), list(cache.values), self.layers[order[0]].input_layernorm(x)
             states = {}
             for i, following in itertools.zip_longest(order, order[1:]):
-                before = None if past is None else (past[0].keys[i], past[0].values[i], past[1])
+                before = None if past is None else (past[0].keys[i], past[0].values[i], past[0].rows, past[1])
                 norm = None if following is None else self.layers[following].input_layernorm
                 states[i] = x
                 x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], slots, tables,
-                                                     before, branches, norm)  # fmt: skip
+                                                     before, branches, cache.rows, norm)  # fmt: skip
             told = [({len(self.layers): x, -1: x} | states)[i] for i in features]
             parts = jnp.stack(told, axis=2) if told else jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
             count = tokens.shape[1]
-            return x[:, :count], parts[:, :count], KVCache(tuple(keys), tuple(values))
+            return x[:, :count], parts[:, :count], KVCache(tuple(keys), tuple(values), cache.rows)
 
         if not order:
             return x, jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype), cache

@@ -8,7 +8,7 @@ from jspec.engine.news import Packed, Piece
 from jspec.engine.scheduler import Tenant
 from jspec.engine.slots import Sizes
 
-SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2)
+SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2, fewer=(1, 2))
 KEY = jax.random.key(0)
 
 
@@ -72,17 +72,20 @@ class FakeDevice:
         assert self.moves[slot] or lag > 2
         return self.chunk(lag)
 
-    def play(self, num_draft_tokens, rounds, stop, is_lean, yields):
+    def play(self, num_draft_tokens, rounds, stop, is_lean, yields, rows):
         if self.fails:  # seen, as of a device, by whoever looks at what comes of it
             self.fails = False
             return Failed()
         width = num_draft_tokens + 1
         integers = np.zeros((SIZES.rounds + 1, 3, 2 * width + NUMBERS), np.int32)
-        self.moves = [moves and not stopped for moves, stopped in zip(self.moves, stop, strict=True)]
+        rows = range(3) if rows is None else rows
+        assert len(rows) == len(set(rows)) and len(rows) in SIZES.counts
+        for slot in rows:
+            self.moves[slot] = self.moves[slot] and not stop[slot]
         for i in range(rounds):
-            if i and any(ends and not moves for ends, moves in zip(yields, self.moves, strict=True)):
+            if i and any(yields[slot] and not self.moves[slot] for slot in rows):
                 break
-            for slot in np.flatnonzero(self.moves):
+            for slot in filter(self.moves.__getitem__, rows):
                 written = len(self.texts[slot]) - self.prompts[slot]
                 count = min(1 + (written + slot) % width, self.limits[slot] - written)
                 new = [1000 * self.texts[slot][0] + written + j for j in range(count)]
@@ -90,5 +93,6 @@ class FakeDevice:
                 integers[i, slot, 2 * width] = len(new)
                 self.texts[slot] += new
                 self.moves[slot] = len(self.texts[slot]) - self.prompts[slot] < self.limits[slot]
-        integers[-1, :, 0], integers[-1, :, 1] = np.logical_not(self.moves), 1
+        for slot in rows:
+            integers[-1, slot, :2] = not self.moves[slot], 1
         return Packed(integers, np.zeros((SIZES.rounds, 3, 2 * width + 1), np.float32))

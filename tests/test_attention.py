@@ -50,7 +50,7 @@ def test_a_longer_cache_changes_nothing(kind, report):
 
         def mixed(length, start=start, slots=slots, x=x, held=held, own=own):
             cache = held[0][..., :length], held[1][:, :, :length]
-            return attend(layer, x, own, slots, (*cache, start), None) if kind == "past" else \
+            return attend(layer, x, own, slots, (*cache, None, start), None) if kind == "past" else \
                 attend(layer, x, cache, slots, None, branches)  # fmt: skip
 
         found, expected = np.asarray(mixed(LARGE)), np.asarray(mixed(SMALL))

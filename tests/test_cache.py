@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 
 import jspec
 from jspec import ModelDrafter, SamplingParams
 from jspec.acceptance import RULES
-from jspec.cache import KVCache, copy_slots, prefill, whole_tiles, write
+from jspec.cache import KVCache, append, copy_slots, keep, prefill, whole_tiles, write
 from jspec.draft_length import Fixed
 from jspec.output import collect
 from jspec.program import start
 from jspec.round import play_round
 from jspec.sampling import broadcast_rows, draft_transforms, target_transforms
 from jspec.state import RequestParams
+from jspec.tree import Branches
 from jspec.types import Draft, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -251,3 +253,32 @@ def test_slots_are_copied_from_row_to_row():
         expected[1][0, :, first : first + 4] = values[2, :, first : first + 4]
         np.testing.assert_allclose(found.keys[0], expected[0], atol=1e-6)
         np.testing.assert_allclose(found.values[0], expected[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_batch_that_is_some_rows_of_a_cache(dtype):
+    """Read, branch, move a path, append: as with a cache of its own, bit for bit, and the other rows stay."""
+    rng, rows, start = np.random.default_rng(0), np.array([2, 0], np.int32), np.array([5, 9], np.int32)
+    target = jax.tree.map(lambda leaf: leaf.astype(dtype), toys.tiny_llama(0, 2))
+    full = target.new_cache(4, 32)
+    full = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), full)
+    own = jax.tree.map(lambda leaf: leaf[rows], full)
+    tokens = rng.integers(target.config.vocab_size, size=(2, 4))
+    seen = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], bool)  # 1 and 2 follow 0, and 3 follows 1
+    branches = Branches(np.array([0, 1, 1, 2], np.int32), seen)
+
+    def run(cache, rows=None):
+        cache = dataclasses.replace(cache, rows=rows)
+        hidden, cache = target.forward(tokens, cache, start, branches=branches)
+        cache = keep(cache, start, jnp.array([[2, 3], [1, 3]]))
+        new = target.new_cache(2, 4)
+        more, new = target.forward(tokens, new, start + 3, past=(cache, start + 3))
+        return hidden, more, append(cache, new, start + 3)
+
+    *expected, mine = jax.jit(run)(own)
+    *found, theirs = jax.jit(run)(full, rows)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    leaves = (jax.tree.leaves((one.keys, one.values)) for one in (theirs, full, mine))
+    for leaf, before, alone in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(leaf[rows], alone)
+        np.testing.assert_array_equal(leaf[np.array([1, 3])], before[np.array([1, 3])])

@@ -90,15 +90,17 @@ class Host:
         lengths = self.device.sizes.num_draft_tokens
         tenants = list(self.seated)
         is_lean = call % 5 < 3
-        stop, yields = np.zeros(SLOTS, bool), np.full(SLOTS, call % 3 == 1)
-        played = self.device.play(lengths[call % len(lengths)], 1 + call % 2, stop, is_lean, yields)
+        stop, yields, rows, k = np.zeros(SLOTS, bool), np.full(SLOTS, call % 3 == 1), None, lengths[call % len(lengths)]
+        if call % 4 == 2:  # as if the others were not there, whether they move or not
+            rows, k, is_lean = [(call // 4 + i) % SLOTS for i in range(2)], lengths[-1], False
+        played = self.device.play(k, 1 + call % 2, stop, is_lean, yields, rows)
         for (slot, new), i in zip(
             unpack(played, range(SLOTS), 0 if is_lean else self.device.sizes.top_logprobs).items(), tenants, strict=True
         ):
-            self.lags[slot] = new.lag
-            if i is None:
+            if i is None or (rows and slot not in rows):
                 assert not new.tokens
                 continue
+            self.lags[slot] = new.lag
             self.texts[i] += new.tokens
             self.accepted, self.judged = self.accepted + sum(new.accepted), self.judged + sum(new.judged)
             if new.done and self.whole(slot):
@@ -294,7 +296,17 @@ def test_a_call_that_yields_ends_when_a_row_does(models, requests):
 
 @pytest.mark.parametrize(
     "key",
-    [("seat",), ("read", 16), ("read", 4), ("read several",), ("follow",), ("play", 0, True), ("play", 4, False)],
+    [
+        ("seat",),
+        ("read", 16),
+        ("read", 4),
+        ("read several",),
+        ("follow",),
+        ("play", 0, True, 3),
+        ("play", 4, False, 3),
+        ("play", 0, True, 1),
+        ("play", 4, False, 2),
+    ],
     ids=str,
 )
 def test_no_program_copies_a_cache(models, as_shipped, key, report):

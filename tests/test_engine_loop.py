@@ -169,9 +169,10 @@ def test_what_one_has_read_who_leaves_is_there_for_those_who_wait():
 def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_waits(monkeypatch):
     """A call that is not cut short, of the length of the one before, with nothing read between the two."""
     device, done = FakeDevice(), []
+    device.sizes = dataclasses.replace(device.sizes, fewer=())
     loop = Loop(device, 8, 1.0)
-    loop.pace.learn((0, True), 0.5)
-    loop.pace.learn((2, True), 0.5)
+    loop.pace.learn((0, True, 3), 0.5)
+    loop.pace.learn((2, True, 3), 0.5)
     play = device.play
 
     def noted(name):
@@ -180,7 +181,7 @@ def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_wait
 
     noted("read")
     noted("follow")
-    monkeypatch.setattr(device, "play", lambda *one: (done.append((one[0], one[-1].any())), play(*one))[1])
+    monkeypatch.setattr(device, "play", lambda *one: (done.append((one[0], one[4].any())), play(*one))[1])
     for i in range(1, 200):
         loop.submit(tenant_of(Request((i, *[7] * 5), 4, key=KEY), lambda _: None))
     while loop.is_busy:

@@ -65,8 +65,9 @@ class Adapter(nnx.Module):
         slots, positions = Branches.places(start, x.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         attend, normed = self.self_attn, self.input_layernorm(x)
-        mixed, keys, values = attend(normed, cache.keys[0], cache.values[0], slots, tables, None, branches)
-        return add_and_norm(x, mixed, attend.o_proj, self.norm)[1], KVCache((keys,), (values,))
+        held = cache.keys[0], cache.values[0]
+        mixed, keys, values = attend(normed, *held, slots, tables, None, branches, cache.rows)
+        return add_and_norm(x, mixed, attend.o_proj, self.norm)[1], KVCache((keys,), (values,), cache.rows)
 
 
 @pytree

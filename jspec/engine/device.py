@@ -126,16 +126,18 @@ class Device:
         least = min(cost.values())
         return next(size for size in self.sizes.chunks if cost[size] <= _MARGIN * least)
 
-    def play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any = None) -> Packed:
-        """Up to so many rounds of all slots.
+    def play(
+        self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any = None, rows: Any = None
+    ) -> Packed:
+        """Up to so many rounds.
 
         Args:
             num_draft_tokens, rounds, stop, is_lean: as for `programs.play`.
             yields: the same; None for no row.
+            rows: the same, as many as `Sizes.fewer` says; None for all slots.
         """
-        return self._do(
-            "play", num_draft_tokens, rounds, stop, is_lean, np.zeros_like(stop) if yields is None else yields
-        )
+        yields = np.zeros_like(stop) if yields is None else yields
+        return self._do("play", num_draft_tokens, rounds, stop, is_lean, yields, rows)
 
     def wait(self) -> None:
         """Until all is done that was called."""
@@ -177,9 +179,10 @@ class Device:
     def _follow(self, slot: int, pieces: int) -> None:
         self._slots = self._program("follow")(self._weights, self._slots, Number(slot), Number(pieces))
 
-    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any) -> Packed:
-        program = self._program("play", num_draft_tokens, is_lean)
-        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), yields)
+    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any, rows: Any) -> Packed:
+        which = () if rows is None else (np.asarray(rows, np.int32),)
+        program = self._program("play", num_draft_tokens, is_lean, len(stop) if rows is None else len(rows))
+        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), yields, *which)
         jax.tree.map(lambda part: part.copy_to_host_async(), packed)
         return packed
 
@@ -197,7 +200,8 @@ class Device:
             give_back()
 
     def _keys(self) -> list[Key]:
-        plays = [("play", k, is_lean) for is_lean in (True, False) for k in self.sizes.lengths(is_lean)]
+        plays = [("play", k, is_lean, count) for count in self.sizes.counts for is_lean in (True, False)
+                 for k in self.sizes.lengths(is_lean, count)]  # fmt: skip
         reads = [("read", chunk) for chunk in self.sizes.chunks]
         several = [("read several",)] if self.sizes.slots > 1 else []
         follows = [("follow",)] if self.lags else []
@@ -235,9 +239,11 @@ class Device:
             return programs.read_several, (pieces, row, row, row, one)
         if name == "follow":
             return functools.partial(programs.follow, chunk=sizes.chunks[0]), (one, one)
-        how = dict(zip(("num_draft_tokens", "is_lean"), options, strict=True))
+        *fixed, count = options
+        how = dict(zip(("num_draft_tokens", "is_lean"), fixed, strict=True))
         if not how["is_lean"]:
             how |= {"num_top": sizes.top_logprobs, "constrain": functools.partial(allowed, vocab_size=self._vocab_size)}
         play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
         rows = jax.ShapeDtypeStruct((sizes.slots,), bool)
-        return play, (rows, one, rows)
+        which = [jax.ShapeDtypeStruct((count,), np.int32)] * (count < sizes.slots)
+        return play, (rows, one, rows, *which)

@@ -85,7 +85,7 @@ class Engine:
             _check_readable(drafter)
         chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
         num_top = min(_MOST_TOP, target.config.vocab_size)
-        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top)
+        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, _fewer(target, slots))
         self._target, self._drafter, self._num_draft_tokens = target, drafter, lengths[-1] or None
         self._sizes, self._max_waiting = sizes, max_waiting
         self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
@@ -260,6 +260,12 @@ class Engine:
                 while self._arrived:
                     self._loop.submit(self._arrived.popleft())
             self._loop.turn()
+
+
+def _fewer(target: Llama, slots: int) -> tuple[int, ...]:
+    """On CPU one request alone is played without the other slots, which would cost as if they were used."""
+    devices = {device for leaf in jax.tree.leaves(target) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    return (1,) if slots > 1 and all(device.platform == "cpu" for device in devices) else ()
 
 
 def _length(target: Llama, draft: Any, wanted: int | None) -> int:

@@ -25,7 +25,7 @@ class _Call:
     Attributes:
         writing: for whom, by slot.
         followed: what those had followed.
-        num_draft_tokens, is_lean: what is played.
+        num_draft_tokens, is_lean, count: what is played, and how many slots.
         at_once: whether another was under way when it began.
         alone: whether nothing was read between the two.
         rounds: how many make a whole call.
@@ -36,9 +36,15 @@ class _Call:
     followed: dict[int, int]
     num_draft_tokens: int
     is_lean: bool
+    count: int
     at_once: bool
     alone: bool
     rounds: int
+
+    @property
+    def kind(self) -> tuple[int, bool, int]:
+        """By which its cost is known."""
+        return self.num_draft_tokens, self.is_lean, self.count
 
 
 class Loop:
@@ -193,34 +199,42 @@ class Loop:
             return None
         last = self._played[-1]
         is_lean = all(tenant.request.is_lean for _, tenant in writing)
-        is_due = is_lean == last.is_lean and self.pace.is_stale((last.num_draft_tokens, is_lean))
-        return last.num_draft_tokens if is_due else None
+        is_alike = (is_lean, self._sizes.count(len(self._moving(dict(writing))))) == (last.is_lean, last.count)
+        return last.num_draft_tokens if is_alike and self.pace.is_stale(last.kind) else None
+
+    def _moving(self, writing: dict[int, Tenant]) -> list[int]:
+        """Slots that a call must not leave out: those that write, and those that are to be told to stop."""
+        return sorted({*writing, *np.flatnonzero(self._stop).tolist()})
 
     def _play(self, writing: dict[int, Tenant], again: int | None) -> None:
         """Rounds for `writing`; with a length to play `again`, undisturbed."""
         is_lean = all(tenant.request.is_lean for tenant in writing.values())
         begins = not any(tenant.is_begun for tenant in writing.values())
-        k = self._length(writing, begins, is_lean) if again is None else again
+        moving = self._moving(writing)
+        count = self._sizes.count(len(moving))
+        k = self._length(writing, begins, is_lean, count) if again is None else again
         if k and self._device.lags and again is None:
             self._follow(writing, k)
-        whole = self.pace.rounds((k, is_lean))
+        whole = self.pace.rounds((k, is_lean, count))
         # The first token soon; where others write it can wait for a call of theirs, else those would wait.
         rounds = (1 if begins else whole) if writing else 0
         for tenant in writing.values():
             tenant.is_begun = True
         yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting and again is None)
-        packed = self._device.play(k, rounds, self._stop.copy(), is_lean, yields)
+        packed = self._device.play(k, rounds, self._stop.copy(), is_lean, yields, self._sizes.rows(moving))
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
-        self._played.append(_Call(packed, writing, followed, k, is_lean, bool(self._played), not self._reads, whole))
+        at_once, alone = bool(self._played), not self._reads
+        self._played.append(_Call(packed, writing, followed, k, is_lean, count, at_once, alone, whole))
         self._reads = False
 
-    def _length(self, writing: dict[int, Tenant], begins: bool, is_lean: bool) -> int:
+    def _length(self, writing: dict[int, Tenant], begins: bool, is_lean: bool, count: int) -> int:
         """How many tokens to draft in the next call; if it may be so, none before the drafter has read any text."""
-        lengths = self._sizes.lengths(is_lean)
+        lengths = self._sizes.lengths(is_lean, count)
         if self._device.lags and begins and 0 in lengths:
             return 0
-        costs = {k: self.pace.costs[k, is_lean] for k in lengths if self.pace.knows((k, is_lean))}
+        kinds = {k: (k, is_lean, count) for k in lengths}
+        costs = {k: self.pace.costs[kind] for k, kind in kinds.items() if self.pace.knows(kind)}
         rows = [(one.result.accepted[-RECENT:], one.lengths[-RECENT:]) for one in writing.values()]
         return self._choice.next(lengths, costs, rows)
 
@@ -231,7 +245,7 @@ class Loop:
         rounds = max((len(new.accepted) for new in news.values()), default=0)
         # Of a call that was cut short, for somebody waits, each round has more of what a call costs.
         alone = call.alone and rounds == call.rounds
-        self.pace.settled((call.num_draft_tokens, call.is_lean), rounds, call.at_once, alone)
+        self.pace.settled(call.kind, rounds, call.at_once, alone)
         self._judge(call, news)
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:

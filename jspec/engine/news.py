@@ -78,6 +78,15 @@ def concluded(packed: Packed, done: Array, lag: Array) -> Packed:
     return Packed(packed.integers.at[-1, :, :2].set(last), packed.floats)
 
 
+def of_all(packed: Packed, rows: Array, slots: int) -> Packed:
+    """That of some rows among all slots, of which nothing else is known."""
+
+    def one(part: Array) -> Array:
+        return jnp.zeros((len(part), slots, part.shape[2]), part.dtype).at[:, rows].set(part)
+
+    return Packed(one(packed.integers), one(packed.floats))
+
+
 @dataclasses.dataclass(frozen=True)
 class News:
     """What one slot has gained in one call.

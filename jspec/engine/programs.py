@@ -13,8 +13,8 @@ from jspec.cache import copy_slots
 from jspec.draft_length import Fixed
 from jspec.drafters.asked import features_of
 from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on
-from jspec.engine.news import Packed, Scores, concluded, empty, pack, with_round
-from jspec.engine.slots import Slots, lean, put, take
+from jspec.engine.news import Packed, Scores, concluded, empty, of_all, pack, with_round
+from jspec.engine.slots import Slots, lean, put, some, take, with_some
 from jspec.round import Allowed, play_round
 from jspec.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
 from jspec.state import DecodeState, RequestParams
@@ -246,6 +246,35 @@ def play(
     stop: Array,
     rounds: Array,
     yields: Array,
+    rows: Array | None = None,
+    **how: Any,
+) -> tuple[Slots, Packed]:
+    """Play up to `rounds` rounds, until no row is left that moves.
+
+    Args:
+        stop: ``bool[S]``, rows that are to end where they are.
+        rounds: an int up to `most`.
+        yields: ``bool[S]``, rows for whose slots somebody waits: no round is played behind one that finds one ended.
+        rows: ``int32[B]``, different, the only ones that are played, and stopped; None for all.
+        rule, num_draft_tokens: of every round.
+        is_lean: leave everything beside temperature out; no row that moves may ask for more.
+        num_top: how many of the likeliest tokens to look for, where a row asks for some.
+        constrain: as for `jspec.round.play_round`.
+    """
+    if rows is None:
+        return _play(target, drafter, slots, stop, rounds, yields, **how)
+    batch, packed = _play(target, drafter, some(slots, rows), stop[rows], rounds, yields[rows], **how)
+    state, known = with_some((slots.state, slots.read), (batch.state, batch.read), rows)
+    return dataclasses.replace(slots, state=state, read=known), of_all(packed, rows, slots.read.size)
+
+
+def _play(
+    target: Any,
+    drafter: Any,
+    slots: Slots,
+    stop: Array,
+    rounds: Array,
+    yields: Array,
     *,
     rule: Rule,
     num_draft_tokens: int,
@@ -254,16 +283,7 @@ def play(
     num_top: int = 0,
     constrain: Allowed | None = None,
 ) -> tuple[Slots, Packed]:
-    """Play up to `rounds` rounds, until no row is left that moves.
-
-    Args:
-        stop: ``bool[S]``, rows that are to end where they are.
-        rounds: an int up to `most`.
-        yields: ``bool[S]``, rows for whose slots somebody waits: no round is played behind one that finds one ended.
-        is_lean: leave everything beside temperature out; no row that moves may ask for more.
-        num_top: how many of the likeliest tokens to look for, where a row asks for some.
-        constrain: as for `jspec.round.play_round`.
-    """
+    """`play` of all rows."""
     k, behind = num_draft_tokens, lags(drafter)
     drafts_or_reads = drafter if k or features_of(drafter) else None
     params, counts = slots.params, slots.state.token_counts

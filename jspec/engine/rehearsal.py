@@ -46,19 +46,20 @@ def _rehearse_rounds(device: Device, pace: Pace) -> None:
         if perf_counter() - begun > _SECONDS:
             break
         _fill(device)
-        for is_lean in (True, False):
-            for k in sizes.lengths(is_lean):
-                if seconds := _cost(device, k, is_lean, pace.rounds((k, is_lean))):
-                    pace.learn((k, is_lean), seconds)
+        for count, is_lean in itertools.product(sizes.counts, (True, False)):
+            for k in sizes.lengths(is_lean, count):
+                if seconds := _cost(device, k, is_lean, count, pace.rounds((k, is_lean, count))):
+                    pace.learn((k, is_lean, count), seconds)
 
 
-def _cost(device: Device, num_draft_tokens: int, is_lean: bool, rounds: int) -> float | None:
-    """Seconds a round, as the loop would measure it: from call to call, with one more under way."""
+def _cost(device: Device, num_draft_tokens: int, is_lean: bool, count: int, rounds: int) -> float | None:
+    """Seconds a round of so many slots, as the loop would measure it: from call to call, with one more under way."""
     sizes, calls, ended, played = device.sizes, [], [], 0
+    rows = None if count == sizes.slots else range(count)
     for _ in range(3):
-        calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), is_lean))
+        calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), is_lean, rows=rows))
         if len(calls) > 1:
-            news = unpack(calls[-2], range(sizes.slots), 0 if is_lean else sizes.top_logprobs)
+            news = unpack(calls[-2], range(count), 0 if is_lean else sizes.top_logprobs)
             ended.append(perf_counter())
             played = max(len(new.accepted) for new in news.values())
     device.wait()

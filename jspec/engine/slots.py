@@ -2,13 +2,15 @@
 """Slots: the rows of one batch that never ends, allocated once, in which requests come and go."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.cache import whole_tiles
+from jspec.cache import KVCache, whole_tiles
 from jspec.drafters.base import tree_of
 from jspec.drafters.reading import begin
 from jspec.sampling import LogitsTransforms, TokenCounts, broadcast_rows
@@ -35,6 +37,7 @@ class Sizes:
         num_draft_tokens: K, numbers of tokens to draft a round, ascending; 0 is plain decoding.
         rounds: the most of one call.
         top_logprobs: of how many of the likeliest tokens requests may ask, and the vocabulary has.
+        fewer: numbers of slots, below all, that a call may play alone, ascending: where rows cost, whether used or not.
     """
 
     slots: int
@@ -44,10 +47,31 @@ class Sizes:
     num_draft_tokens: tuple[int, ...]
     rounds: int
     top_logprobs: int = 0
+    fewer: tuple[int, ...] = ()
 
-    def lengths(self, is_lean: bool) -> tuple[int, ...]:
-        """Those of `num_draft_tokens` that a call may have; of requests with filters two, to have fewer programs."""
-        if is_lean or len(self.num_draft_tokens) < 3:
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many slots a call may play, ascending."""
+        return (*self.fewer, self.slots)
+
+    def count(self, least: int) -> int:
+        """The smallest of those that is no less."""
+        return next(count for count in self.counts if count >= least)
+
+    def rows(self, moving: Sequence[int]) -> list[int] | None:
+        """Those slots, and others to make up a number that a call may play; None for all."""
+        count = self.count(len(moving))
+        if count == self.slots:
+            return None
+        others = (slot for slot in range(self.slots) if slot not in moving)
+        return [*moving, *itertools.islice(others, count - len(moving))]
+
+    def lengths(self, is_lean: bool, count: int) -> tuple[int, ...]:
+        """Those of `num_draft_tokens` that a call of so many slots may have.
+
+        Of requests with filters, and of fewer slots than all, there are two, to have fewer programs.
+        """
+        if (is_lean and count == self.slots) or len(self.num_draft_tokens) < 3:
             return self.num_draft_tokens
         first, second, *_ = self.num_draft_tokens
         return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM, second))
@@ -120,6 +144,28 @@ def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
 def lean(transforms: LogitsTransforms) -> LogitsTransforms:
     """`transforms` but for everything beside temperature, for calls in which no row asks for more."""
     return LogitsTransforms(transforms.temperature, None, None, None, None, None, None, None)
+
+
+def some(held: Any, rows: Array) -> Any:
+    """`held`, of all slots, as a batch of some ``rows[B]``; a cache stays as it is and is told which are meant."""
+
+    def one(leaf: Any) -> Any:
+        return dataclasses.replace(leaf, rows=rows) if isinstance(leaf, KVCache) else leaf[rows]
+
+    return jax.tree.map(one, held, is_leaf=_is_cache)
+
+
+def with_some(held: Any, batch: Any, rows: Array) -> Any:
+    """`held` with what has become of `some` rows of it."""
+
+    def one(leaf: Any, new: Any) -> Any:
+        return dataclasses.replace(new, rows=None) if isinstance(leaf, KVCache) else leaf.at[rows].set(new)
+
+    return jax.tree.map(one, held, batch, is_leaf=_is_cache)
+
+
+def _is_cache(held: Any) -> bool:
+    return isinstance(held, KVCache)
 
 
 def take(rows: Any, slot: Array) -> Any:
