@@ -129,5 +129,8 @@ def _flat(config: EagleConfig, layout: str) -> Fields:
                 "qkv_bias": config.layer.qkv_bias}  # fmt: skip
     inner = {IDS: [i - 1 for i in config.features], "use_aux_hidden_state": True,
              "norm_before_fc": config.norm_before_fc}  # fmt: skip
-    return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **_flags(config),
+    flags = _flags(config)
+    if config.draft_vocab_size is None and not config.own_head:
+        flags["draft_vocab_size"] = None  # so that SGLang shares the target's head; with a number it draws a random one
+    return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **flags,
             "num_aux_hidden_states": len(config.features), NVIDIA: inner}  # fmt: skip

@@ -55,6 +55,9 @@ def positions_from(start: Array, count: int) -> Array:
     return start[:, None] + jnp.arange(count)
 
 
+TRAINING = 2**16  # number of the trials whose texts drafters learn from, or are measured by; tuning has small ones
+
+
 def trial_keys(keys: Array, number: int) -> Array:
     """Other keys ``[B]`` for a trial run, which no stream of a text reaches.
 

@@ -1,7 +1,8 @@
 """Drafters that learn while they serve: what requests turned out to say is what the next ones are guessed from.
 
 Liu et al. 2023, "Online Speculative Decoding", section 3. Within a request the drafter stays as it is, so that nothing
-it has learned from a text can decide how that text is judged: every text has exactly the target's law.
+it has learned from a text can decide how that text is judged: every text has exactly the target's law, if no text has a
+key of an earlier one. What was learned from a text depends on the noise of its key, and must not meet that noise again.
 """
 
 from collections.abc import Sequence
@@ -67,6 +68,8 @@ class Learner:
 
     def learn(self, prompts: Sequence[Sequence[int]], out: Output) -> None:
         """Learn from finished requests: the target reads each text once, in one pass, and its laws are the lesson.
+
+        From a text in which the target's states are not finite nothing is learned.
 
         Args:
             prompts: token ids of every row of `out`, without padding.

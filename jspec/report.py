@@ -142,7 +142,9 @@ def training_line(look: "Progress") -> str:
 
 def training_table(found: "Sequence[Result]") -> Table:
     """What a trained drafter brings."""
-    table = Table("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed", box=box.SIMPLE_HEAD)
+    table = Table("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed", box=box.SIMPLE_HEAD,
+                  caption="foreseen: of the held-out texts as they are; measured: of what the target answers to them",
+                  caption_justify="left")  # fmt: skip
     for one in found:
         table.add_row(str(one.num_draft_tokens), f"{one.temperature:g}", f"{one.foreseen:.2f}",
                       f"{one.tokens_per_round:.2f}", f"{one.speedup:.2f}x")  # fmt: skip

@@ -160,6 +160,12 @@ def test_every_row_is_learned_from_once_an_epoch():
                                                                                     seen[plan.steps :])]  # fmt: skip
     assert numbers == [list(range(8))] * 2
     assert [one.numbers.tolist() for one in seen] == [plan.batch(s).numbers.tolist() for s in range(len(seen))]
+    for devices in (3, 4):  # the same steps, with rows of padding
+        wider = batches.Plan(texts, 256, seed=1, devices=devices)
+        for step, one in enumerate(seen):
+            other = wider.batch(step)
+            assert len(other.numbers) % devices == 0
+            assert [n for n in other.numbers if n >= 0] == [n for n in one.numbers if n >= 0]
     for one in seen:
         assert one.tokens.size <= 256 and one.learned[one.numbers < 0].sum() == 0
         for number, row in zip(one.numbers, one.tokens, strict=True):
@@ -183,6 +189,15 @@ def run(folder, steps, stop_at=None, stored=False):
 
     return fit.fit(trainee, TARGET, source, fit.Source(held), fit.Schedule(steps, 2, rate=0.02, save_every=3), folder,
                    say)  # fmt: skip
+
+
+def test_a_target_without_laws_teaches_nothing(tmp_path):
+    target = jax.tree.map(lambda leaf: leaf * jnp.nan, TARGET)
+    plan = batches.Plan(some_rows(4), 64, 0)
+    trainee, source = kinds.trainee_of(kinds.of_eagle(TARGET, None, 2, 0)), fit.Source(plan)
+    with pytest.raises(ValueError, match=r"the loss is 0\.0, and 0 held-out tokens can be judged"):
+        fit.fit(trainee, target, source, source, fit.Schedule(2, 2), tmp_path)
+    assert not [*fit.read_log(tmp_path)]
 
 
 def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):

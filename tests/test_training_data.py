@@ -42,6 +42,19 @@ def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
     assert tokenizer.decode(row.tokens[row.learned]) == "(hm)the end<|end|>"
 
 
+def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
+    """As ChatML ends its lines: nobody ever writes that."""
+    tokenizer, file = chatty(), tmp_path / "one.jsonl"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    (row,) = rows.read(file, tokenizer, 512)
+    assert tokenizer.decode(row.tokens[row.learned]) == "b<|end|>the end<|end|>"
+
+
 def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
     """JSON leaves the separators of Unicode as they are."""
     file = tmp_path / "one.jsonl"
@@ -301,6 +314,7 @@ def test_data_that_is_none(tmp_path):
     ("change", "message"),
     [({"kind": "owl"}, "kind is 'owl'; expected one of eagle, med"), ({"loss": "l2"}, "loss is 'l2'; expected one of"),
      ({"steps": 0}, "steps must be"), ({"length": 5000}, "length is 5000, and the target has 4096 positions"),
+     ({"length": 2}, "length is 2; expected at least 3, for the first token that can be guessed is the third"),
      ({"rate": 2}, "rate is 2; expected a number above 0"), ({"seed": 2**32}, "seed must be an int from 0 to "),
      ({"data": []}, "data names no file; give at least one")],
 )  # fmt: skip

@@ -142,7 +142,7 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
                          f"head, a datastore or exit:N; {draft or 'nothing'} does not.")  # fmt: skip
     if draft == HEAD and not Path(HEAD).exists():  # a path comes first, as for targets
         draft = _head(target)
-    if is_model(draft) and not target and draft != _BUNDLED_DRAFT:
+    if is_model(draft) and not target and draft != _BUNDLED_DRAFT and head_kind(draft) is None:
         raise UsageError("--draft needs --target where it is a model.")
     if draft.startswith("exit:"):
         _exit(draft)

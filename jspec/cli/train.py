@@ -63,7 +63,7 @@ def train(
     steps: Annotated[int, option("--steps", "N", "Optimiser steps.", min=1)] = 2000,
     depth: Annotated[int, option("--depth", "N", "Tokens in a row that it learns to draft.", min=1)] = 4,
     loss: Annotated[str, option("--loss", "LOSS", "kl, reverse-kl, jsd, tvd or lk.")] = "lk",
-    rate: Annotated[float, option("--rate", "X", "Peak learning rate.")] = 6e-3,
+    rate: Annotated[float, option("--rate", "X", "Peak learning rate, above 0 and below 1.")] = 6e-3,
     step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens a step.", min=1)] = 2048,
     length: Annotated[int, option("--length", "N", "Longest text, in tokens; longer ones are divided.", min=3)] = 512,
     written_tokens: _Written = None,
@@ -105,17 +105,17 @@ def train(
             model, tokenizer, kind, data or None, folder=folder, start=begun, store_states=stored, say=tell, **recipe
         )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
-    path = rounded.save(folder / "drafter", **_layout(rounded, where.target, begun is None))
+    path = rounded.save(folder / "drafter", **_layout(rounded, where.target))
     typer.echo(f"Wrote {path}.")
     if measured:
         _measure(model, type(drafter).load(path, model, dtype), folder, depth)
 
 
-def _layout(drafter: Any, target: str, is_new: bool) -> dict[str, Any]:
+def _layout(drafter: Any, target: str) -> dict[str, Any]:
     """How `drafter` is saved: a model with the target's tokenizer, so that it can be one by itself.
 
-    Of an EAGLE head that was new the output head is the target's, and left out; one that began as another's keeps its
-    own, and its layout.
+    An EAGLE head that began as another's keeps its layout; what it guesses with is written, too, for other programs
+    would take the first rows of the target's head.
     """
     import jspec
     from convert.eagle_json import FORMATS
@@ -124,17 +124,17 @@ def _layout(drafter: Any, target: str, is_new: bool) -> dict[str, Any]:
         return {"tokenizer": target}
     if not isinstance(drafter, jspec.EagleDrafter):
         return {}
-    if is_new:
-        return {"own_head": False}
     known = drafter.head.origin.layout if drafter.head.origin else "speculators"
-    return {"format": known if known in FORMATS else "eagle"}  # EAGLE-1, as speculators once wrote it
+    layout = known if known in FORMATS else "eagle"  # EAGLE-1, as speculators once wrote it
+    return {"format": layout, "own_head": drafter.head.config.own_head}
 
 
 @contextmanager
 def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
     """``tell(step or progress)`` moves a bar, and prints a line at every look at held-out texts.
 
-    Before the first step the bar says what jspec logs: texts are written and read.
+    Before the first step the bar says what jspec logs: texts are written and read; where there is no terminal these are
+    lines.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -142,9 +142,9 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
 
     from jspec.report import training_line
 
-    console = Console(highlight=False)
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("Beginning", total=steps)
 
         def tell(news: "Progress | int") -> None:
@@ -153,7 +153,12 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
             else:
                 console.print(training_line(news), soft_wrap=True)
 
-        with logged_to(lambda said: bar.update(task, description=said)):
+        def show(said: str) -> None:
+            bar.update(task, description=said)
+            if bar.disable:
+                errors.print(said, soft_wrap=True)
+
+        with logged_to(show):
             yield tell
 
 

@@ -30,17 +30,16 @@ class Plan:
 
     Args:
         rows: all there are.
-        step_tokens: of a batch at most, padding included, but for one row a device.
+        step_tokens: of a batch at most, padding included, but for one row.
         seed: of the order, which is another one in every epoch.
-        devices: rows of a batch are a multiple of this.
+        devices: a batch is filled with rows of padding up to a multiple of this; what it teaches is the same.
     """
 
     def __init__(self, rows: Sequence[Row], step_tokens: int, seed: int, devices: int = 1):
-        self.rows, self._seed = rows, seed
+        self.rows, self._seed, self._devices = rows, seed, devices
         self._order: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # of the epoch that was asked for last
         self._widths = np.array([-(-len(row.tokens) // _TILE) * _TILE for row in rows])
-        self._sizes = {int(width): max(devices, step_tokens // int(width) // devices * devices)
-                       for width in np.unique(self._widths)}  # fmt: skip
+        self._sizes = {int(width): max(1, step_tokens // int(width)) for width in np.unique(self._widths)}
 
     @property
     def steps(self) -> int:
@@ -71,7 +70,8 @@ class Plan:
 
     def of_rows(self, numbers: np.ndarray, width: int) -> Batch:
         """Those rows, and rows of padding up to the size of their kind."""
-        return side_by_side([self.rows[number] for number in numbers], self._sizes[width], width, numbers)
+        size = -(-self._sizes[width] // self._devices) * self._devices
+        return side_by_side([self.rows[number] for number in numbers], size, width, numbers)
 
 
 def side_by_side(rows: Sequence[Row], size: int, width: int, numbers: np.ndarray | None = None) -> Batch:

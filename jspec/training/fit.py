@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jspec.training.objective import Score, judge, score, total
 from jspec.training.rows import write_text
 from jspec.training.sight import Sight, StoredStates, look
 
+_log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0
 _SHALLOW = 0.6  # of the steps, at first, that unroll a head half as deep: in 2/3 of the time (bench/NOTES.md)
 _STATE, _LOG = "state", "log.jsonl"
@@ -96,6 +98,8 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     _cut_log(folder / _LOG, first)
     recent: list[Array] = []
+    if first:
+        _log.info("Going on behind step %d", first)
     assert schedule.steps is not None, "a training without end has no plan"
     for number in range(first, schedule.steps):
         batch = source.plan.batch(number)
@@ -107,9 +111,12 @@ def fit(
         say(number + 1)
         if (number + 1) % schedule.save_every == 0 or number + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
-            progress = Progress(
-                number + 1, float(np.mean(jax.device_get(recent))), found.acceptance.tolist(), found.agreement.tolist()
-            )
+            loss = float(np.mean(jax.device_get(recent)))
+            if not (np.isfinite(loss) and found.tokens[0]):
+                raise ValueError(f"After {number + 1} steps the loss is {loss}, and {found.tokens[0]:.0f} held-out "
+                                 "tokens can be judged: the rate is too high, or the target's states are not finite; "
+                                 "use a smaller rate in another folder, or restore the target.")  # fmt: skip
+            progress = Progress(number + 1, loss, found.acceptance.tolist(), found.agreement.tolist())
             recent.clear()
             _save(folder, number + 1, state, progress)
             say(progress)
@@ -189,10 +196,19 @@ def _said(
     dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype
     known = jax.lax.stop_gradient(known)
     known = known._replace(states=known.states.astype(target.dtype), hidden=known.hidden.astype(target.dtype))
+    known, learned = _finite(known, learned)
     floating = {name for name, leaf in weights.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     weights = {name: leaf.astype(dtype) if name in floating else leaf for name, leaf in weights.items()}
     judged = judge(target, known, trainee.draft_ids, learned)
     return score(trainee.unroll(weights, target, tokens, known, schedule.depth), trainee.offset, judged, schedule.loss)
+
+
+def _finite(known: Sight, learned: Array) -> tuple[Sight, Array]:
+    """With nothing to learn of texts in which some state of the target is not finite: one would spoil all weights."""
+    states, hidden = known.states, known.hidden
+    kept = jnp.isfinite(states).all((1, 2, 3)) & jnp.isfinite(hidden).all((1, 2))
+    states, hidden = jnp.where(kept[:, None, None, None], states, 0), jnp.where(kept[:, None, None], hidden, 0)
+    return known._replace(states=states, hidden=hidden), learned & kept[:, None]
 
 
 def _optimiser(schedule: Schedule) -> optax.GradientTransformation:

@@ -68,10 +68,13 @@ def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
 
 def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss) -> tuple[Array, Array, Array, Array]:
     size = judge.learned.shape[1] - 1 - offset  # positions behind which there is a token to be guessed
-    meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth)
+    log_p, covered = judge.log_probs[:, offset : offset + size], judge.covered[:, offset : offset + size]
+    is_law = jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
+    meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth) & is_law
     count = jnp.maximum(meant.sum(), 1)
-    log_q, log_p = log_probs(logits[:, :size]), judge.log_probs[:, offset : offset + size]
-    covered = judge.covered[:, offset : offset + size]
+    # Also before the loss, for a gradient of what is left out behind it would be 0 times NaN.
+    log_q, log_p = (jnp.where(meant[..., None], part, 0) for part in (log_probs(logits[:, :size]), log_p))
+    covered = jnp.where(meant, covered, 1)
 
     def mean(values: Array) -> Array:
         return jnp.where(meant, values, 0).sum() / count

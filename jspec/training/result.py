@@ -10,6 +10,7 @@ import numpy as np
 
 from jspec.decode import generate, speculative_generate
 from jspec.drafters.base import own_tree
+from jspec.keys import TRAINING, trial_keys
 from jspec.prompts import Batch, encode
 from jspec.sampling import SamplingParams
 from jspec.text import request_keys
@@ -66,7 +67,7 @@ def measure(
 def _timed(
     target: Any, drafter: Any, prompt: Batch, seed: int, num_draft_tokens: int, temperature: float, most: int
 ) -> tuple[float, Output]:
-    request = target, prompt.tokens, prompt.lengths, request_keys(seed, 1)
+    request = target, prompt.tokens, prompt.lengths, trial_keys(request_keys(seed, 1), TRAINING)
     # To the ends of their texts: of what would come behind them nothing was learned.
     ends = tuple(i for i in target.config.eos_token_ids if i < target.config.vocab_size)
     options: dict[str, Any] = {"max_new_tokens": most, "eos_ids": ends,

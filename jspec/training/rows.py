@@ -203,7 +203,8 @@ def _chat(line: str, tokenizer: Any, place: str) -> list[Row]:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{place} is no JSON ({error}); expected an object with a list of messages.") from error
+        what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{place} is no JSON ({what}); expected an object with a list of messages.") from error
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list):
         raise ValueError(f'{place} has no list "messages"; expected an object like {{"messages": [...]}}.')
@@ -212,6 +213,8 @@ def _chat(line: str, tokenizer: Any, place: str) -> list[Row]:
     if not turns and roles[-1:] != ["user"]:
         raise ValueError(f"{place} has no message of the assistant, and does not end with one of the user, for the "
                          "target to answer; there is nothing to learn from it.")  # fmt: skip
+    if roles[0] == "assistant":
+        raise ValueError(f"{place} begins with the assistant; begin with what it answers.")
     if tokenizer.chat_template is None:
         raise ValueError(f"{place} is a chat, and the target has no chat template; give plain text instead.")
 
@@ -230,7 +233,9 @@ def _chat(line: str, tokenizer: Any, place: str) -> list[Row]:
     for i in turns:
         check_conversation(messages[:i], place)
         start, end = (_num_alike(tokens, ids) for ids in (rendered(i, True), rendered(i + 1, False)))
-        learned[start:end] = True
+        # What the template puts behind the end of a turn nobody ever writes.
+        ends = np.flatnonzero(tokens[start:end] == tokenizer.eos_token_id)
+        learned[start : start + int(ends[-1]) + 1 if ends.size else end] = True
     return [Row(tokens, learned), *found]
 
 

@@ -27,6 +27,7 @@ from jspec.types import check_count
 
 _log = logging.getLogger("jspec")
 _WRITERS, _ANSWER = 192, 256  # chats at once, and how long an answer may be
+_FEW_WRITERS, _SHORT = 16, 64  # where little is wanted; and how long an answer is at least, more or less
 _HEAT = (0.0, 1.0)  # temperatures of the answers, for both have to be guessed
 _HELD_OUT_ROWS = 64
 _ROUNDS = 1_000_000  # of writing, for one seed
@@ -72,6 +73,9 @@ class Recipe:
             raise ValueError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}.")
         for name in ("steps", "depth", "step_tokens", "length", "draft_vocab", "boost"):
             check_count(name, getattr(self, name))
+        if self.length < 3:
+            raise ValueError(f"length is {self.length}; expected at least 3, for the first token that can be guessed "
+                             "is the third of a text.")  # fmt: skip
         if self.written_tokens is not None:
             check_count("written_tokens", self.written_tokens)
         if self.boost > 1 and self.kind != "model":
@@ -138,6 +142,8 @@ def train_drafter(
         frame_of(tokenizer)  # what cannot be is said before anything is begun
     questions = [row.tokens.tolist() for row in given if row.is_question]
     _check_questions(questions, positions)
+    if given and not (wanted or questions):
+        texts.divide(given)  # what is too little is said before a folder belongs to it
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, chosen, about | {"data": texts.digest(given) if given else None})
@@ -252,15 +258,16 @@ class _Writing:
     def own_chats(self, wanted: int) -> list[Row]:
         """Answers to questions of its own, of at least `wanted` tokens."""
         found: list[Row] = []
+        batch = min(_WRITERS, max(_FEW_WRITERS, -(-wanted // _SHORT)))
         while (done := sum(int(row.learned.sum()) for row in found)) < wanted:
             _log.info("Writing: %d of %d tokens", done, wanted)
             chats = self._round(
                 lambda seed: write_chats(
-                    self.target, self.tokenizer, seed, batch=_WRITERS, answer_tokens=_ANSWER, temperatures=_HEAT
+                    self.target, self.tokenizer, seed, batch=batch, answer_tokens=_ANSWER, temperatures=_HEAT
                 )
             )
             if not chats:
-                raise ValueError(f"None of {_WRITERS} questions that the target asked itself came to an end; give "
+                raise ValueError(f"None of {batch} questions that the target asked itself came to an end; give "
                                  "data, texts or chats to train on.")  # fmt: skip
             found += chats
         return found

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jspec.decode import generate
+from jspec.keys import TRAINING, trial_keys
 from jspec.prompts import encode
 from jspec.sampling import SamplingParams
 from jspec.text import eos_ids, request_keys
@@ -87,7 +88,8 @@ def _continue(
     target: Any, tokenizer: Any, ends: tuple[int, ...], prompts: list[list[int]], seed: int, most: int, heat: np.ndarray
 ) -> list[list[int]]:
     rows = encode(tokenizer, prompts)
-    out = generate(target, rows.tokens, rows.lengths, request_keys(seed, len(prompts)), max_new_tokens=most,
+    keys = trial_keys(request_keys(seed, len(prompts)), TRAINING)  # a drafter must not know the noise of requests
+    out = generate(target, rows.tokens, rows.lengths, keys, max_new_tokens=most,
                    sampling=SamplingParams(temperature=heat), eos_ids=ends)  # fmt: skip
     tokens, lengths = jax.device_get((out.tokens, out.lengths))
     return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
