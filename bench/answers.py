@@ -38,8 +38,11 @@ def here(subject: Subject, new_tokens: int) -> dict[str, Any]:
     return found
 
 
-def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple[Any, int]]:
-    """Name -> drafter, and how far it drafts: those without weights, and one that was trained for the target."""
+def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple[Any, int | None]]:
+    """Name -> drafter, and how far it drafts: those without weights, and one that was trained for the target.
+
+    None is as far as `jspec.complete` lets it where nobody says how far.
+    """
     found = {"plain": None, "lookup": jspec.NGramDrafter(), "recycling, 8 nodes": jspec.TokenRecyclingDrafter(8)}
     if isinstance(subject.draft, jspec.NGramDrafter):
         found |= early_exit(subject.target)
@@ -47,9 +50,9 @@ def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple
     found["head"] = subject.draft
     if tree:
         found["head, tree"] = jspec.TreeDrafter(subject.draft, jspec.Tree(tree))
-    far = {name: (drafter, k) for name, drafter in found.items()}
+    far: dict[str, tuple[Any, int | None]] = {name: (drafter, k) for name, drafter in found.items()}
     if own_tree(subject.draft) is None:  # what drafts a tree of its own has no chain to fall back on
-        far |= {"head, one token": (subject.draft, 1), "lookup, else head": (behind_lookup(subject.draft), k)}
+        far |= {"head, one token": (subject.draft, 1), "lookup, else head": (behind_lookup(subject.draft), None)}
     return far
 
 

@@ -52,11 +52,11 @@ def ends(subject: Subject) -> tuple[int, ...]:
 
 
 def decoder(
-    subject: Subject, drafter: Any, k: int, asked: Sequence[Request], new_tokens: int, temperature: float = 0.0
+    subject: Subject, drafter: Any, k: int | None, asked: Sequence[Request], new_tokens: int, temperature: float = 0.0
 ) -> Callable[[], list[jspec.Output]]:
     """A call that answers requests, one after another, to the ends of their texts; plainly without a drafter.
 
-    Of lookup and retrieval `k` is the most that they draft.
+    Of lookup and retrieval `k` is the most that they draft; None is as far as `jspec.complete` lets them.
     """
     options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=temperature),
                "eos_ids": ends(subject)}  # fmt: skip

@@ -161,6 +161,27 @@ def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k
     assert error < 1e-5 and planted > 0.01
 
 
+@pytree
+class Lawless(Stateless):
+    """Guesses without laws, which only "coupled" can judge."""
+
+    vocab_size = max_positions = None
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.zeros((context.lengths.size, num_draft_tokens), jnp.int32)
+        return Draft(tokens, None, None, jnp.ones(tokens.shape, bool)), state
+
+
+def test_a_fallback_wants_laws(toy, prompts):
+    options = {"max_new_tokens": 4, "accept": "coupled"}
+    assert drafters.generate(toy(0), Lawless(), prompts([3]), **options).stats.judged[0]
+    for pair in ((Lawless(), jspec.NGramDrafter()), (jspec.NGramDrafter(), Lawless())):
+        with pytest.raises(
+            ValueError, match="Lawless drafts tokens without their laws, and a FallbackDrafter tells by"
+        ):
+            drafters.generate(toy(0), jspec.FallbackDrafter(*pair), prompts([3]), **options)
+
+
 def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([3, 2])
     for wrapped, bare in ((jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.ModelDrafter(draft)),

@@ -270,6 +270,10 @@ def test_what_rows_and_targets_are_told_apart_by():
 MALFORMED = {
     "no JSON": ("{", "chats.jsonl, line 2 is no JSON"),
     "no messages": ('{"text": "a"}', 'line 2 has no list "messages"; expected an object like'),
+    "an answer to nothing": (
+        '{"messages": [{"role": "assistant", "content": "a"}]}',
+        "line 2 begins with the assistant; begin with what it answers",
+    ),
     "nothing said": ('{"messages": [{"role": "system", "content": "a"}]}', "line 2 has no message of the assistant"),
     "a question's role": (
         '{"messages": [{"role": "cat", "content": "a"}, {"role": "user", "content": "b"}]}',
@@ -314,7 +318,7 @@ def test_data_that_is_none(tmp_path):
     ("change", "message"),
     [({"kind": "owl"}, "kind is 'owl'; expected one of eagle, med"), ({"loss": "l2"}, "loss is 'l2'; expected one of"),
      ({"steps": 0}, "steps must be"), ({"length": 5000}, "length is 5000, and the target has 4096 positions"),
-     ({"length": 2}, "length is 2; expected at least 3, for the first token that can be guessed is the third"),
+     ({"length": 2}, "length is 2; expected at least 6, two tokens more than"),
      ({"rate": 2}, "rate is 2; expected a number above 0"), ({"seed": 2**32}, "seed must be an int from 0 to "),
      ({"data": []}, "data names no file; give at least one")],
 )  # fmt: skip

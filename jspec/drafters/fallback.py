@@ -59,5 +59,8 @@ def _asked(part: Any, state: Any, context: Context, num_draft_tokens: int) -> tu
     asked = at_most(context, count)
     draft, state = part.propose(state, asked, count)
     draft, missing = as_draft(part, draft, asked, count), num_draft_tokens - count
+    if draft.probs is None:
+        raise ValueError(f"{type(part).__name__} drafts tokens without their laws, and a FallbackDrafter tells by laws "
+                         "which part has a guess; give probs.")  # fmt: skip
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, missing)))
     return Draft(tokens, jnp.pad(draft.probs, ((0, 0), (0, missing), (0, 0)))), state

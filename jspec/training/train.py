@@ -73,9 +73,9 @@ class Recipe:
             raise ValueError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}.")
         for name in ("steps", "depth", "step_tokens", "length", "draft_vocab", "boost"):
             check_count(name, getattr(self, name))
-        if self.length < 3:
-            raise ValueError(f"length is {self.length}; expected at least 3, for the first token that can be guessed "
-                             "is the third of a text.")  # fmt: skip
+        if self.length < self.depth + 2:
+            raise ValueError(f"length is {self.length}; expected at least {self.depth + 2}, two tokens more than a "
+                             f"draft of depth={self.depth}.")  # fmt: skip
         if self.written_tokens is not None:
             check_count("written_tokens", self.written_tokens)
         if self.boost > 1 and self.kind != "model":
