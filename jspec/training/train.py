@@ -135,13 +135,11 @@ def train_drafter(
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
     about = {"target": fingerprint(target), "start": None if start is None else fingerprint(start),
              "states": None if store_states else "computed"}  # fmt: skip
-    files = _files(data)
-    given = _given(files, tokenizer, chosen.length, about["target"])
+    given = _given(files := _files(data), tokenizer, chosen.length, about["target"])
     wanted = chosen.written_tokens or (0 if given else _WRITTEN)
     if wanted:
         frame_of(tokenizer)  # what cannot be is said before anything is begun
-    questions = [row.tokens.tolist() for row in given if row.is_question]
-    _check_questions(questions, positions)
+    questions = _questions(given, positions)
     if given and not (wanted or questions):
         texts.divide(given)  # what is too little is said before a folder belongs to it
     folder = Path(folder)
@@ -179,11 +177,13 @@ def _files(data: Any) -> list[Path]:
     return files
 
 
-def _check_questions(questions: list[list[int]], positions: int) -> None:
+def _questions(given: list[Row], positions: int) -> list[list[int]]:
+    questions = [row.tokens.tolist() for row in given if row.is_question]
     longest = max(map(len, questions), default=0)
     if questions and longest + _ANSWER > positions:
         raise ValueError(f"data has a question of {longest} tokens, and the target, which has {positions} positions, "
                          f"answers in up to {_ANSWER}; leave out what is longer than the difference.")  # fmt: skip
+    return questions
 
 
 def _given(files: list[Path], tokenizer: Any, length: int, about: str) -> list[Row]:
