@@ -29,30 +29,32 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
     assert tokenizer.decode(row.tokens) == "user:a?<|end|>assistant:b<|end|>user:c?<|end|>assistant:the end<|end|>"
 
 
-def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
-    """It shows thoughts in the last answer only, so that the first is longer by itself than in the whole."""
-    tokenizer, file = chatty(), tmp_path / "one.jsonl"
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
-        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    )
+def learned_of_two_answers(template, file):
+    """What is learned of "b" and "the end", as a template shows them."""
+    tokenizer = chatty()
+    tokenizer.chat_template = template
     turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
     file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
     (row,) = rows.read(file, tokenizer, 512)
-    assert tokenizer.decode(row.tokens[row.learned]) == "(hm)the end<|end|>"
+    return tokenizer.decode(row.tokens[row.learned])
+
+
+def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
+    """It shows thoughts in the last answer only, so that the first is longer by itself than in the whole."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "(hm)the end<|end|>"
 
 
 def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
     """As ChatML ends its lines: nobody ever writes that."""
-    tokenizer, file = chatty(), tmp_path / "one.jsonl"
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
-    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
-    (row,) = rows.read(file, tokenizer, 512)
-    assert tokenizer.decode(row.tokens[row.learned]) == "b<|end|>the end<|end|>"
+    assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "b<|end|>the end<|end|>"
 
 
 def test_a_chat_may_hold_what_else_ends_lines(tmp_path):

@@ -264,8 +264,11 @@ class Engine:
 
 def _fewer(target: Llama, slots: int) -> tuple[int, ...]:
     """On CPU one request alone is played without the other slots, which would cost as if they were used."""
-    devices = {device for leaf in jax.tree.leaves(target) if isinstance(leaf, jax.Array) for device in leaf.devices()}
-    return (1,) if slots > 1 and all(device.platform == "cpu" for device in devices) else ()
+    return (1,) if slots > 1 and all(device.platform == "cpu" for device in _devices(target)) else ()
+
+
+def _devices(models: Any) -> set[Any]:
+    return {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
 
 
 def _length(target: Llama, draft: Any, wanted: int | None) -> int:
@@ -303,7 +306,6 @@ def _check_readable(drafter: Any) -> None:
 
 
 def _check_one_device(models: Any) -> None:
-    places = {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
-    if len(places) > 1:
-        raise ValueError(f"The weights lie on {len(places)} devices, and an engine decodes on one; load them there, or "
+    if (count := len(_devices(models))) > 1:
+        raise ValueError(f"The weights lie on {count} devices, and an engine decodes on one; load them there, or "
                          "use jspec.speculative_generate.")  # fmt: skip

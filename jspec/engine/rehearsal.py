@@ -55,7 +55,7 @@ def _rehearse_rounds(device: Device, pace: Pace) -> None:
 def _cost(device: Device, num_draft_tokens: int, is_lean: bool, count: int, rounds: int) -> float | None:
     """Seconds a round of so many slots, as the loop would measure it: from call to call, with one more under way."""
     sizes, calls, ended, played = device.sizes, [], [], 0
-    rows = None if count == sizes.slots else range(count)
+    rows = sizes.rows(range(count))
     for _ in range(3):
         calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), is_lean, rows=rows))
         if len(calls) > 1:

@@ -112,7 +112,9 @@ def fit(
         if (number + 1) % schedule.save_every == 0 or number + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
             loss = float(np.mean(jax.device_get(recent)))
-            if not (np.isfinite(loss) and found.tokens[0]):
+            # Nothing is left to be judged, too, where several models learn what those before them got wrong.
+            expected = any(row.learned[2:].any() for row in held_out.plan.rows)
+            if not np.isfinite(loss) or (expected and not found.tokens[0]):
                 raise ValueError(f"After {number + 1} steps the loss is {loss}, and {found.tokens[0]:.0f} held-out "
                                  "tokens can be judged: the rate is too high, or the target's states are not finite; "
                                  "use a smaller rate in another folder, or restore the target.")  # fmt: skip
