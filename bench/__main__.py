@@ -12,6 +12,7 @@ from bench.options import (
     Batch,
     Chatty,
     Draft,
+    HeldOut,
     Length,
     Lengths,
     NewTokens,
@@ -24,6 +25,7 @@ from bench.options import (
     Temperature,
     answering,
     measured,
+    one_sentence,
 )
 from jspec.cli.options import Tree
 
@@ -207,6 +209,7 @@ def answers(
         Path | None, typer.Option("--head", metavar="DIR", exists=True, help="Trained for the target: also with it.")
     ] = None,
     tree: Tree = None,
+    held_out: HeldOut = None,
 ) -> None:
     """Tokens a second of a real model's answers to four kinds of question: jspec, transformers, llama.cpp."""
     from bench import answers
@@ -214,7 +217,8 @@ def answers(
     if tree and head is None:
         raise typer.BadParameter("A tree is one of a head's guesses; give --head, or leave out --tree.")
     subject = answering(new_tokens, target, output, head)
-    answers.run(subject, batch, requests, k, new_tokens, repeats, temperature, tree or ())
+    with one_sentence():
+        answers.run(subject, batch, requests, k, new_tokens, repeats, temperature, tree or (), held_out)
 
 
 @app.command()
@@ -233,16 +237,13 @@ def compiled(
     """What XLA makes of the program for a device that is not here: kernels, bytes, memory, and a predicted time."""
     from bench import devices
 
-    try:
+    with one_sentence():
         devices.prepare(device)  # before anything starts JAX
         from bench import abstract, compiled
         from bench.report import RESULTS
 
         setting = abstract.Setting(batch, width, new_tokens, k)
         compiled.run(device, pair, setting, count, output or RESULTS)
-    except ValueError as error:
-        typer.echo(error, err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -293,11 +294,8 @@ def serve(
     common = [*([target] if target else []), "--slots", str(slots)]
     drafted = ["--num-draft-tokens", k, *(["--draft", draft] if draft else [])]
     name = "+".join(Path(part).name for part in (target or "bundled", draft) if part) + f"-k{k}-s{slots}"
-    try:
+    with one_sentence(RuntimeError):  # a server does not begin
         serve.run(common, drafted, name, traffic, cost_ratio, repeats, output)
-    except RuntimeError as error:  # a server does not begin
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()

@@ -85,16 +85,22 @@ def programs(
 
 def run(
     subject: Subject, batches: list[int], count: int, k: int, new_tokens: int, repeats: int, temperature: float,
-    tree: tuple[int, ...],
+    tree: tuple[int, ...], held_out: Path | None,
 ) -> None:  # fmt: skip
     """Publish one row a kind of question, batch size and program.
 
     Args:
         count: questions of each kind, but at least one batch of them and none that would not fill it.
+        held_out: the folder of a training, for questions that it held out in the place of people's four kinds.
+
+    Raises:
+        ValueError: nothing is held out there, or too little.
     """
+    most = max(count, *batches)
+    questions = ({kind: chats.rows(subject.tokenizer, kind, most) for kind in chats.KINDS} if held_out is None
+                 else {"held out": chats.held_out(held_out, most)})  # fmt: skip
     others, rows = {} if temperature else here(subject, new_tokens), []
-    for kind in chats.KINDS:
-        asked = chats.rows(subject.tokenizer, kind, max(count, *batches))
+    for kind, asked in questions.items():
         for batch in batches:
             size = max(count, batch) // batch * batch
             calls = programs(subject, others, asked[:size], batch, k, new_tokens, temperature, tree)
@@ -104,7 +110,8 @@ def run(
     wanted = () if temperature else ("torch", "llama_cpp")
     missing = "".join(f" {module} is not installed." for module in wanted if module not in others)
     publish(
-        f"answers-{subject.name}{f'-t{temperature:g}' if temperature else ''}-{jax.default_backend()}",
+        f"answers-{subject.name}{'-held-out' if held_out else ''}{f'-t{temperature:g}' if temperature else ''}"
+        f"-{jax.default_backend()}",
         f"{subject.name}, temperature {temperature:g}: answers to chats, {new_tokens} new tokens at most, K = {k},"
         f" {subject.target.dtype}",
         rows,

@@ -15,6 +15,8 @@ from jspec import text
 from jspec.completion import how_far
 from jspec.drafters.base import own_tree
 from jspec.prompts import encode
+from jspec.training.rows import divide, written
+from jspec.training.train import Recipe
 
 FOLDER = Path(__file__).parent / "prompts"  # of files as `jspec generate --chat --file` takes them
 KINDS = ("chat", "summary", "rewriting", "code")
@@ -31,6 +33,19 @@ def rows(tokenizer: Any, kind: str, count: int) -> list[np.ndarray]:
     """Token ids of the first `count` questions of a kind, each by the tokenizer's chat template."""
     asked = encode(tokenizer, [[{"role": "user", "content": question}] for question in questions(kind)[:count]])
     return [ids[:length] for ids, length in zip(asked.tokens, asked.lengths, strict=True)]
+
+
+def held_out(folder: Path, count: int) -> list[np.ndarray]:
+    """Token ids of `count` chats, up to the answer, of those in the folder of a training which none learns.
+
+    Raises:
+        ValueError: there are fewer, or no texts at all.
+    """
+    chats = [row.tokens[: row.learned.argmax()] for row in divide(written(folder, Recipe.length))[1]]
+    found = list({ids.tobytes(): ids for ids in chats if ids.size}.values())
+    if len(found) < count:
+        raise ValueError(f"A training holds out {len(found)} of its questions in {folder}, and {count} are wanted.")
+    return [found[i] for i in np.linspace(0, len(found) - 1, count).astype(int)]
 
 
 def requests(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[Request]:

@@ -1,5 +1,7 @@
 """The options that several commands share, and what they stand for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,6 +52,28 @@ Chatty = Annotated[
 Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Of each of the four kinds.")]
 
 
+HeldOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--held-out",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="A training's folder: questions that none learns of those in it, in the place of the four kinds.",
+    ),
+]
+
+
+@contextmanager
+def one_sentence(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+    """A mistake of one of `kinds` ends the command with one sentence."""
+    try:
+        yield
+    except kinds as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(1) from error
+
+
 def known_kinds(names: str) -> str:
     """Refuse kinds of drafters, by commas, that cannot be trained."""
     from jspec.training.kinds import KINDS
@@ -78,15 +102,12 @@ def measured(
     """
     from bench import subject
 
-    try:
+    with one_sentence((ValueError, OSError)):
         if by_model and not subject.drafts_by_model(draft):
             raise ValueError(f"This command needs a draft model, and {draft} has none; give --draft SRC.")
         if draft == subject.RECYCLING and not may_branch:
             raise ValueError("This command drafts chains, and recycling drafts a tree; use python -m bench trees.")
         return subject.find(new_tokens, pair, target, draft, *rest)
-    except (ValueError, OSError) as error:
-        typer.echo(" ".join(str(error).split()), err=True)
-        raise typer.Exit(1) from error
 
 
 def answering(new_tokens: int, target: str, output: Path | None, head: Path | None = None) -> "Subject":

@@ -19,6 +19,7 @@ import jspec
 from bench import agreement, answers, chats, first_answer, llamacpp, plots, rivals
 from bench.__main__ import app
 from bench.subject import Subject
+from jspec.training import rows
 from pair.corpus import Document
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -187,6 +188,22 @@ def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty,
     assert all(row["tokens a round"] >= 1 for name, row in rows.items() if name != "plain")
     done = CliRunner().invoke(app, ["answers", "--target", str(chatty), "--tree", "0"])
     assert done.exit_code == 2 and "give --head" in done.output
+
+
+def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):
+    (tmp_path / rows.TEXTS).mkdir()
+    chats_ = [rows.of_answer([1, 2 + i % 50, 5 + i // 50], [5, 6, 7]) for i in range(100)]
+    rows.save([*chats_, rows.of_answer([], range(9))], tmp_path / rows.TEXTS / "00000.safetensors")
+    held_out = {tuple(row.tokens[:3]) for row in rows.divide(chats_)[1]}
+    found = chats.held_out(tmp_path, len(held_out))
+    assert 1 < len(held_out) < 20 and sorted(map(tuple, found)) == sorted(held_out)
+    report = bench("answers", "--requests", "2", "--batch", "1", "--num-draft-tokens", "1", "--max-new-tokens", "3",
+                   "--repeats", "1", "--temperature", "1", "--held-out", str(tmp_path))  # fmt: skip
+    assert {row["question"] for row in report["rows"]} == {"held out"}
+    assert {row["same texts"].split()[-1] for row in report["rows"]} == {"2"}
+    rows.save(chats_[:2], tmp_path / rows.TEXTS / "00000.safetensors")
+    done = CliRunner().invoke(app, ["answers", "--target", str(chatty), "--held-out", str(tmp_path)])
+    assert done.exit_code == 1 and "1 of its questions" in done.output
 
 
 @pytest.mark.parametrize("branches", [True, False])
