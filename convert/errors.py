@@ -1,6 +1,8 @@
-"""The one exception of this package, and how it lists names."""
+"""The one exception of this package, how it lists names, and how it tells what other libraries report."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class CheckpointError(ValueError):
@@ -18,3 +20,15 @@ def brief(error: Exception) -> str:
     """The first line of an error from another library, at most 200 characters; some append their whole state."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]
+
+
+@contextmanager
+def raised_alone() -> Iterator[None]:
+    """What Orbax raises in this block it does not also log, which it would do from every thread and with traces."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

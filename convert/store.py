@@ -10,7 +10,7 @@ import numpy as np
 
 from convert import dtypes, manifest
 from convert.config import LlamaConfig
-from convert.errors import CheckpointError, brief, listing
+from convert.errors import CheckpointError, brief, listing, raised_alone
 from convert.json_file import read_object
 from convert.keymap import shapes
 from convert.safetensors_reader import row_chunks
@@ -78,7 +78,7 @@ def write(directory: Path, params: dict[str, np.ndarray], files: dict[str, Any])
     description = json.dumps(_FORMAT | {"dtype": dtype, "files": files}, indent=1)
     (directory / DESCRIPTION).write_text(description + "\n", encoding="utf-8")
     try:
-        with _context():
+        with raised_alone(), _context():
             ocp.save(_arrays(directory), params)
     except Exception as error:  # the storage layer reports a full disk in several ways
         raise CheckpointError(
@@ -106,7 +106,7 @@ def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndar
     from orbax.checkpoint import v1 as ocp
 
     try:
-        with _context():
+        with raised_alone(), _context():
             return ocp.load(_arrays(directory), abstract)
     except Exception as error:  # Orbax has no common class for what it finds wrong
         raise CheckpointError(

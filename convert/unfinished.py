@@ -17,7 +17,7 @@ def deleted_in_the_end(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _remove(folder)
+        remove(folder)
         _folders.discard(folder)
 
 
@@ -31,10 +31,10 @@ def delete() -> None:
         with suppress(OSError):  # it was finished, or is not there yet
             folder.rename(doomed)
         for left in (doomed, folder):  # a thread may have been about to write into it
-            _remove(left)
+            remove(left)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """A library's threads may write into it for a moment after one of them has failed: then again."""
     for pause in _PAUSES:
         shutil.rmtree(folder, ignore_errors=True)

@@ -44,8 +44,19 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
         assert code == 2 and "drafter cannot" in err
         code, _, err = run("tune", sources[0], folder / "drafter")
         assert code == 2 and "a tree of its own" in err
-    code, out, err = run(*options)
-    assert code == 2 and "is there already" in err
+    if kind == "eagle":  # as one that was stopped while it measured
+        before = (folder / "drafter" / "model.safetensors").stat()
+        code, out, err = run(*options)
+        assert code == 0 and "drafter was there already." in out.replace("\n", "") and "tokens a round, foreseen" in out
+        assert (folder / "drafter" / "model.safetensors").stat() == before
+        code, out, err = run(*options, "--seed", 1)
+        assert code == 1 and "was begun with seed=0, and now it is 1" in err
+
+
+def test_a_drafter_that_no_training_made(run, sources, tmp_path):
+    (tmp_path / "run" / "drafter").mkdir(parents=True)
+    code, _, err = run("train", sources[0], "--output", tmp_path / "run")
+    assert code == 2 and "is there already, and no training made it" in err
 
 
 @pytest.mark.parametrize("generation", [1, 3])

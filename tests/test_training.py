@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import text_pair
 import toys
+from test_convert_save import small_disk
 
 import jspec
+from convert import CheckpointError
 from jspec.cache import prefill_with_features
 from jspec.drafters.asked import features_of
 from jspec.drafters.base import Context, TargetView
@@ -212,6 +214,18 @@ def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
     assert (parts / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
     assert [one.step for one in fit.read_log(parts)] == [3, 6, 9]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_full_disk_leaves_the_state_before(tmp_path, caplog):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = run(whole, 9)
+    with pytest.raises(KeyboardInterrupt):
+        run(parts, 9, 4)
+    with small_disk(2000), pytest.raises(CheckpointError, match=r"behind step 6 could not .* MB are free"):
+        run(parts, 9)
+    assert [state.name for state in (parts / "state").iterdir()] == ["3"] and "absl" not in str(caplog.records)
+    jax.tree.map(np.testing.assert_array_equal, run(parts, 9), expected)
+    assert (parts / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
 
 
 @pytest.mark.parametrize("kind, depths", [("eagle", [1, 1, 1, 2, 2]), ("medusa", [2] * 5)])

@@ -58,6 +58,8 @@ def _explained(error: Exception, command: str) -> tuple[int, str]:
         return 2, f"{message()} (see {command} --help)"
     if isinstance(error, UsageError):
         return 2, f"{error} (see {command} --help)"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return 1, f"{error.filename}: {error.strerror}."
     if isinstance(error, ValueError | OSError):
         return 1, " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in str(error):

@@ -22,6 +22,7 @@ _CLEAR_LINE_AND_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 # Held by whoever ends the process: what an end breaks must not be reported as a failure on the way.
 ending = threading.Lock()
 _listening: list[threading.Event] = []
+_last_words: list[str] = []
 
 
 def end_at_once() -> None:
@@ -51,6 +52,16 @@ def heard() -> Iterator[threading.Event]:
         _listening.remove(event)
 
 
+@contextlib.contextmanager
+def last_words(text: str) -> Iterator[None]:
+    """In this block Ctrl-C ends the process with this sentence."""
+    _last_words.append(f"{text}\n")
+    try:
+        yield
+    finally:
+        _last_words.pop()
+
+
 def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
     """End the process at the first SIGINT that nobody has listened for; the writer is kept open by being here."""
     while signal.SIGINT not in reader.recv(64) or _listening:  # others are signals that Python handles
@@ -60,4 +71,6 @@ def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
         unfinished.delete()
         if os.isatty(2):
             os.write(2, _CLEAR_LINE_AND_SHOW_CURSOR)
+        for words in _last_words:
+            os.write(2, words.encode(errors="backslashreplace"))
         os._exit(STATUS)  # what was printed is out: typer and rich flush, and a flush here could wait for a full pipe

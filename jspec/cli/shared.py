@@ -51,18 +51,20 @@ def wrong_options() -> Iterator[None]:
 
 @contextmanager
 def logged_to(say: Callable[[str], None]) -> Iterator[None]:
-    """What jspec logs in the block is told to `say`."""
+    """What jspec logs in the block is told to `say`, and to no handler of all logs, as libraries install."""
     log = logging.getLogger("jspec")
     handler = logging.Handler()
     handler.emit = lambda record: say(record.getMessage())
-    level = log.level
+    level, propagates = log.level, log.propagate
     log.setLevel(logging.INFO)
+    log.propagate = False
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+        log.propagate = propagates
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jspec.cli import interrupts
 from jspec.cli import options as o
 from jspec.cli.shared import UsageError, logged_to, option, prepare_environment, status_line
 from jspec.cli.sources import BUNDLED_TARGET, NONE, sources
@@ -39,6 +40,7 @@ _Data = Annotated[
         "Text, chats or questions in a .jsonl, or an earlier DIR for what was written there; also several times "
         "[default: the target writes its own].",
         show_default=False,
+        exists=True,
     ),
 ]
 _Start = Annotated[
@@ -51,7 +53,9 @@ _Measured = Annotated[bool, typer.Option("--measure/--no-measure", help="Measure
 
 
 def train(
-    folder: Annotated[Path, option("--output", "DIR", "Folder of the run; a run that was stopped goes on from it.")],
+    folder: Annotated[
+        Path, option("--output", "DIR", "Folder of the run; a run that was stopped goes on from it.", file_okay=False)
+    ],
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
     ] = None,
@@ -83,8 +87,9 @@ def train(
     It learns to guess what TARGET says, from texts or from chats that TARGET writes itself. The output stays exactly
     TARGET's whatever comes out: a better drafter is a faster one.
     """
-    if (folder / "drafter").exists():
-        raise UsageError(f"{folder / 'drafter'} is there already; give another --output, or delete it.")
+    path = folder / "drafter"
+    if path.exists() and not (folder / "recipe.json").exists():
+        raise UsageError(f"{path} is there already, and no training made it; give another --output, or delete it.")
     where = sources(target or BUNDLED_TARGET, start or NONE)
     prepare_environment()
     with status_line() as say:
@@ -100,13 +105,15 @@ def train(
         Recipe(kind, **recipe).check()
         say("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
-    with _bar(steps) as tell:
+    with interrupts.last_words(f"Stopped. The same command goes on from {folder}."), _bar(steps) as tell:
         drafter = jspec.train_drafter(
             model, tokenizer, kind, data or None, folder=folder, start=begun, store_states=stored, say=tell, **recipe
         )
-    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
-    path = rounded.save(folder / "drafter", **_layout(rounded, where.target))
-    typer.echo(f"Wrote {path}.")
+    if path.exists():
+        typer.echo(f"{path} was there already.")
+    else:
+        rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
+        typer.echo(f"Wrote {rounded.save(path, **_layout(rounded, where.target))}.")
     if measured:
         _measure(model, type(drafter).load(path, model, dtype), folder, depth)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from convert import unfinished
+from convert.errors import CheckpointError, brief, raised_alone
 from jspec.training.batches import Batch, Plan
 from jspec.training.kinds import Trainee, Weights
 from jspec.training.objective import Score, judge, score, total
@@ -261,11 +264,25 @@ def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]
 
 
 def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) -> None:
-    """The log first: of a step whose state is not there, its lines are cut off again."""
+    """The log first: of a step whose state is not there, its lines are cut off again.
+
+    Raises:
+        convert.CheckpointError: the state could not be written; the one before is still there.
+    """
     with (folder / _LOG).open("a", encoding="utf-8") as log:
         log.write(json.dumps(dataclasses.asdict(progress)) + "\n")
-    with _checkpointer(folder) as checkpoints:
-        checkpoints.save(step, _changing(state), overwrite=True)
+    where = folder / _STATE
+    try:
+        with raised_alone(), _checkpointer(folder) as checkpoints:
+            checkpoints.save(step, _changing(state), overwrite=True)
+    except Exception as error:  # the storage layer reports a full disk in several ways
+        for partial in where.glob("*-tmp*"):
+            unfinished.remove(partial)
+        free = shutil.disk_usage(folder).free / 1e6
+        raise CheckpointError(
+            f"The state behind step {step} could not be written to {where}, where {free:.0f} MB are free "
+            f"({brief(error)}); check the disk. The run goes on from the state before it."
+        ) from error
 
 
 def _changing(state: dict[str, Any]) -> dict[str, Any]:
