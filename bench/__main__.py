@@ -212,13 +212,14 @@ def answers(
     held_out: HeldOut = None,
 ) -> None:
     """Tokens a second of a real model's answers to four kinds of question: jspec, transformers, llama.cpp."""
-    from bench import answers
+    from bench import answers, chats
 
     if tree and head is None:
         raise typer.BadParameter("A tree is one of a head's guesses; give --head, or leave out --tree.")
     subject = answering(new_tokens, target, output, head)
     with one_sentence():
-        answers.run(subject, batch, requests, k, new_tokens, repeats, temperature, tree or (), held_out)
+        questions = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)
+    answers.run(subject, questions, batch, requests, k, new_tokens, repeats, temperature, tree or ())
 
 
 @app.command()

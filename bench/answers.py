@@ -21,12 +21,15 @@ from jspec.drafters.base import own_tree
 from jspec.drafters.fallback import behind_lookup
 
 DRAFTING = ("tokens a round", "accepted")
-WIDEST = 256  # a question, in tokens
 RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")
 
 
-def here(subject: Subject, new_tokens: int) -> dict[str, Any]:
-    """The programs that are installed and decode the same weights, by the module they need."""
+def here(subject: Subject, longest: int) -> dict[str, Any]:
+    """The programs that are installed and decode the same weights, by the module they need.
+
+    Args:
+        longest: text, in tokens.
+    """
     found = {}
     if importlib.util.find_spec("torch") is not None:
         found["torch"] = rivals.twin(subject.target)
@@ -34,7 +37,7 @@ def here(subject: Subject, new_tokens: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "target.gguf"
             llamacpp.write_gguf(subject.target, file)
-            found["llama_cpp"] = llamacpp.load(file, logits_all=False, context=WIDEST + new_tokens)
+            found["llama_cpp"] = llamacpp.load(file, logits_all=False, context=longest)
     return found
 
 
@@ -84,22 +87,17 @@ def programs(
 
 
 def run(
-    subject: Subject, batches: list[int], count: int, k: int, new_tokens: int, repeats: int, temperature: float,
-    tree: tuple[int, ...], held_out: Path | None,
+    subject: Subject, questions: dict[str, list[np.ndarray]], batches: list[int], count: int, k: int, new_tokens: int,
+    repeats: int, temperature: float, tree: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Publish one row a kind of question, batch size and program.
 
     Args:
-        count: questions of each kind, but at least one batch of them and none that would not fill it.
-        held_out: the folder of a training, for questions that it held out in the place of people's four kinds.
-
-    Raises:
-        ValueError: nothing is held out there, or too little.
+        questions: as `chats.by_kind` gives them.
+        count: of each kind, but at least one batch of them and none that would not fill it.
     """
-    most = max(count, *batches)
-    questions = ({kind: chats.rows(subject.tokenizer, kind, most) for kind in chats.KINDS} if held_out is None
-                 else {"held out": chats.held_out(held_out, most)})  # fmt: skip
-    others, rows = {} if temperature else here(subject, new_tokens), []
+    longest = max(len(one) for asked in questions.values() for one in asked)
+    others, rows = {} if temperature else here(subject, longest + new_tokens), []
     for kind, asked in questions.items():
         for batch in batches:
             size = max(count, batch) // batch * batch
@@ -109,9 +107,10 @@ def run(
             rows += _rows(kind, batch, outs, times)
     wanted = () if temperature else ("torch", "llama_cpp")
     missing = "".join(f" {module} is not installed." for module in wanted if module not in others)
+    asked_of = "-held-out" if chats.HELD_OUT in questions else ""
+    drawn = f"-t{temperature:g}" if temperature else ""
     publish(
-        f"answers-{subject.name}{'-held-out' if held_out else ''}{f'-t{temperature:g}' if temperature else ''}"
-        f"-{jax.default_backend()}",
+        f"answers-{subject.name}{asked_of}{drawn}-{jax.default_backend()}",
         f"{subject.name}, temperature {temperature:g}: answers to chats, {new_tokens} new tokens at most, K = {k},"
         f" {subject.target.dtype}",
         rows,

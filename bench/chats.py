@@ -19,7 +19,7 @@ from jspec.training.rows import divide, written
 from jspec.training.train import Recipe
 
 FOLDER = Path(__file__).parent / "prompts"  # of files as `jspec generate --chat --file` takes them
-KINDS = ("chat", "summary", "rewriting", "code")
+KINDS, HELD_OUT = ("chat", "summary", "rewriting", "code"), "held out"
 COUNT = 16  # of each kind
 
 
@@ -35,12 +35,19 @@ def rows(tokenizer: Any, kind: str, count: int) -> list[np.ndarray]:
     return [ids[:length] for ids, length in zip(asked.tokens, asked.lengths, strict=True)]
 
 
-def held_out(folder: Path, count: int) -> list[np.ndarray]:
-    """Token ids of `count` chats, up to the answer, of those in the folder of a training which none learns.
+def by_kind(tokenizer: Any, count: int, folder: Path | None) -> dict[str, list[np.ndarray]]:
+    """Kind -> token ids of so many questions: of the four kinds, or of those that a training in `folder` holds out.
 
     Raises:
-        ValueError: there are fewer, or no texts at all.
+        ValueError: it holds out fewer, or there are no texts at all.
     """
+    if folder is None:
+        return {kind: rows(tokenizer, kind, count) for kind in KINDS}
+    return {HELD_OUT: _held_out(folder, count)}
+
+
+def _held_out(folder: Path, count: int) -> list[np.ndarray]:
+    """Some of all; those of a training whose texts are of the usual length."""
     chats = [row.tokens[: row.learned.argmax()] for row in divide(written(folder, Recipe.length))[1]]
     found = list({ids.tobytes(): ids for ids in chats if ids.size}.values())
     if len(found) < count:

@@ -59,7 +59,7 @@ HeldOut = Annotated[
         metavar="DIR",
         exists=True,
         file_okay=False,
-        help="A training's folder: questions that none learns of those in it, in the place of the four kinds.",
+        help="A training's folder: the questions that it holds out, in the place of the four kinds.",
     ),
 ]
 

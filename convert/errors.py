@@ -24,11 +24,14 @@ def brief(error: Exception) -> str:
 
 @contextmanager
 def raised_alone() -> Iterator[None]:
-    """What Orbax raises in this block it does not also log, which it would do from every thread and with traces."""
+    """What Orbax raises in this block it does not also log as errors, as it would from every thread and with traces."""
+
+    def no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
     log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
+    log.addFilter(no_error)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.removeFilter(no_error)

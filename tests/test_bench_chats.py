@@ -195,7 +195,7 @@ def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):
     chats_ = [rows.of_answer([1, 2 + i % 50, 5 + i // 50], [5, 6, 7]) for i in range(100)]
     rows.save([*chats_, rows.of_answer([], range(9))], tmp_path / rows.TEXTS / "00000.safetensors")
     held_out = {tuple(row.tokens[:3]) for row in rows.divide(chats_)[1]}
-    found = chats.held_out(tmp_path, len(held_out))
+    found = chats.by_kind(None, len(held_out), tmp_path)["held out"]
     assert 1 < len(held_out) < 20 and sorted(map(tuple, found)) == sorted(held_out)
     report = bench("answers", "--requests", "2", "--batch", "1", "--num-draft-tokens", "1", "--max-new-tokens", "3",
                    "--repeats", "1", "--temperature", "1", "--held-out", str(tmp_path))  # fmt: skip

@@ -54,7 +54,7 @@ def heard() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def last_words(text: str) -> Iterator[None]:
-    """In this block Ctrl-C ends the process with this sentence."""
+    """In this block Ctrl-C ends the process with this sentence, on a terminal."""
     _last_words.append(f"{text}\n")
     try:
         yield
@@ -69,8 +69,7 @@ def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
             event.set()
     with ending:
         unfinished.delete()
-        if os.isatty(2):
-            os.write(2, _CLEAR_LINE_AND_SHOW_CURSOR)
-        for words in _last_words:
-            os.write(2, words.encode(errors="backslashreplace"))
+        if os.isatty(2):  # a pipe may be full, or closed
+            shown = "".join(_last_words).encode(errors="backslashreplace")
+            os.write(2, _CLEAR_LINE_AND_SHOW_CURSOR + shown)
         os._exit(STATUS)  # what was printed is out: typer and rich flush, and a flush here could wait for a full pipe

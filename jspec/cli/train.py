@@ -88,14 +88,11 @@ def train(
     TARGET's whatever comes out: a better drafter is a faster one.
     """
     path = folder / "drafter"
-    if path.exists() and not (folder / "recipe.json").exists():
-        raise UsageError(f"{path} is there already, and no training made it; give another --output, or delete it.")
+    if path.exists() and not (folder / "state").exists():
+        raise UsageError(f"{path} is there already, without the run that made it; give another --output, or delete it.")
     where = sources(target or BUNDLED_TARGET, start or NONE)
     prepare_environment()
     with status_line() as say:
-        import jax
-        import jax.numpy as jnp
-
         import jspec
         from jspec.training.train import Recipe
 
@@ -105,17 +102,24 @@ def train(
         Recipe(kind, **recipe).check()
         say("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
-    with interrupts.last_words(f"Stopped. The same command goes on from {folder}."), _bar(steps) as tell:
-        drafter = jspec.train_drafter(
-            model, tokenizer, kind, data or None, folder=folder, start=begun, store_states=stored, say=tell, **recipe
-        )
-    if path.exists():
-        typer.echo(f"{path} was there already.")
-    else:
-        rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
-        typer.echo(f"Wrote {rounded.save(path, **_layout(rounded, where.target))}.")
-    if measured:
-        _measure(model, type(drafter).load(path, model, dtype), folder, depth)
+    with interrupts.last_words(f"Stopped. The same command goes on from {folder}."):
+        with _bar(steps) as tell:
+            drafter = jspec.train_drafter(model, tokenizer, kind, data or None, folder=folder, start=begun,
+                                          store_states=stored, say=tell, **recipe)  # fmt: skip
+        if path.exists():
+            typer.echo(f"{path} was there already.")
+        else:
+            rounded = _in_bfloat16(drafter)
+            typer.echo(f"Wrote {rounded.save(path, **_layout(rounded, where.target))}.")
+        if measured:
+            _measure(model, type(drafter).load(path, model, dtype), folder, depth)
+
+
+def _in_bfloat16(drafter: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
 
 
 def _layout(drafter: Any, target: str) -> dict[str, Any]:

@@ -281,7 +281,7 @@ def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) ->
         free = shutil.disk_usage(folder).free / 1e6
         raise CheckpointError(
             f"The state behind step {step} could not be written to {where}, where {free:.0f} MB are free "
-            f"({brief(error)}); check the disk. The run goes on from the state before it."
+            f"({brief(error)}); check the disk. The run goes on from the state before it, if there is one."
         ) from error
 
 
