@@ -44,6 +44,8 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
         assert code == 2 and "drafter cannot" in err
         code, _, err = run("tune", sources[0], folder / "drafter")
         assert code == 2 and "a tree of its own" in err
+    code, _, err = run(*asked, "--draft", folder)
+    assert code == 2 and f"give its drafter, --draft {folder / 'drafter'}" in err
     if kind == "eagle":  # as one that was stopped while it measured
         before = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
         code, out, err = run(*options)

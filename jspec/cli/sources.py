@@ -142,6 +142,8 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
                          f"head, a datastore or exit:N; {draft or 'nothing'} does not.")  # fmt: skip
     if draft == HEAD and not Path(HEAD).exists():  # a path comes first, as for targets
         draft = _head(target)
+    if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
+        raise UsageError(f"{draft} is the folder of a training; give its drafter, --draft {trained}.")
     if is_model(draft) and not target and draft != _BUNDLED_DRAFT and head_kind(draft) is None:
         raise UsageError("--draft needs --target where it is a model.")
     if draft.startswith("exit:"):
