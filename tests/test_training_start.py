@@ -10,6 +10,7 @@ from test_training import LONG, TARGET, chats, chatty
 
 import jspec
 from jspec.drafters import EagleDrafter
+from jspec.training.sight import fingerprint
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -45,3 +46,12 @@ def test_what_a_training_cannot_go_on_with(tmp_path, start, options, message):
     with pytest.raises(ValueError, match=message):
         jspec.train_drafter(LONG, chatty(), data="none.txt", folder=tmp_path / "run", start=start(), **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_fixed_in_a_drafter_tells_it_from_another():
+    """Though all weights are the same."""
+    head, target = eagle_heads.eagle(TARGET, 3, features=(1,)), fingerprint(TARGET)
+    other = eagle_heads.eagle(TARGET, 3, features=(2,))
+    assert len({fingerprint(EagleDrafter(one)) for one in (head, head, other)}) == 2
+    exits = [jspec.KangarooDrafter.untrained(TARGET, layers, rngs=nnx.Rngs(0)) for layers in (1, 2)]
+    assert len({*map(fingerprint, exits), target}) == 3

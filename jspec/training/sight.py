@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from safetensors import SafetensorError, safe_open
 
+from jspec.drafters.own_files import InOwnFiles
 from jspec.training.batches import Batch, Plan
 from jspec.training.rows import digest, write_arrays, write_text
 
@@ -64,10 +65,17 @@ def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model's sizes, dtypes and weights; on all devices, and in whatever parts it lies on them, the same."""
+    """Of a model's or drafter's sizes, dtypes and weights; the same on all devices, in whatever parts it lies there."""
     leaves = jax.tree.leaves(model)
     known = [(leaf.dtype.name, leaf.shape, int(bits)) for leaf, bits in zip(leaves, _bits(leaves), strict=True)]
-    return hashlib.sha256(f"{getattr(model, 'config', None)} {known}".encode()).hexdigest()
+    return hashlib.sha256(f"{_config(model)} {known}".encode()).hexdigest()
+
+
+def _config(model: Any) -> Any:
+    """What is fixed in it beside its arrays."""
+    if isinstance(model, InOwnFiles):
+        return model.described()
+    return getattr(model, "config", None) or getattr(getattr(model, "head", None), "config", None)
 
 
 @jax.jit
