@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import lowering
 import numpy as np
 import pytest
 from few import by_default
@@ -235,13 +236,7 @@ def _shapes(batch=2, steps=3, heads=6, size=64, dtype=jnp.bfloat16):
 
 
 def _lowered(program, arguments, platform="cuda"):
-    traced = jax.jit(lambda *arguments: program(*arguments)).trace(*arguments)
-    try:
-        return traced.lower(lowering_platforms=(platform,)).as_text()
-    except RuntimeError as error:
-        if "No supported GPU devices found" not in str(error):
-            raise
-        pytest.skip("from 0.12 on jax lowers such a kernel only where there is a GPU")
+    return lowering.lowered(jax.jit(lambda *arguments: program(*arguments)).trace(*arguments), platform)
 
 
 def _has_kernel(program, arguments, platform="cuda"):
