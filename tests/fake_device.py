@@ -72,7 +72,7 @@ class FakeDevice:
         assert self.moves[slot] or lag > 2
         return self.chunk(lag)
 
-    def play(self, num_draft_tokens, rounds, stop, is_lean, yields, rows):
+    def play(self, num_draft_tokens, rounds, stop, needs, yields, rows):
         if self.fails:  # seen, as of a device, by whoever looks at what comes of it
             self.fails = False
             return Failed()

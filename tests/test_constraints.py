@@ -46,6 +46,7 @@ class NoMultiples:
 @pytest.fixture(autouse=True)
 def compiled_when_met(monkeypatch):
     monkeypatch.setattr(Device, "compile", lambda _: None)
+    monkeypatch.setattr(Device, "later", lambda _: [])
     monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
 
 

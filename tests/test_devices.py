@@ -19,7 +19,7 @@ from bench.hlo import arrays
 from jspec import roofline
 from jspec.acceptance import RULES
 from jspec.engine.device import Device
-from jspec.engine.slots import Sizes
+from jspec.engine.slots import Needs, Sizes
 from jspec.footprint import Weights, footprint, slots_of
 from jspec.training import fit, kinds
 
@@ -176,7 +176,8 @@ def test_a_training_step_compiles(name, kind):
 
 @pytest.mark.parametrize(
     "key",
-    [("seat",), ("read", 32), ("read several",), ("follow",), ("play", 0, True), ("play", 4, True), ("play", 4, False)],
+    [("seat",), ("read", 32), ("read several",), ("follow",), ("play", 0, Needs.LEAN, 8)]
+    + [("play", 4, needs, 8) for needs in Needs],
     ids=str,
 )
 @pytest.mark.parametrize("name", ON)

@@ -144,7 +144,7 @@ def test_a_journal_is_the_run(engine, models):
     first, second = one.replay(commands), other.replay(commands)
     slots, tokens = range(OPTIONS["slots"]), 0
     assert {any(of[4]) for name, of in commands if name == "play"} == {True, False}  # it yields while somebody waits
-    tops = [0 if of[3] else engine.device.sizes.top_logprobs for name, of in commands if name == "play"]
+    tops = [engine.device.sizes.top_logprobs if of[3] else 0 for name, of in commands if name == "play"]
     for a, b, num_top in zip(first, second, tops, strict=True):
         news = unpack(a, slots, num_top, slots)
         assert news == unpack(b, slots, num_top, slots)

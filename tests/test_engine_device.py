@@ -18,7 +18,7 @@ from jspec.engine.device import Device
 from jspec.engine.news import unpack
 from jspec.engine.pace import Pace
 from jspec.engine.rehearsal import rehearse
-from jspec.engine.slots import Sizes, neutral_transforms
+from jspec.engine.slots import Needs, Sizes, neutral_transforms
 from jspec.state import RequestParams
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -89,13 +89,13 @@ class Host:
                 self.device.follow(slot, lag)
         lengths = self.device.sizes.num_draft_tokens
         tenants = list(self.seated)
-        is_lean = call % 5 < 3
+        needs = Needs.LEAN if call % 5 < 3 else Needs(1 + call % 2)
         stop, yields, rows, k = np.zeros(SLOTS, bool), np.full(SLOTS, call % 3 == 1), None, lengths[call % len(lengths)]
         if call % 4 == 2:  # as if the others were not there, whether they move or not
-            rows, k, is_lean = [(call // 4 + i) % SLOTS for i in range(2)], lengths[-1], False
-        played = self.device.play(k, 1 + call % 2, stop, is_lean, yields, rows)
+            rows, k, needs = [(call // 4 + i) % SLOTS for i in range(2)], lengths[-1], Needs.FULL
+        played = self.device.play(k, 1 + call % 2, stop, needs, yields, rows)
         for (slot, new), i in zip(
-            unpack(played, range(SLOTS), 0 if is_lean else self.device.sizes.top_logprobs).items(), tenants, strict=True
+            unpack(played, range(SLOTS), self.device.sizes.top_logprobs if needs else 0).items(), tenants, strict=True
         ):
             if i is None or (rows and slot not in rows):
                 assert not new.tokens
@@ -165,7 +165,7 @@ def test_a_text_that_begins_as_another_does(models, requests, name):
         for call in range(3 + NEW):
             if call == 3:
                 seat(1, 0 if source is None else shared, source)
-            for slot, news in unpack(one.play(k, 1, nobody, True), written).items():
+            for slot, news in unpack(one.play(k, 1, nobody, Needs.LEAN), written).items():
                 written[slot] += news.tokens
         texts[source] = written
     assert texts[2] == texts[None]
@@ -241,14 +241,14 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
         one.seat(0, row(prompts[i], keys[i], vocab_size, coupled=False), len(prompts[i]))
         while True:
             for _ in range(between):
-                one.play(k, 1, np.zeros(2, bool), True)
+                one.play(k, 1, np.zeros(2, bool), Needs.LEAN)
             read = one.read(0, prompts[i], read).end
             if read == len(prompts[i]) - 1:
                 break
         for _ in range(4 * one.lags):
             one.follow(0, len(prompts[i]))
         while len(text) < NEW:
-            text += unpack(one.play(k, 2, np.zeros(2, bool), True), [0])[0].tokens
+            text += unpack(one.play(k, 2, np.zeros(2, bool), Needs.LEAN), [0])[0].tokens
         texts.setdefault(i, []).append(text)
     for same in texts.values():
         assert same[0] == same[1] == same[2]
@@ -287,7 +287,7 @@ def test_a_call_that_yields_ends_when_a_row_does(models, requests):
             one.seat(slot, asked, len(prompts[i]))
             one.read(slot, prompts[i], 0)
         rows = np.array([yields, yields])
-        calls = [unpack(one.play(0, 8, np.zeros(2, bool), True, rows), range(2)) for _ in range(3)]
+        calls = [unpack(one.play(0, 8, np.zeros(2, bool), Needs.LEAN, rows), range(2)) for _ in range(3)]
         found[yields] = [[len(news[slot].tokens) for slot in range(2)] for news in calls]
         text = [token for news in calls for token in news[1].tokens]
         assert text == alone[4].tokens[0, : len(text)].tolist()
@@ -302,10 +302,11 @@ def test_a_call_that_yields_ends_when_a_row_does(models, requests):
         ("read", 4),
         ("read several",),
         ("follow",),
-        ("play", 0, True, 3),
-        ("play", 4, False, 3),
-        ("play", 0, True, 1),
-        ("play", 4, False, 2),
+        ("play", 0, Needs.LEAN, 3),
+        ("play", 4, Needs.FULL, 3),
+        ("play", 4, Needs.CONSTRAINED, 3),
+        ("play", 0, Needs.LEAN, 1),
+        ("play", 4, Needs.FULL, 2),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jspec.engine.loop import Loop
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
+from jspec.engine.slots import Needs
 
 
 class Requests(RuleBasedStateMachine):
@@ -171,8 +172,8 @@ def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_wait
     device, done = FakeDevice(), []
     device.sizes = dataclasses.replace(device.sizes, fewer=())
     loop = Loop(device, 8, 1.0)
-    loop.pace.learn((0, True, 3), 0.5)
-    loop.pace.learn((2, True, 3), 0.5)
+    loop.pace.learn((0, Needs.LEAN, 3), 0.5)
+    loop.pace.learn((2, Needs.LEAN, 3), 0.5)
     play = device.play
 
     def noted(name):

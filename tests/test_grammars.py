@@ -50,6 +50,7 @@ def test_tokenizers_for_which_there_are_no_grammars():
 @pytest.fixture(autouse=True)
 def compiled_when_met(monkeypatch):
     monkeypatch.setattr(Device, "compile", lambda _: None)
+    monkeypatch.setattr(Device, "later", lambda _: [])
     monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
 
 

@@ -15,7 +15,7 @@ from jspec.engine import programs
 from jspec.engine.constraints import Constraints, Matcher, allowed
 from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.room import give_back
-from jspec.engine.slots import Sizes, empty_slots, take
+from jspec.engine.slots import Needs, Sizes, empty_slots, take
 from jspec.state import RequestParams
 
 Number = np.int32
@@ -127,17 +127,18 @@ class Device:
         return next(size for size in self.sizes.chunks if cost[size] <= _MARGIN * least)
 
     def play(
-        self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any = None, rows: Any = None
+        self, num_draft_tokens: int, rounds: int, stop: Any, needs: Needs, yields: Any = None, rows: Any = None
     ) -> Packed:
         """Up to so many rounds.
 
         Args:
-            num_draft_tokens, rounds, stop, is_lean: as for `programs.play`.
-            yields: the same; None for no row.
+            num_draft_tokens, rounds, stop: as for `programs.play`.
+            needs: what no row that moves asks more than.
+            yields: as for `programs.play`; None for no row.
             rows: the same, as many as `Sizes.fewer` says; None for all slots.
         """
         yields = np.zeros_like(stop) if yields is None else yields
-        return self._do("play", num_draft_tokens, rounds, stop, is_lean, yields, rows)
+        return self._do("play", num_draft_tokens, rounds, stop, needs, yields, rows)
 
     def wait(self) -> None:
         """Until all is done that was called."""
@@ -179,9 +180,9 @@ class Device:
     def _follow(self, slot: int, pieces: int) -> None:
         self._slots = self._program("follow")(self._weights, self._slots, Number(slot), Number(pieces))
 
-    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, is_lean: bool, yields: Any, rows: Any) -> Packed:
+    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, needs: Needs, yields: Any, rows: Any) -> Packed:
         which = () if rows is None else (np.asarray(rows, np.int32),)
-        program = self._program("play", num_draft_tokens, is_lean, len(stop) if rows is None else len(rows))
+        program = self._program("play", num_draft_tokens, needs, len(stop) if rows is None else len(rows))
         self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), yields, *which)
         jax.tree.map(lambda part: part.copy_to_host_async(), packed)
         return packed
@@ -192,20 +193,32 @@ class Device:
         return [packed for name, packed in found if name == "play"]
 
     def compile(self) -> None:
-        """All programs at once, several at a time, for XLA compiles without Python's lock; else each when it is met."""
+        """All programs but `later` ones, several at a time, for XLA compiles without Python's lock.
+
+        Else each is compiled when it is met.
+        """
         waiting = {key: self._lowered(key) for key in self._keys() if key not in self._programs}
         with ThreadPoolExecutor() as pool:
             self._programs |= zip(waiting, pool.map(lambda one: one.compile(), waiting.values()), strict=True)
         if waiting:
             give_back()
 
+    def later(self) -> list[Callable[[], Any]]:
+        """What compiles the programs of constrained requests, one each: few need them, and JAX's cache keeps no program
+        that asks the host.
+        """
+        keys = [key for key in self._plays(Needs.CONSTRAINED) if key not in self._programs]
+        return [functools.partial(self._program, *key) for key in keys]
+
+    def _plays(self, *needs: Needs) -> list[Key]:
+        return [("play", k, need, count) for count in self.sizes.counts for need in needs
+                for k in self.sizes.lengths(need, count)]  # fmt: skip
+
     def _keys(self) -> list[Key]:
-        plays = [("play", k, is_lean, count) for count in self.sizes.counts for is_lean in (True, False)
-                 for k in self.sizes.lengths(is_lean, count)]  # fmt: skip
         reads = [("read", chunk) for chunk in self.sizes.chunks]
         several = [("read several",)] if self.sizes.slots > 1 else []
         follows = [("follow",)] if self.lags else []
-        return [("seat",), *reads, *several, *follows, *plays]
+        return [("seat",), *reads, *several, *follows, *self._plays(Needs.LEAN, Needs.FULL)]
 
     def _program(self, *key: Any) -> Any:
         if key not in self._programs:
@@ -239,10 +252,12 @@ class Device:
             return programs.read_several, (pieces, row, row, row, one)
         if name == "follow":
             return functools.partial(programs.follow, chunk=sizes.chunks[0]), (one, one)
-        *fixed, count = options
-        how = dict(zip(("num_draft_tokens", "is_lean"), fixed, strict=True))
-        if not how["is_lean"]:
-            how |= {"num_top": sizes.top_logprobs, "constrain": functools.partial(allowed, vocab_size=self._vocab_size)}
+        k, needs, count = options
+        how: dict[str, Any] = {"num_draft_tokens": k, "is_lean": needs is Needs.LEAN}
+        if needs >= Needs.FULL:
+            how["num_top"] = sizes.top_logprobs
+        if needs is Needs.CONSTRAINED:
+            how["constrain"] = functools.partial(allowed, vocab_size=self._vocab_size)
         play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
         rows = jax.ShapeDtypeStruct((sizes.slots,), bool)
         which = [jax.ShapeDtypeStruct((count,), np.int32)] * (count < sizes.slots)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 
 import jax
@@ -24,9 +25,9 @@ from jspec.engine.device import Device
 from jspec.engine.loop import Loop
 from jspec.engine.rehearsal import rehearse
 from jspec.engine.request import Request, Result
-from jspec.engine.room import check_room
+from jspec.engine.room import check_room, give_back
 from jspec.engine.scheduler import Tenant
-from jspec.engine.slots import Sizes
+from jspec.engine.slots import Needs, Sizes
 from jspec.llama import Llama
 from jspec.tree_checks import number_of_drafts
 from jspec.types import check_count
@@ -96,9 +97,14 @@ class Engine:
         self._loop = Loop(self.device, read_tokens, call_seconds)
         self._wake, self._closing, self._thread = threading.Condition(), False, None
         self._arrived: deque[Tenant] = deque()
+        self._compiler = ThreadPoolExecutor(1, "jspec compiles")
+        self._compiled: list[Future[Any]] | None = None  # for constrained requests
 
     def __enter__(self) -> Self:
-        """Compile all programs, which takes a while, measure what rounds cost, and begin."""
+        """Compile the programs, which takes a while, measure what rounds cost, and begin.
+
+        Those of constrained requests are compiled when the first one comes, or with `expect_constraints`.
+        """
         self.device.compile()
         rehearse(self.device, self._loop.pace)
         self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
@@ -115,6 +121,22 @@ class Engine:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def expect_constraints(self) -> None:
+        """Compile the programs of constrained requests, beside what runs; those requests wait for that, no others do.
+
+        No persistent cache keeps them, for they ask the host which tokens may follow, so that a start need not wait.
+        """
+        with self._wake:
+            if self._compiled is None:
+                steps = [*self.device.later(), give_back]
+                self._compiled = [self._compiler.submit(step) for step in steps]
+                self._compiled[-1].add_done_callback(self._look)
+
+    def _look(self, _: Any) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def submit(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
         """Queue a request; `listen` is called in the engine's thread whenever there is more of its result.
@@ -146,6 +168,8 @@ class Engine:
                 raise RuntimeError("The engine is not running; use it as `with Engine(...) as engine:`.")
             if self.num_waiting >= self._max_waiting:
                 raise queue.Full(f"{self._max_waiting} requests are waiting already; try again later.")
+            if tenant.request.needs is Needs.CONSTRAINED:
+                self.expect_constraints()
             self._arrived.append(tenant)
             self._wake.notify()
 
@@ -253,13 +277,20 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._arrived or self._loop.is_busy or self._closing):
+                while not (ready := self._ready()) and not self._loop.is_busy and (self._arrived or not self._closing):
                     self._wake.wait()
                 if self._closing and not (self._arrived or self._loop.is_busy):
                     return
-                while self._arrived:
-                    self._loop.submit(self._arrived.popleft())
+                for tenant in ready:
+                    self._arrived.remove(tenant)
+                    self._loop.submit(tenant)
             self._loop.turn()
+
+    def _ready(self) -> list[Tenant]:
+        """Who has arrived and whose programs are there, or could not be compiled, which a call will say; or is over."""
+        if self._loop.cancels or (self._compiled and all(one.done() for one in self._compiled)):
+            return [*self._arrived]
+        return [one for one in self._arrived if one.cancelled or one.request.needs < Needs.CONSTRAINED]
 
 
 def _fewer(target: Llama, slots: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from jspec.engine.news import News, Packed, of_prompt, unpack
 from jspec.engine.pace import Pace
 from jspec.engine.request import Result
 from jspec.engine.scheduler import Scheduler, Tenant
+from jspec.engine.slots import Needs
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 3  # failures in a row
@@ -25,7 +26,7 @@ class _Call:
     Attributes:
         writing: for whom, by slot.
         followed: what those had followed.
-        num_draft_tokens, is_lean, count: what is played, and how many slots.
+        num_draft_tokens, needs, count: what is played, and how many slots.
         at_once: whether another was under way when it began.
         alone: whether nothing was read between the two.
         rounds: how many make a whole call.
@@ -35,16 +36,16 @@ class _Call:
     writing: dict[int, Tenant]
     followed: dict[int, int]
     num_draft_tokens: int
-    is_lean: bool
+    needs: Needs
     count: int
     at_once: bool
     alone: bool
     rounds: int
 
     @property
-    def kind(self) -> tuple[int, bool, int]:
+    def kind(self) -> tuple[int, Needs, int]:
         """By which its cost is known."""
-        return self.num_draft_tokens, self.is_lean, self.count
+        return self.num_draft_tokens, self.needs, self.count
 
 
 class Loop:
@@ -198,8 +199,8 @@ class Loop:
         if not self._played or not (writing := self._scheduler.writing()):
             return None
         last = self._played[-1]
-        is_lean = all(tenant.request.is_lean for _, tenant in writing)
-        is_alike = (is_lean, self._sizes.count(len(self._moving(dict(writing))))) == (last.is_lean, last.count)
+        needs = max(tenant.request.needs for _, tenant in writing)
+        is_alike = (needs, self._sizes.count(len(self._moving(dict(writing))))) == (last.needs, last.count)
         return last.num_draft_tokens if is_alike and self.pace.is_stale(last.kind) else None
 
     def _moving(self, writing: dict[int, Tenant]) -> list[int]:
@@ -208,32 +209,32 @@ class Loop:
 
     def _play(self, writing: dict[int, Tenant], again: int | None) -> None:
         """Rounds for `writing`; with a length to play `again`, undisturbed."""
-        is_lean = all(tenant.request.is_lean for tenant in writing.values())
+        needs = max((tenant.request.needs for tenant in writing.values()), default=Needs.LEAN)
         begins = not any(tenant.is_begun for tenant in writing.values())
         moving = self._moving(writing)
         count = self._sizes.count(len(moving))
-        k = self._length(writing, begins, is_lean, count) if again is None else again
+        k = self._length(writing, begins, needs, count) if again is None else again
         if k and self._device.lags and again is None:
             self._follow(writing, k)
-        whole = self.pace.rounds((k, is_lean, count))
+        whole = self.pace.rounds((k, needs, count))
         # The first token soon; where others write it can wait for a call of theirs, else those would wait.
         rounds = (1 if begins else whole) if writing else 0
         for tenant in writing.values():
             tenant.is_begun = True
         yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting and again is None)
-        packed = self._device.play(k, rounds, self._stop.copy(), is_lean, yields, self._sizes.rows(moving))
+        packed = self._device.play(k, rounds, self._stop.copy(), needs, yields, self._sizes.rows(moving))
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
         at_once, alone = bool(self._played), not self._reads
-        self._played.append(_Call(packed, writing, followed, k, is_lean, count, at_once, alone, whole))
+        self._played.append(_Call(packed, writing, followed, k, needs, count, at_once, alone, whole))
         self._reads = False
 
-    def _length(self, writing: dict[int, Tenant], begins: bool, is_lean: bool, count: int) -> int:
+    def _length(self, writing: dict[int, Tenant], begins: bool, needs: Needs, count: int) -> int:
         """How many tokens to draft in the next call; if it may be so, none before the drafter has read any text."""
-        lengths = self._sizes.lengths(is_lean, count)
+        lengths = self._sizes.lengths(needs, count)
         if self._device.lags and begins and 0 in lengths:
             return 0
-        kinds = {k: (k, is_lean, count) for k in lengths}
+        kinds = {k: (k, needs, count) for k in lengths}
         costs = {k: self.pace.costs[kind] for k, kind in kinds.items() if self.pace.knows(kind)}
         rows = [(one.result.accepted[-RECENT:], one.lengths[-RECENT:]) for one in writing.values()]
         return self._choice.next(lengths, costs, rows)
@@ -241,7 +242,7 @@ class Loop:
     def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
         wanted = [slot for slot, tenant in call.writing.items() if tenant.request.top_logprobs]
-        news = unpack(call.packed, call.writing, 0 if call.is_lean else self._sizes.top_logprobs, wanted)
+        news = unpack(call.packed, call.writing, self._sizes.top_logprobs if call.needs else 0, wanted)
         rounds = max((len(new.accepted) for new in news.values()), default=0)
         # Of a call that was cut short, for somebody waits, each round has more of what a call costs.
         alone = call.alone and rounds == call.rounds

@@ -10,6 +10,7 @@ from jspec.engine.device import Device
 from jspec.engine.news import unpack
 from jspec.engine.pace import Pace
 from jspec.engine.request import Request
+from jspec.engine.slots import Needs
 
 _TURNS, _SECONDS = 5, 3.0  # so many, of which none begins later than that
 _READINGS = 3  # of each piece, of which the fastest counts
@@ -46,20 +47,20 @@ def _rehearse_rounds(device: Device, pace: Pace) -> None:
         if perf_counter() - begun > _SECONDS:
             break
         _fill(device)
-        for count, is_lean in itertools.product(sizes.counts, (True, False)):
-            for k in sizes.lengths(is_lean, count):
-                if seconds := _cost(device, k, is_lean, count, pace.rounds((k, is_lean, count))):
-                    pace.learn((k, is_lean, count), seconds)
+        for count, needs in itertools.product(sizes.counts, (Needs.LEAN, Needs.FULL)):
+            for k in sizes.lengths(needs, count):
+                if seconds := _cost(device, k, needs, count, pace.rounds((k, needs, count))):
+                    pace.learn((k, needs, count), seconds)
 
 
-def _cost(device: Device, num_draft_tokens: int, is_lean: bool, count: int, rounds: int) -> float | None:
+def _cost(device: Device, num_draft_tokens: int, needs: Needs, count: int, rounds: int) -> float | None:
     """Seconds a round of so many slots, as the loop would measure it: from call to call, with one more under way."""
     sizes, calls, ended, played = device.sizes, [], [], 0
     rows = sizes.rows(range(count))
     for _ in range(3):
-        calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), is_lean, rows=rows))
+        calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), needs, rows=rows))
         if len(calls) > 1:
-            news = unpack(calls[-2], range(count), 0 if is_lean else sizes.top_logprobs)
+            news = unpack(calls[-2], range(count), sizes.top_logprobs if needs else 0)
             ended.append(perf_counter())
             played = max(len(new.accepted) for new in news.values())
     device.wait()

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jspec.engine.constraints import Matcher
-from jspec.engine.slots import NEUTRAL
+from jspec.engine.slots import NEUTRAL, Needs
 from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.state import RequestParams
 
@@ -50,12 +50,15 @@ class Request:
     constraint: Callable[[], Matcher] | None = None
 
     @functools.cached_property
-    def is_lean(self) -> bool:
-        """Whether it asks for nothing beside a temperature."""
-        if self.top_logprobs or self.constraint is not None or np.any(self.sampling.min_tokens):
-            return False
+    def needs(self) -> Needs:
+        """What its rounds must be able to do."""
+        if self.constraint is not None:
+            return Needs.CONSTRAINED
+        if self.top_logprobs or np.any(self.sampling.min_tokens):
+            return Needs.FULL
         parts = (target_transforms(self.sampling), draft_transforms(self.sampling))
-        return all(getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature")
+        is_lean = all(getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature")
+        return Needs.LEAN if is_lean else Needs.FULL
 
     def row(self, num_eos_ids: int, vocab_size: int) -> RequestParams:
         """It as a batch of one for an engine's slots."""

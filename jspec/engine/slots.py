@@ -2,6 +2,7 @@
 """Slots: the rows of one batch that never ends, allocated once, in which requests come and go."""
 
 import dataclasses
+import enum
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,14 @@ NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0,
 
 
 _MEDIUM = 4  # tokens to draft: seldom far from the best
+
+
+class Needs(enum.IntEnum):
+    """What a round must be able to do for a row; for several the most of it."""
+
+    LEAN = 0  # a temperature
+    FULL = 1  # filters, penalties, log-probabilities of the likeliest tokens as well
+    CONSTRAINED = 2  # ask the host which tokens may follow as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +75,12 @@ class Sizes:
         others = (slot for slot in range(self.slots) if slot not in moving)
         return [*moving, *itertools.islice(others, count - len(moving))]
 
-    def lengths(self, is_lean: bool, count: int) -> tuple[int, ...]:
+    def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
         """Those of `num_draft_tokens` that a call of so many slots may have.
 
-        Of requests with filters, and of fewer slots than all, there are two, to have fewer programs.
+        Of requests that need more than a temperature, and of fewer slots than all, there are two: fewer programs.
         """
-        if (is_lean and count == self.slots) or len(self.num_draft_tokens) < 3:
+        if (needs is Needs.LEAN and count == self.slots) or len(self.num_draft_tokens) < 3:
             return self.num_draft_tokens
         first, second, *_ = self.num_draft_tokens
         return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM, second))

@@ -75,9 +75,14 @@ class Server:
         self.app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
 
     def warm_up(self) -> None:
-        """Answer one request, so that the first client does not wait for what is compiled when it is met."""
+        """Answer one request, so that the first client does not wait for what is compiled when it is met.
+
+        What constrained requests need is compiled beside those that come meanwhile.
+        """
         body = understood(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
         self._served.engine.generate(understand(self._served, body).requests)
+        if self._served.grammars is not None:
+            self._served.engine.expect_constraints()
 
     def _routes(self) -> list[Route]:
         return [

@@ -1,0 +1,92 @@
+"""What an engine compiles before it starts, which JAX's cache can keep, and what beside the first constrained text."""
+
+import threading
+import time
+
+import jax
+import pytest
+from test_constraints import OPTIONS, NoMultiples, models, requests, texts
+
+from jspec.engine import Engine, Request
+from jspec.engine.device import Device
+from jspec.engine.slots import Needs
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ASKS = "python_cpu_callback"  # of a program that asks the host
+
+
+@pytest.fixture(autouse=True)
+def compiled_when_met(monkeypatch):
+    monkeypatch.setattr(Device, "compile", lambda _: None)
+    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
+
+
+def test_no_program_of_a_start_asks_the_host():
+    """JAX keeps none that does in its cache, and it would be compiled at every start."""
+    device = Engine(*models(), slots=2, **OPTIONS).device
+    asks = {key: ASKS in device._lowered(key).as_text() for key in (*device._keys(), *device._plays(*Needs))}
+    assert {key for key, does in asks.items() if does} == {*device._plays(Needs.CONSTRAINED)}
+    assert not {*device._keys()} & {*device._plays(Needs.CONSTRAINED)}
+    assert len(device.later()) == len(device._plays(Needs.CONSTRAINED)) == 4
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Compiling for constrained texts, which goes on until it is told not to."""
+    ends = threading.Event()
+    monkeypatch.setattr(Device, "later", lambda _: [lambda: ends.wait(60)])
+    yield ends
+    ends.set()
+
+
+def wait_for(what):
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_constrained_texts_wait_for_their_programs_and_no_others_do(compiling):
+    free, constrained, *_ = requests()
+    ended = []
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        tenant = engine.submit(constrained, lambda result: result.finish_reason and ended.append(result))
+        assert texts(engine.generate([free])) == [tuple_of(free)] and not ended and engine.num_waiting == 1
+        gone = engine.submit(constrained, lambda _: None)
+        engine.cancel(gone)
+        wait_for(lambda: gone.result.finish_reason == "cancelled")
+        assert not ended
+        threading.Timer(0.1, compiling.set).start()  # while the engine is about to close, which loses nothing
+    assert [result is tenant.result for result in ended] == [True] and texts(ended) == [tuple_of(constrained)]
+
+
+def tuple_of(request):
+    """Its text, by an engine that compiles what it meets."""
+    return next(one.tokens for one in Engine(*models(), slots=1, **OPTIONS).here(request) if one.finish_reason)
+
+
+def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        engine.expect_constraints()
+        tenant = engine.submit(requests()[1], lambda _: None)
+        engine.close(cancel=True)
+    assert tenant.result.finish_reason == "cancelled" and not compiling.is_set()
+    assert engine._compiled[-1].cancelled()
+
+
+def test_what_cannot_be_compiled_before_is_compiled_when_it_is_met(monkeypatch):
+    monkeypatch.setattr(Device, "later", lambda _: [lambda: 1 / 0])
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        result = engine.generate([requests()[1]])[0]
+    assert result.error is None and result.tokens
+
+
+def test_they_are_compiled_beside_what_runs(compilations):
+    """All of them, by the first such request, while slots are given away."""
+    keys = jax.random.split(jax.random.key(4), 3)
+    with Engine(*models(), slots=2, **OPTIONS, num_draft_tokens=1, accept="block") as engine:
+        engine.generate([Request((1, 2), 20, key=key) for key in keys] + requests()[1:2])
+        assert not engine.device.later()
+        before = compilations()
+        assert all(map(NoMultiples().consume, engine.generate(requests()[1:2])[0].tokens))
+        assert compilations() == before
