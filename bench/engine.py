@@ -1,6 +1,8 @@
 """Tokens a second of an engine: how far it drafts by itself against every fixed length, and against one program."""
 
 import contextlib
+import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +14,27 @@ from bench import plots
 from bench.report import publish
 from bench.subject import Subject
 from bench.timing import in_turns, ratio, spread
-from jspec.engine import Engine, Request
+from jspec.engine import Engine, Request, Result
 
 LENGTHS = (1, 2, 4, 8)
 TOGETHER = 4  # K of the one program, and of the engine that it is compared with
 
 
 def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: float, repeats: int) -> None:
-    """Measure all in turns: the same requests 1, 2, ... at once, and four times as many as there are slots."""
+    """Measure all in turns: 1, 2, ... requests under way, another as soon as one has ended; and four times as many as
+    there are slots, all at once.
+
+    Those have half to one and a half times `new_tokens`, for else plain ones would always end, and be read, together.
+    """
     tokens, lengths, keys = subject.request(slots, width)
     prompts = [tuple(row[:size].tolist()) for row, size in zip(tokens, lengths, strict=True)]
     sampling = jspec.SamplingParams(temperature=temperature)
     requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
-    loads = {n: [requests[i : i + n] for i in range(0, slots, n)] for n in (1, 2, 4, 8, 16) if n <= slots}
-    loads[4 * slots] = [requests * 4]
-    options: dict[str, Any] = {"slots": slots, "max_length": int(lengths.max()) + new_tokens, "max_waiting": 8 * slots}
+    sizes = np.random.default_rng(0).integers(new_tokens // 2, new_tokens * 3 // 2, 16 * slots, endpoint=True).tolist()
+    varied = [dataclasses.replace(requests[i % slots], max_new_tokens=size) for i, size in enumerate(sizes)]
+    loads = {n: varied[: slots * n] for n in (1, 2, 4, 8, 16) if n <= slots}
+    loads[4 * slots] = requests * 4
+    options: dict[str, Any] = {"slots": slots, "max_length": int(lengths.max()) + max(sizes), "max_waiting": 8 * slots}
     with contextlib.ExitStack() as stack:
 
         def engine(draft: Any, **how: Any) -> Engine:
@@ -36,7 +44,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
         engines |= {f"K = {k}": engine(subject.draft, num_draft_tokens=k) for k in LENGTHS}
         engines["auto"] = engine(subject.draft)
         # Next to each other what is compared.
-        calls = {(name, n): _together(one, load) for n, load in loads.items() for name, one in engines.items()}
+        calls = {(name, n): _under_way(one, n, load) for n, load in loads.items() for name, one in engines.items()}
         batch = (tokens, lengths, keys)
         how: dict[str, Any] = {"max_new_tokens": new_tokens, "sampling": sampling}
         calls["one program", "plain"] = lambda: [jspec.generate(subject.target, *batch, **how).tokens for _ in range(4)]
@@ -45,7 +53,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
             for _ in range(4)
         ]
         times = in_turns(calls, repeats)
-    rows = [_row(n, sum(map(len, load)) * new_tokens, times, tuple(engines)) for n, load in loads.items()]
+    rows = [_row(n, sum(one.max_new_tokens for one in load), times, tuple(engines)) for n, load in loads.items()]
     saturated = {name: ratio(times["one program", name], times[name, 4 * slots]) for name in ("plain", "K = 4")}
     publish(
         f"engine-{subject.name}-s{slots}-t{temperature:g}-{jax.default_backend()}",
@@ -60,11 +68,23 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
     )  # fmt: skip
 
 
-def _together(engine: Engine, groups: list[list[Request]]) -> Callable[[], Any]:
-    """Each group at once, one after another."""
+def _under_way(engine: Engine, count: int, requests: list[Request]) -> Callable[[], Any]:
+    """All of them, so many at a time."""
 
     def call() -> Any:
-        return np.array([len(result.tokens) for group in groups for result in engine.generate(group)])
+        free = threading.Semaphore(count)
+
+        def listen(result: Result) -> None:
+            if result.finish_reason:
+                free.release()
+
+        tenants = []
+        for request in requests:
+            free.acquire()
+            tenants.append(engine.submit(request, listen))
+        for _ in range(count):
+            free.acquire()
+        return np.array([len(tenant.result.tokens) for tenant in tenants])
 
     return call
 
