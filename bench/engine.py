@@ -24,17 +24,17 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
     """Measure all in turns: 1, 2, ... requests under way, another as soon as one has ended; and four times as many as
     there are slots, all at once.
 
-    Those have half to one and a half times `new_tokens`, for else plain ones would always end, and be read, together.
+    Those have half of `new_tokens` or more, for else plain ones would always end, and be read, together.
     """
     tokens, lengths, keys = subject.request(slots, width)
     prompts = [tuple(row[:size].tolist()) for row, size in zip(tokens, lengths, strict=True)]
     sampling = jspec.SamplingParams(temperature=temperature)
     requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
-    sizes = np.random.default_rng(0).integers(new_tokens // 2, new_tokens * 3 // 2, 16 * slots, endpoint=True).tolist()
+    sizes = np.random.default_rng(0).integers(-(-new_tokens // 2), new_tokens, 16 * slots, endpoint=True).tolist()
     varied = [dataclasses.replace(requests[i % slots], max_new_tokens=size) for i, size in enumerate(sizes)]
     loads = {n: varied[: slots * n] for n in (1, 2, 4, 8, 16) if n <= slots}
     loads[4 * slots] = requests * 4
-    options: dict[str, Any] = {"slots": slots, "max_length": int(lengths.max()) + max(sizes), "max_waiting": 8 * slots}
+    options: dict[str, Any] = {"slots": slots, "max_length": int(lengths.max()) + new_tokens, "max_waiting": 8 * slots}
     with contextlib.ExitStack() as stack:
 
         def engine(draft: Any, **how: Any) -> Engine:
@@ -84,7 +84,9 @@ def _under_way(engine: Engine, count: int, requests: list[Request]) -> Callable[
             tenants.append(engine.submit(request, listen))
         for _ in range(count):
             free.acquire()
-        return np.array([len(tenant.result.tokens) for tenant in tenants])
+        written = np.array([len(tenant.result.tokens) for tenant in tenants])
+        assert np.array_equal(written, [request.max_new_tokens for request in requests]), "a request has failed"
+        return written
 
     return call
 

@@ -128,33 +128,6 @@ def test_drafts_that_seldom_come_and_then_are_good():
         assert choice.next((0, 2), {0: 1.0, 2: cost}, [(rounds, [2] * 32)]) == expected
 
 
-def test_a_text_that_is_hard_counts_as_much_as_one_that_is_easy():
-    """Half of the rows accept four drafts and half none: 3 tokens a round on the average, but .6 rounds a token."""
-    rows = [([4] * 32, [4] * 32), ([0] * 32, [4] * 32)]
-    for cost, expected in ((1.5, 4), (2.4, 0)):
-        choice = Choice(4)
-        for _ in range(200):
-            choice.saw([4, 0], 4)
-        assert choice.next((0, 4), {0: 1.0, 4: cost}, rows) == expected
-
-
-def test_a_slower_machine_is_no_dearer_length():
-    pace = Pace(16, 12.0)
-    for _ in range(5):
-        pace.learn(0, 1.0)
-        pace.learn(4, 3.0)
-    for _ in range(20):
-        pace.learn(4, 6.0)
-    assert pace.costs[4] == 3 * pace.costs[0] and (pace.rounds(4), pace.rounds(0)) == (2, 12)
-    for _ in range(20):
-        pace.learn(0, 2.0)
-    assert pace.costs[4] == 3 * pace.costs[0] and pace.rounds(0) == 6
-    for _ in range(20):  # longer texts, beside which the rest of a round costs less
-        pace.learn(0, 3.0)
-        pace.learn(4, 6.0)
-    assert pace.costs[4] == pytest.approx(2 * pace.costs[0], rel=0.02)
-
-
 def test_a_rehearsal_that_was_wrong_is_made_good():
     """It said that plain rounds cost twice as much as they do, and drafting is worth less than those."""
     requests, choice = Requests([0.3] * 4, linear(0.17, 0.3), biased=2.0), Choice(LENGTHS[-1])

@@ -22,9 +22,6 @@ class Choice:
     that is asked. So texts of which some are easy and some hard are judged right, and so are trees, drafters that stop
     early and those that seldom guess, of which one rate for all places would expect too much.
 
-    What is made small is the time a token, on the average of all who write: of long drafts one whose text is hard has
-    little, however much another has.
-
     Each length is tried at first, and sometimes a neighbour of the one that is best. It looks at rounds that have been
     played, never at the noise of one to come, so what it chooses leaves the law of texts alone.
     """
@@ -46,7 +43,7 @@ class Choice:
 
         Args:
             lengths: those that it may have.
-            cost: of a round, of those that have been measured.
+            cost: seconds a round, of those that have been measured.
             rows: of each that writes its last `RECENT` rounds.
         """
         unknown = [k for k in lengths if k not in cost]
@@ -66,14 +63,15 @@ class Choice:
         return self._trial if self._calls >= self._period and self._trial in lengths else self._best
 
     def _tokens(self, rows: Sequence[Rounds]) -> np.ndarray:
-        """Of a round that drafts 0, 1, ... tokens, how many a row is expected to get: the harmonic mean over rows."""
+        """Of a round that drafts 0, 1, ... tokens, how many it is expected to bring."""
         rates, rate = np.empty(len(self._reached)), _UNSEEN
         for place, (reached, accepted) in enumerate(zip(self._reached, self._accepted, strict=True)):
             rates[place] = rate = (accepted + _FEW * rate) / (reached + _FEW)
-        each = np.array([_by_place(one, len(rates)) for one in rows or [((), ())]])
-        rates = (each[:, 1] + _PRIOR * rates) / (each[:, 0] + _PRIOR)
-        tokens = np.cumsum(np.cumprod(np.insert(rates, 0, 1, axis=1), axis=1), axis=1)
-        return 1 / (1 / tokens).mean(0)
+        recent = [[*itertools.chain(*part)] for part in zip(*rows, strict=True)] or ([], [])
+        reached, accepted = _by_place(recent, len(rates))
+        prior = _PRIOR * max(len(rows), 1)
+        rates = (accepted + prior * rates) / (reached + prior)
+        return np.cumsum([1, *np.cumprod(rates)])
 
 
 def _by_place(rounds: Rounds, places: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,13 +1,11 @@
-"""What rounds cost; and how many to play a call: enough for calls to cost little, and so few that nobody waits long."""
+"""How many rounds to play a call: enough for calls to cost little, and so few that nobody waits long for the next."""
 
-import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from time import perf_counter
 
 _KEPT = 9  # calls of a kind, whose median counts: one that was disturbed chooses nothing
-_NEAR = 4  # calls, in which the machine is taken to be the same
 _PATIENCE = 8  # calls
 _OLD = 32  # calls of a kind without one that ran alone
 
@@ -15,19 +13,14 @@ _OLD = 32  # calls of a kind without one that ran alone
 class Pace:
     """Counts a call's rounds so that it takes about `seconds`; on a fast device many, on a slow one a single one.
 
-    A machine that others use, too, is slower for seconds on end. So a kind is measured against the others that were
-    played just before, and one that is not played keeps its place among those that are.
-
     Attributes:
-        costs: of a round, by kind, of those that have been measured; for each other only: not in seconds of any moment.
+        costs: seconds a round, by kind; of those that have been measured.
     """
 
     def __init__(self, most: int, seconds: float):
         self._most, self._wanted = most, seconds
         self.costs: dict[Hashable, float] = {}
-        self._readings: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))  # seconds
-        self._shares: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))  # beside others
-        self._lately: deque[tuple[Hashable, float]] = deque(maxlen=_NEAR)  # seconds of any kind
+        self._readings: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._clean: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
         self._since: Counter[Hashable] = Counter()
@@ -35,9 +28,7 @@ class Pace:
 
     def rounds(self, kind: Hashable) -> int:
         """Of the next call, which is of some kind: rounds of one kind cost alike."""
-        if kind not in self._readings:
-            return 1
-        return max(1, min(self._most, round(self._wanted / statistics.median(self._readings[kind]))))
+        return max(1, min(self._most, round(self._wanted / self.costs[kind]))) if kind in self.costs else 1
 
     def knows(self, kind: Hashable) -> bool:
         """Whether its cost has been measured alone, or so often that this is not to be had."""
@@ -63,8 +54,7 @@ class Pace:
         self._since[kind] += 1
         if at_once and self._last is not None and rounds and (alone or kind not in self._clean):
             if alone and kind not in self._clean:
-                for known in (self._readings, self._shares, self.costs):
-                    known.pop(kind, None)
+                self._readings[kind].clear()
             self.learn(kind, (now - self._last) / rounds, alone)
         self._last = now
 
@@ -74,12 +64,5 @@ class Pace:
             self._clean.add(kind)
             self._since[kind] = 0
         self._readings[kind].append(seconds)
+        self.costs[kind] = statistics.median(self._readings[kind])
         self._tries[kind] += 1
-        others = [passed / self.costs[other] for other, passed in self._lately if other != kind]
-        if others or kind not in self._shares:  # else a slower machine would look like a dearer kind
-            share = seconds / statistics.median(others or [1.0])
-            # Half the way, for the others' costs may be as wrong, and are next to be measured against this one's.
-            self._shares[kind].append(math.sqrt(share * self.costs.get(kind, share)))
-            self.costs[kind] = statistics.median(self._shares[kind])
-        if alone:
-            self._lately.append((kind, seconds))
