@@ -1,5 +1,6 @@
 """What an engine compiles before it starts, which JAX's cache can keep, and what beside the first constrained text."""
 
+import dataclasses
 import threading
 import time
 
@@ -27,7 +28,6 @@ def test_no_program_of_a_start_asks_the_host():
     asks = {key: ASKS in device._lowered(key).as_text() for key in (*device._keys(), *device._plays(*Needs))}
     assert {key for key, does in asks.items() if does} == {*device._plays(Needs.CONSTRAINED)}
     assert not {*device._keys()} & {*device._plays(Needs.CONSTRAINED)}
-    assert len(device.later()) == len(device._plays(Needs.CONSTRAINED)) == 4
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_constrained_texts_wait_for_their_programs_and_no_others_do(compiling):
         engine.cancel(gone)
         wait_for(lambda: gone.result.finish_reason == "cancelled")
         assert not ended
-        threading.Timer(0.1, compiling.set).start()  # while the engine is about to close, which loses nothing
+        threading.Timer(0.5, compiling.set).start()  # while the engine is about to close, which loses nothing
     assert [result is tenant.result for result in ended] == [True] and texts(ended) == [tuple_of(constrained)]
 
 
@@ -71,18 +71,35 @@ def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
         tenant = engine.submit(requests()[1], lambda _: None)
         engine.close(cancel=True)
     assert tenant.result.finish_reason == "cancelled" and not compiling.is_set()
-    assert engine._compiled[-1].cancelled()
+    engine.expect_constraints()  # of which nothing comes
 
 
-def test_what_cannot_be_compiled_before_is_compiled_when_it_is_met(monkeypatch):
-    monkeypatch.setattr(Device, "later", lambda _: [lambda: 1 / 0])
+def test_what_cannot_be_compiled_ends_those_that_need_it(monkeypatch):
+    """And nobody else; with the next one it is tried again."""
+    free, constrained, *_ = requests()
+    later = [[lambda: 1 / 0], []]
+    monkeypatch.setattr(Device, "later", lambda _: later.pop(0))
     with Engine(*models(), slots=2, **OPTIONS) as engine:
-        result = engine.generate([requests()[1]])[0]
-    assert result.error is None and result.tokens
+        found = engine.generate([dataclasses.replace(free, key=None), constrained, free])
+        again = engine.generate([constrained])
+    assert [one.finish_reason == "error" for one in found] == [False, True, False] and not found[1].is_refused
+    assert found[1].error == "What a constraint needs cannot be compiled: ZeroDivisionError: division by zero"
+    assert texts(again) == [tuple_of(constrained)] and not later
+
+
+def test_a_failure_while_programs_are_compiled_loses_nobody(compiling):
+    free, constrained, *_ = requests()
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        waiting = engine.submit(constrained, lambda _: None)
+        play, calls = engine.device.play, iter(range(1000))
+        engine.device.play = lambda *how: 1 / 0 if next(calls) == 2 else play(*how)
+        assert texts(engine.generate([free])) == [tuple_of(free)] and next(calls) > 2
+        compiling.set()
+    assert texts([waiting.result]) == [tuple_of(constrained)]
 
 
 def test_they_are_compiled_beside_what_runs(compilations):
-    """All of them, by the first such request, while slots are given away."""
+    """All of them, by the first such request, while slots change hands."""
     keys = jax.random.split(jax.random.key(4), 3)
     with Engine(*models(), slots=2, **OPTIONS, num_draft_tokens=1, accept="block") as engine:
         engine.generate([Request((1, 2), 20, key=key) for key in keys] + requests()[1:2])

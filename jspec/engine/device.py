@@ -53,6 +53,7 @@ class Device:
         self._programs = _programs(self._structure, shapes, rule, sizes)
         self._slots: Any = None
         self.reset()
+        self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # slots change hands while others compile
 
     def reset(self) -> None:
         """Empty slots: after a call that has failed what it was given is gone."""
@@ -133,7 +134,7 @@ class Device:
 
         Args:
             num_draft_tokens, rounds, stop: as for `programs.play`.
-            needs: what no row that moves asks more than.
+            needs: the most that a row needs, of those that move.
             yields: as for `programs.play`; None for no row.
             rows: the same, as many as `Sizes.fewer` says; None for all slots.
         """
@@ -234,13 +235,13 @@ class Device:
         def program(weights: Any, slots: Any, *others: Any) -> Any:
             return function(*self._models(weights), slots, *others)
 
-        return jax.jit(program, donate_argnums=1).lower(self._weights, self._slots, *shapes)
+        return jax.jit(program, donate_argnums=1).lower(self._weights, self._shapes, *shapes)
 
     def _function(self, name: str, *options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function of models, slots and more, and of what shapes that is."""
         one, sizes = Number(0), self.sizes
         if name == "seat":
-            return programs.seat, (one, jax.eval_shape(take, self._slots.params, one), one, one, one)
+            return programs.seat, (one, jax.eval_shape(take, self._shapes.params, one), one, one, one)
         if name == "read":
             piece = jax.ShapeDtypeStruct((1, options[0] + 1), np.int32)
             if options[0] > sizes.chunks[0]:

@@ -7,8 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import jax
 import numpy as np
@@ -16,23 +15,20 @@ import numpy as np
 from jspec.acceptance import Rule
 from jspec.cache import whole_tiles
 from jspec.checks import check_arguments, check_rule
-from jspec.draft_length import DEFAULT
-from jspec.drafters.asked import features_of, reach_of
-from jspec.drafters.base import Drafter, own_tree
-from jspec.drafters.model import as_drafter, positions
-from jspec.drafters.reading import can_read, keeps_nothing
+from jspec.drafters.base import Drafter
+from jspec.drafters.model import as_drafter
+from jspec.engine import arguments
+from jspec.engine.compiler import Compiler
 from jspec.engine.device import Device
 from jspec.engine.loop import Loop
 from jspec.engine.rehearsal import rehearse
 from jspec.engine.request import Request, Result
-from jspec.engine.room import check_room, give_back
+from jspec.engine.room import check_room
 from jspec.engine.scheduler import Tenant
 from jspec.engine.slots import Needs, Sizes
 from jspec.llama import Llama
-from jspec.tree_checks import number_of_drafts
 from jspec.types import check_count
 
-_LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 _MOST_TOP = 20  # log-probabilities of the likeliest tokens, as much as clients of others may ask for
 
 
@@ -75,30 +71,29 @@ class Engine:
         call_seconds: float = 0.03,
         journal: bool = False,
     ):
-        max_length = _length(target, draft, max_length)
+        max_length = arguments.length(target, draft, max_length)
         counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens,
                   "rounds": rounds, "the least of chunks": min(chunks, default=0)}  # fmt: skip
         for name, value in counts.items():
             check_count(name, value)
         drafter, rule, lengths = None if draft is None else as_drafter(draft), check_rule(accept), (0,)
         if drafter is not None:
-            lengths = _lengths(target, drafter, num_draft_tokens, rule)
-            _check_readable(drafter)
+            lengths = arguments.lengths(target, drafter, num_draft_tokens, rule)
+            arguments.check_readable(drafter)
         chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
         num_top = min(_MOST_TOP, target.config.vocab_size)
-        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, _fewer(target, slots))
+        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, arguments.fewer(target, slots))
         self._target, self._drafter, self._num_draft_tokens = target, drafter, lengths[-1] or None
         self._sizes, self._max_waiting = sizes, max_waiting
         self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
         self._check(Request((0,), 1))  # what is wrong with the models
-        _check_one_device((target, drafter))
+        arguments.check_one_device((target, drafter))
         check_room(target, drafter, sizes)
         self.device = Device(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)
         self._wake, self._closing, self._thread = threading.Condition(), False, None
         self._arrived: deque[Tenant] = deque()
-        self._compiler = ThreadPoolExecutor(1, "jspec compiles")
-        self._compiled: list[Future[Any]] | None = None  # for constrained requests
+        self._compiler = Compiler(self.device.later, self._look)  # for constrained requests
 
     def __enter__(self) -> Self:
         """Compile the programs, which takes a while, measure what rounds cost, and begin.
@@ -119,22 +114,23 @@ class Engine:
         with self._wake:
             self._closing, self._loop.cancels = True, cancel
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        try:
+            if self._thread is not None:
+                self._thread.join()
+        finally:
+            self._compiler.close()
 
     def expect_constraints(self) -> None:
         """Compile the programs of constrained requests, beside what runs; those requests wait for that, no others do.
 
         No persistent cache keeps them, for they ask the host which tokens may follow, so that a start need not wait.
+        They are traced in a thread of their own, which knows what `jax.config.update` has set, and no `with` statement.
         """
         with self._wake:
-            if self._compiled is None:
-                steps = [*self.device.later(), give_back]
-                self._compiled = [self._compiler.submit(step) for step in steps]
-                self._compiled[-1].add_done_callback(self._look)
+            if not self._closing:
+                self._compiler.begin()
 
-    def _look(self, _: Any) -> None:
+    def _look(self) -> None:
         with self._wake:
             self._wake.notify()
 
@@ -281,62 +277,22 @@ class Engine:
                     self._wake.wait()
                 if self._closing and not (self._arrived or self._loop.is_busy):
                     return
+                wrong = self._compiler.failure() if self._compiler.is_done else ""
                 for tenant in ready:
                     self._arrived.remove(tenant)
+            for tenant in ready:
+                if wrong and not _is_ready(tenant):
+                    self._loop.fail(tenant, f"What a constraint needs cannot be compiled: {wrong}")
+                else:
                     self._loop.submit(tenant)
             self._loop.turn()
 
     def _ready(self) -> list[Tenant]:
-        """Who has arrived and whose programs are there, or could not be compiled, which a call will say; or is over."""
-        if self._loop.cancels or (self._compiled and all(one.done() for one in self._compiled)):
-            return [*self._arrived]
-        return [one for one in self._arrived if one.cancelled or one.request.needs < Needs.CONSTRAINED]
+        """Who has arrived and need not wait for programs."""
+        everybody = self._loop.cancels or self._compiler.is_done
+        return [tenant for tenant in self._arrived if everybody or _is_ready(tenant)]
 
 
-def _fewer(target: Llama, slots: int) -> tuple[int, ...]:
-    """On CPU one request alone is played without the other slots, which would cost as if they were used."""
-    return (1,) if slots > 1 and all(device.platform == "cpu" for device in _devices(target)) else ()
-
-
-def _devices(models: Any) -> set[Any]:
-    return {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
-
-
-def _length(target: Llama, draft: Any, wanted: int | None) -> int:
-    known = positions(target, draft)
-    if wanted is None:
-        return min(_USUAL_LENGTH, known)
-    check_count("max_length", wanted)
-    if wanted > known:
-        raise ValueError(f"max_length is {wanted}, which is more than the {known} positions that the models know.")
-    return wanted
-
-
-def _lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) -> tuple[int, ...]:
-    """How many tokens may be drafted, ascending."""
-    is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
-    number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
-    # One that cannot be told what was written without it always drafts.
-    goes_on = bool(features_of(drafter)) or can_read(drafter) or keeps_nothing(drafter)
-    if (tree := own_tree(drafter)) is not None:
-        return (0, tree.max_depth) if goes_on else (tree.max_depth,)
-    if is_auto and goes_on:
-        return tuple(k for k in _LENGTHS if k <= reach_of(drafter))
-    if is_auto:
-        return (int(min(DEFAULT.max_draft_tokens, reach_of(drafter))),)
-    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
-        raise TypeError(f'num_draft_tokens={number!r}, and an engine drafts a number of tokens; pass an int or "auto".')
-    check_count("num_draft_tokens", number)
-    return (int(number),)
-
-
-def _check_readable(drafter: Any) -> None:
-    if features_of(drafter) and not can_read(drafter):
-        raise TypeError(f"{type(drafter).__name__} reads states of the target and has no `read`, with which an engine "
-                        "would tell it those of a prompt piece by piece; see jspec.drafters.reading.")  # fmt: skip
-
-
-def _check_one_device(models: Any) -> None:
-    if (count := len(_devices(models))) > 1:
-        raise ValueError(f"The weights lie on {count} devices, and an engine decodes on one; load them there, or "
-                         "use jspec.speculative_generate.")  # fmt: skip
+def _is_ready(tenant: Tenant) -> bool:
+    """Whether all that it needs was compiled at the start, or it no longer needs anything."""
+    return tenant.cancelled or tenant.request.needs < Needs.CONSTRAINED

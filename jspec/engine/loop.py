@@ -127,10 +127,8 @@ class Loop:
                 tenant.constraint = self._device.constrain(tenant.request.constraint)
             except Exception as error:  # of the constraint's own; nobody else's business
                 _LOG.exception("A constraint cannot be made; its request ends.")
-                tenant.result.error = f"The constraint cannot be made: {type(error).__name__}: {error}"
-                tenant.result.is_refused = True
                 self._scheduler.leave(slot)
-                self._finish(tenant, "error")
+                self.fail(tenant, f"The constraint cannot be made: {type(error).__name__}: {error}", is_refused=True)
                 continue
             self._device.seat(slot, tenant.row, len(tenant.given), tenant.read, tenant.constraint)
             self._stop[slot] = False  # it was stopped by being seated anew
@@ -234,15 +232,16 @@ class Loop:
         lengths = self._sizes.lengths(needs, count)
         if self._device.lags and begins and 0 in lengths:
             return 0
-        kinds = {k: (k, needs, count) for k in lengths}
-        costs = {k: self.pace.costs[kind] for k, kind in kinds.items() if self.pace.knows(kind)}
+        # As without constraints, which no rehearsal has, until they are known.
+        kinds = [(k, its, count) for its in (min(needs, Needs.FULL), needs) for k in lengths]
+        costs = {kind[0]: self.pace.costs[kind] for kind in kinds if self.pace.knows(kind)}
         rows = [(one.result.accepted[-RECENT:], one.lengths[-RECENT:]) for one in writing.values()]
         return self._choice.next(lengths, costs, rows)
 
     def _settle(self, call: "_Call") -> None:
         """Hand on what a call has brought to those whom it was dispatched for."""
         wanted = [slot for slot, tenant in call.writing.items() if tenant.request.top_logprobs]
-        news = unpack(call.packed, call.writing, self._sizes.top_logprobs if call.needs else 0, wanted)
+        news = unpack(call.packed, call.writing, self._sizes.top_logprobs if call.needs >= Needs.FULL else 0, wanted)
         rounds = max((len(new.accepted) for new in news.values()), default=0)
         # Of a call that was cut short, for somebody waits, each round has more of what a call costs.
         alone = call.alone and rounds == call.rounds
@@ -268,9 +267,9 @@ class Loop:
     def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
         result, num_top = tenant.result, tenant.request.top_logprobs
         if wrong := self._device.constraints.error(tenant.constraint):  # its last tokens were not constrained
-            self._stop[slot], result.error, result.is_refused = True, wrong, True
+            self._stop[slot] = True
             self._scheduler.leave(slot)
-            return self._finish(tenant, "error")
+            return self.fail(tenant, wrong, is_refused=True)
         if tenant.scored:
             told = of_prompt(tenant.scored, len(tenant.request.tokens), num_top)
             result.prompt_logprobs, result.prompt_top_logprobs = told
@@ -287,27 +286,28 @@ class Loop:
         if new.strange:
             self._stop[slot] = True
             who = type(self._device.drafter).__name__
-            result.error = (
-                f"{who} drafted ids outside the vocabulary; draft the target's, or a law of zeros for no guess."
+            return self.fail(
+                tenant, f"{who} drafted ids outside the vocabulary; draft the target's, or a law of zeros for no guess."
             )
-            return self._finish(tenant, "error")
+        if new.invalid and tenant.request.constraint is not None:
+            wrong = "No token may follow: logit_bias or min_tokens forbid what the constraint allows, or it fails."
+            return self.fail(tenant, wrong, is_refused=True)
         if new.invalid:
-            result.error = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
-            if tenant.request.constraint is not None:
-                result.error = (
-                    "No token may follow: logit_bias or min_tokens forbid what the constraint allows, or it fails."
-                )
-                result.is_refused = True
-            return self._finish(tenant, "error")
+            wrong = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
+            return self.fail(tenant, wrong)
         ended = bool(result.tokens) and result.tokens[-1] in tenant.request.eos_ids
         return self._finish(tenant, "eos" if ended else "length")
+
+    def fail(self, tenant: Tenant, error: str, is_refused: bool = False) -> None:
+        """End a request that has no slot, or no longer; `is_refused` if that is its own fault."""
+        _LOG.error("A request ends: %s", error)
+        tenant.result.error, tenant.result.is_refused = error, is_refused
+        self._finish(tenant, "error")
 
     def _finish(self, tenant: Tenant, reason: str) -> None:
         if tenant.constraint:
             self._over.append(tenant.constraint)
         tenant.result.finish_reason = reason
-        if reason == "error":
-            _LOG.error("A request ends: %s", tenant.result.error)
         _call(tenant)
         tenant.listen = _nobody  # whoever listened may hold the tenant, and would keep both
 
@@ -328,8 +328,7 @@ class Loop:
         hopeless = self._failures >= _PATIENCE
         for tenant in [*seated, *waiting]:
             if hopeless or (tenant in seated and tenant.request.key is None):
-                tenant.result.error = f"{type(error).__name__}: {error}"
-                self._finish(tenant, "error")
+                self.fail(tenant, f"{type(error).__name__}: {error}")
             else:
                 self._scheduler.submit(tenant)
 

@@ -17,7 +17,7 @@ _READINGS = 3  # of each piece, of which the fastest counts
 
 
 def rehearse(device: Device, pace: Pace) -> None:
-    """Tell `device` what its pieces cost, and `pace` the costs of all lengths; empties the slots.
+    """Tell `device` what its pieces cost, and `pace` the costs of all lengths, without constraints; empties the slots.
 
     Only of that between which there is a choice. Else the first requests would pay for it, and one disturbed call
     choose for many. Where texts are too short for a call of each length, those that are left are learnt from requests.
@@ -60,7 +60,7 @@ def _cost(device: Device, num_draft_tokens: int, needs: Needs, count: int, round
     for _ in range(3):
         calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), needs, rows=rows))
         if len(calls) > 1:
-            news = unpack(calls[-2], range(count), sizes.top_logprobs if needs else 0)
+            news = unpack(calls[-2], range(count), sizes.top_logprobs if needs >= Needs.FULL else 0)
             ended.append(perf_counter())
             played = max(len(new.accepted) for new in news.values())
     device.wait()

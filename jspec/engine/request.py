@@ -51,7 +51,7 @@ class Request:
 
     @functools.cached_property
     def needs(self) -> Needs:
-        """What its rounds must be able to do."""
+        """What its rounds must be able to do for it."""
         if self.constraint is not None:
             return Needs.CONSTRAINED
         if self.top_logprobs or np.any(self.sampling.min_tokens):
