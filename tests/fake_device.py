@@ -30,6 +30,9 @@ class FakeDevice:
 
     lags, constraints = True, Constraints(4)
 
+    def lengths(self, needs, count):
+        return self.sizes.lengths(needs, count)
+
     def __init__(self):
         self.sizes, self.fails = SIZES, False
         self.reset()

@@ -9,7 +9,7 @@ import pytest
 from test_constraints import OPTIONS, NoMultiples, models, requests, texts
 
 from jspec.engine import Engine, Request
-from jspec.engine.device import Device
+from jspec.engine.device import Device, _programs
 from jspec.engine.slots import Needs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -32,9 +32,16 @@ def test_no_program_of_a_start_asks_the_host():
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """Compiling for constrained texts, which goes on until it is told not to."""
-    ends = threading.Event()
-    monkeypatch.setattr(Device, "later", lambda _: [lambda: ends.wait(60)])
+    """Compiling for constrained texts, which goes on until it is told not to; not of the first steps, where told."""
+    ends, later = threading.Event(), Device.later
+    ends.free = 0
+    _programs.cache_clear()
+
+    def held(device):
+        steps = later(device)
+        return [*steps[: ends.free], *(lambda step=step: (ends.wait(60), step()) for step in steps[ends.free :])]
+
+    monkeypatch.setattr(Device, "later", held)
     yield ends
     ends.set()
 
@@ -74,17 +81,37 @@ def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
     engine.expect_constraints()  # of which nothing comes
 
 
+def test_what_is_there_first_is_played_first(compiling):
+    """Without drafts, until the programs with drafts are there; the text is the same."""
+    request, compiling.free = requests()[1], 2
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        first = engine.generate([request])[0]
+        assert not any(first.drafted) and not engine._compiler.is_done
+        compiling.set()
+        wait_for(lambda: engine._compiler.is_done)
+        second = engine.generate([request])[0]
+    assert any(second.drafted) and texts([first]) == texts([second]) == [tuple_of(request)]
+
+
 def test_what_cannot_be_compiled_ends_those_that_need_it(monkeypatch):
     """And nobody else; with the next one it is tried again."""
     free, constrained, *_ = requests()
-    later = [[lambda: 1 / 0], []]
-    monkeypatch.setattr(Device, "later", lambda _: later.pop(0))
+    compiled, left = Device._program, [4]  # times to fail: each of them once
+
+    def program(device, *key):
+        if key[2:3] == (Needs.CONSTRAINED,) and left[0]:
+            left[0] -= 1
+            raise MemoryError("planted")
+        return compiled(device, *key)
+
+    monkeypatch.setattr(Device, "_program", program)
+    _programs.cache_clear()
     with Engine(*models(), slots=2, **OPTIONS) as engine:
         found = engine.generate([dataclasses.replace(free, key=None), constrained, free])
         again = engine.generate([constrained])
     assert [one.finish_reason == "error" for one in found] == [False, True, False] and not found[1].is_refused
-    assert found[1].error == "What a constraint needs cannot be compiled: ZeroDivisionError: division by zero"
-    assert texts(again) == [tuple_of(constrained)] and not later
+    assert found[1].error == "What a constraint needs cannot be compiled: MemoryError: planted"
+    assert texts(again) == [tuple_of(constrained)] and left == [0]
 
 
 def test_a_failure_while_programs_are_compiled_loses_nobody(compiling):

@@ -24,27 +24,28 @@ class Compiler:
         self._under_way: list[Future[Any]] | None = None
 
     def begin(self) -> None:
-        """Do them, unless that has been said; again if one has failed."""
-        if self._under_way is None:
+        """Do them, unless that has been said; again what is left if one has failed."""
+        if self._under_way is None or (self.is_done and self.error):
             steps = self._steps()
             self._under_way = [self._thread.submit(step) for step in (*steps, *[give_back] * bool(steps))]
             for one in self._under_way:
-                one.add_done_callback(lambda _: self._notice())
+                one.add_done_callback(self._has_ended)
 
     @property
     def is_done(self) -> bool:
         """Whether it has begun and nothing is left to do."""
         return self._under_way is not None and all(one.done() for one in self._under_way)
 
-    def failure(self) -> str:
-        """What has gone wrong, of one that is done; told once, for then it has not begun. Else nothing."""
-        errors = [one.exception() for one in self._under_way or () if not one.cancelled()]
-        if not any(errors):
-            return ""
-        error = next(filter(None, errors))
-        _LOG.error("A program cannot be compiled.", exc_info=error)
-        self._under_way = None
-        return f"{type(error).__name__}: {error}"
+    @property
+    def error(self) -> str:
+        """What has gone wrong so far, or nothing."""
+        found = [one.exception() for one in self._under_way or () if one.done() and not one.cancelled()]
+        return next((f"{type(error).__name__}: {error}" for error in found if error), "")
+
+    def _has_ended(self, step: Future[Any]) -> None:
+        if not step.cancelled() and (error := step.exception()):
+            _LOG.error("A program cannot be compiled.", exc_info=error)
+        self._notice()
 
     def close(self) -> None:
         """Begin no other step; the one under way goes on, and nobody waits for it."""

@@ -277,22 +277,20 @@ class Engine:
                     self._wake.wait()
                 if self._closing and not (self._arrived or self._loop.is_busy):
                     return
-                wrong = self._compiler.failure() if self._compiler.is_done else ""
                 for tenant in ready:
                     self._arrived.remove(tenant)
             for tenant in ready:
-                if wrong and not _is_ready(tenant):
-                    self._loop.fail(tenant, f"What a constraint needs cannot be compiled: {wrong}")
-                else:
+                if self._can_play(tenant):
                     self._loop.submit(tenant)
+                else:
+                    self._loop.fail(tenant, f"What a constraint needs cannot be compiled: {self._compiler.error}")
             self._loop.turn()
 
     def _ready(self) -> list[Tenant]:
-        """Who has arrived and need not wait for programs."""
-        everybody = self._loop.cancels or self._compiler.is_done
-        return [tenant for tenant in self._arrived if everybody or _is_ready(tenant)]
+        """Who has arrived and need not wait for programs, or waits in vain."""
+        return [tenant for tenant in self._arrived if self._can_play(tenant) or self._compiler.is_done]
 
-
-def _is_ready(tenant: Tenant) -> bool:
-    """Whether all that it needs was compiled at the start, or it no longer needs anything."""
-    return tenant.cancelled or tenant.request.needs < Needs.CONSTRAINED
+    def _can_play(self, tenant: Tenant) -> bool:
+        """Whether the programs that it needs are there, or it no longer needs any."""
+        is_over = tenant.cancelled or self._loop.cancels
+        return is_over or tenant.request.needs < Needs.CONSTRAINED or self.device.can_constrain

@@ -229,7 +229,7 @@ class Loop:
 
     def _length(self, writing: dict[int, Tenant], begins: bool, needs: Needs, count: int) -> int:
         """How many tokens to draft in the next call; if it may be so, none before the drafter has read any text."""
-        lengths = self._sizes.lengths(needs, count)
+        lengths = self._device.lengths(needs, count)
         if self._device.lags and begins and 0 in lengths:
             return 0
         # As without constraints, which no rehearsal has, until they are known.
