@@ -11,7 +11,7 @@ _LOG = logging.getLogger("jspec")
 
 
 class Compiler:
-    """A thread that does one step after another.
+    """A thread that does one step after another; a process that ends waits for the one under way.
 
     Args:
         steps: tells them, when it begins.
@@ -24,8 +24,8 @@ class Compiler:
         self._under_way: list[Future[Any]] | None = None
 
     def begin(self) -> None:
-        """Do them, unless that has been said; again what is left if one has failed."""
-        if self._under_way is None or (self.is_done and self.error):
+        """Do them, unless it is about it."""
+        if self._under_way is None or self.is_done:
             steps = self._steps()
             self._under_way = [self._thread.submit(step) for step in (*steps, *[give_back] * bool(steps))]
             for one in self._under_way:
@@ -43,10 +43,10 @@ class Compiler:
         return next((f"{type(error).__name__}: {error}" for error in found if error), "")
 
     def _has_ended(self, step: Future[Any]) -> None:
+        self._notice()
         if not step.cancelled() and (error := step.exception()):
             _LOG.error("A program cannot be compiled.", exc_info=error)
-        self._notice()
 
     def close(self) -> None:
-        """Begin no other step; the one under way goes on, and nobody waits for it."""
+        """Begin no other step; do not wait for the one under way."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -51,7 +51,7 @@ class Device:
         self._weights, self._structure = jax.tree.flatten((target, drafter))
         shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
-        self._awaited: set[Key] = set()
+        self._awaited: list[Key] = []
         self._slots: Any = None
         self.reset()
         self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # slots change hands while others compile
@@ -205,27 +205,25 @@ class Device:
         if waiting:
             give_back()
 
-    def later(self) -> list[Callable[[], None]]:
+    def later(self) -> list[Callable[[], Any]]:
         """What compiles the programs of constrained requests, one each, short drafts first: few need them, and JAX's
         cache keeps no program that asks the host.
         """
-        keys = sorted(key for key in self._plays(Needs.CONSTRAINED) if key not in self._programs)
-        self._awaited.update(keys)
-
-        def compiled(key: Key) -> None:
-            self._program(*key)
-            self._awaited.discard(key)
-
-        return [functools.partial(compiled, key) for key in keys]
+        self._awaited = sorted(key for key in self._plays(Needs.CONSTRAINED) if key not in self._programs)
+        return [functools.partial(self._program, *key) for key in self._awaited]
 
     def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
-        """`Sizes.lengths`, but for those whose programs are to come `later`."""
-        return tuple(k for k in self.sizes.lengths(needs, count) if ("play", k, needs, count) not in self._awaited)
+        """`Sizes.lengths`, without those whose programs are to come `later`, unless that are all."""
+        return self._lengths(needs, count) or self.sizes.lengths(needs, count)
+
+    def _lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
+        keys = {k: ("play", k, needs, count) for k in self.sizes.lengths(needs, count)}
+        return tuple(k for k, key in keys.items() if key in self._programs or key not in self._awaited)
 
     @property
     def can_constrain(self) -> bool:
         """Whether constrained requests need not wait for programs that are to come `later`."""
-        return all(self.lengths(Needs.CONSTRAINED, count) for count in self.sizes.counts)
+        return all(self._lengths(Needs.CONSTRAINED, count) for count in self.sizes.counts)
 
     def _plays(self, *needs: Needs) -> list[Key]:
         return [("play", k, need, count) for count in self.sizes.counts for need in needs

@@ -121,13 +121,14 @@ class Engine:
             self._compiler.close()
 
     def expect_constraints(self) -> None:
-        """Compile the programs of constrained requests, beside what runs; those requests wait for that, no others do.
+        """Compile the programs of constrained requests, beside what runs.
 
+        Those requests wait, in the queue, until they can be decoded without drafts, or with those of one length.
         No persistent cache keeps them, for they ask the host which tokens may follow, so that a start need not wait.
         They are traced in a thread of their own, which knows what `jax.config.update` has set, and no `with` statement.
         """
         with self._wake:
-            if not self._closing:
+            if not self._closing and not (self._compiler.is_done and self.device.can_constrain):
                 self._compiler.begin()
 
     def _look(self) -> None:
@@ -277,13 +278,14 @@ class Engine:
                     self._wake.wait()
                 if self._closing and not (self._arrived or self._loop.is_busy):
                     return
+                hopeless = [tenant for tenant in ready if not self._can_play(tenant)]
+                error = f"What a constraint needs cannot be compiled: {self._compiler.error}"
                 for tenant in ready:
                     self._arrived.remove(tenant)
-            for tenant in ready:
-                if self._can_play(tenant):
-                    self._loop.submit(tenant)
-                else:
-                    self._loop.fail(tenant, f"What a constraint needs cannot be compiled: {self._compiler.error}")
+                    if tenant not in hopeless:
+                        self._loop.submit(tenant)
+            for tenant in hopeless:
+                self._loop.fail(tenant, error)
             self._loop.turn()
 
     def _ready(self) -> list[Tenant]:
