@@ -30,9 +30,6 @@ class FakeDevice:
 
     lags, constraints = True, Constraints(4)
 
-    def lengths(self, needs, count):
-        return self.sizes.lengths(needs, count)
-
     def __init__(self):
         self.sizes, self.fails = SIZES, False
         self.reset()
@@ -74,6 +71,9 @@ class FakeDevice:
     def follow(self, slot, lag):
         assert self.moves[slot] or lag > 2
         return self.chunk(lag)
+
+    def lengths(self, needs, count):
+        return self.sizes.lengths(needs, count)
 
     def play(self, num_draft_tokens, rounds, stop, needs, yields, rows):
         if self.fails:  # seen, as of a device, by whoever looks at what comes of it

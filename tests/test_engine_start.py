@@ -94,41 +94,45 @@ def test_what_is_there_first_is_played_first(compiling):
     assert any(second.drafted) and texts([first]) == texts([second]) == [tuple_of(request)]
 
 
-def test_what_cannot_be_compiled_ends_those_that_need_it(monkeypatch):
+@pytest.fixture
+def fails_once(monkeypatch):
+    """Has an engine compile no program of constrained texts at the first attempt; which it has tried."""
+    compiled = Device._program
+    _programs.cache_clear()
+
+    def make(engine):
+        failed = []
+
+        def program(device, *key):
+            if device is engine.device and key[2:3] == (Needs.CONSTRAINED,) and key not in failed:
+                failed.append(key)
+                raise MemoryError("planted")
+            return compiled(device, *key)
+
+        monkeypatch.setattr(Device, "_program", program)
+        return failed
+
+    return make
+
+
+def test_what_cannot_be_compiled_ends_those_that_need_it(fails_once):
     """And nobody else; with the next one it is tried again."""
     free, constrained, *_ = requests()
-    compiled, left = Device._program, [4]  # times to fail: each of them once
-
-    def program(device, *key):
-        if key[2:3] == (Needs.CONSTRAINED,) and left[0]:
-            left[0] -= 1
-            raise MemoryError("planted")
-        return compiled(device, *key)
-
-    monkeypatch.setattr(Device, "_program", program)
-    _programs.cache_clear()
     with Engine(*models(), slots=2, **OPTIONS) as engine:
+        failed = fails_once(engine)
         found = engine.generate([dataclasses.replace(free, key=None), constrained, free])
         again = engine.generate([constrained])
     assert [one.finish_reason == "error" for one in found] == [False, True, False] and not found[1].is_refused
     assert found[1].error == "What a constraint needs cannot be compiled: MemoryError: planted"
-    assert texts(again) == [tuple_of(constrained)] and left == [0]
+    assert texts(again) == [tuple_of(constrained)] and len(failed) == 4
 
 
-def test_what_another_engine_has_compiled_is_there(monkeypatch):
+def test_what_another_engine_has_compiled_is_there(fails_once):
     """Where one's own attempt has failed."""
-    constrained, compiled, left = requests()[1], Device._program, [4]
-
-    def program(device, *key):
-        if key[2:3] == (Needs.CONSTRAINED,) and device is mine.device and left[0]:
-            left[0] -= 1
-            raise MemoryError("planted")
-        return compiled(device, *key)
-
-    _programs.cache_clear()
+    constrained = requests()[1]
     with Engine(*models(), slots=2, **OPTIONS) as mine, Engine(*models(), slots=2, **OPTIONS) as other:
-        monkeypatch.setattr(Device, "_program", program)
-        assert mine.generate([constrained])[0].finish_reason == "error" and left == [0]
+        failed = fails_once(mine)
+        assert mine.generate([constrained])[0].finish_reason == "error" and len(failed) == 4
         assert texts(other.generate([constrained])) == texts(mine.generate([constrained])) == [tuple_of(constrained)]
 
 
