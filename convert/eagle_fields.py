@@ -42,6 +42,8 @@ def layout_of(raw: Fields, names: Collection[str]) -> str:
         CheckpointError: they are of no EAGLE head.
     """
     kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"architectures is {architectures!r}; expected a list of names.")
     third = any("Eagle3" in str(one) for one in architectures) or "draft_vocab_size" in raw
     if kind is not None:
         layout = _SPECULATORS.get(kind) if isinstance(kind, str) else None

@@ -55,7 +55,8 @@ def kind_of(directory: Path) -> str | None:
             names |= set(handle.keys())
     if names & {"fc.weight", "fusion_fc.weight"}:
         return "eagle"
-    return "medusa" if names & {"0.0.linear.weight", "blocks.0.layers.0.weight"} else None
+    heads = {"0.0.linear.weight", "blocks.0.layers.0.weight", "medusa_heads.blocks.0.layers.0.weight"}
+    return "medusa" if names & heads else None
 
 
 def read_own(directory: Path, kind: str) -> dict[str, Any]:

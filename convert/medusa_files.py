@@ -50,9 +50,10 @@ def read(source: str | Path) -> MedusaFiles:
         config = medusa_config.read_sizes(raw, origin, {name: tensor.shape for name, tensor in found.items()})
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    if config.num_heads > len(found):  # or the table of a damaged config could fill the memory
-        raise CheckpointError(f"{path}: num_heads is {config.num_heads} and there are {len(found)} tensors; restore "
-                              "the heads' own config.json.")  # fmt: skip
+    heads, blocks = config.num_heads, config.num_blocks
+    if heads * max(1, blocks) > len(found):  # or the table of a damaged config could fill the memory
+        raise CheckpointError(f"{path} means {heads} heads of {blocks} blocks each, and there are {len(found)} "
+                              "tensors; restore the heads' own config.json.")  # fmt: skip
     table = medusa_config.entries(config, origin)
     check_names(found, {part.hf_name: entry.shape for entry in table for part in entry.parts}, directory)
     dtype = head_files.common_dtype(found)

@@ -84,10 +84,13 @@ def save_new(
     Raises:
         CheckpointError: `destination` exists or cannot be written, or no config.json means the model.
     """
-    if config.qkv_bias:
-        raise CheckpointError("biases on q, k and v alone are Qwen2's, whose config.json is not written here.")
+    if config.qkv_bias and (config.qk_norm or config.attention_bias or config.mlp_bias):
+        raise CheckpointError("biases on q, k and v are Qwen2's, which has none elsewhere and no norms of heads; no "
+                              "config.json means this model.")  # fmt: skip
     destination, dtype = Path(destination), next(iter(arrays.values())).dtype.name
     fields = llama_json.fields(config) | {"dtype": dtype, "torch_dtype": dtype}
+    if config.qkv_bias:
+        fields["model_type"] = "qwen2"
     fields["architectures"] = [FAMILIES[fields["model_type"]].class_name]
     files = {SINGLE: {"metadata": {"format": "pt"}, "tensors": list(hf_shapes(config))}}
     with new_directory(destination) as directory:

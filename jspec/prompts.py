@@ -79,13 +79,20 @@ def is_conversation(prompt: Prompt) -> bool:
 
 
 def check_conversation(messages: Sequence[Any], place: str) -> None:
-    """Refuse what a template would make nonsense of, or drop without a word.
+    """Refuse what a template would make nonsense of, or drop without a word; it must end with what is to be answered.
 
     Raises:
         ValueError: names the message.
     """
     if not messages:
         raise ValueError(f"{place} has no messages; give at least one to be answered.")
+    check_messages(messages, place)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{place} ends with a message of the assistant; end with one to be answered.")
+
+
+def check_messages(messages: Sequence[Any], place: str) -> None:
+    """`check_conversation` of each message by itself."""
     for i, message in enumerate(messages):
         fields = message if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
@@ -97,15 +104,14 @@ def check_conversation(messages: Sequence[Any], place: str) -> None:
             raise ValueError(
                 f"{place}, message {i} has the role {fields['role']!r}; expected one of {', '.join(ROLES)}."
             )
-    if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{place} ends with a message of the assistant; end with one to be answered.")
 
 
 def _ids(tokenizer: Any, prompt: Prompt, place: str) -> list[int]:
     if isinstance(prompt, str):
         ids = _once(tokenizer, _checked(prompt, place))
     elif is_conversation(prompt):
-        text = _checked(_rendered(tokenizer, prompt, place), place)
+        check_conversation(prompt, place)
+        text = rendered(tokenizer, prompt, place)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif _is_list(prompt) and all(map(_is_id, prompt)):
         ids = [operator.index(i) for i in prompt]  # pyright: ignore[reportArgumentType]
@@ -137,19 +143,27 @@ def _once(tokenizer: Any, text: str) -> list[int]:
     return ids[1:] if own[:1] == [start] and ids[1 : len(own) + 1] == own else ids
 
 
-def _rendered(tokenizer: Any, messages: Any, place: str) -> str:
+def rendered(tokenizer: Any, messages: Any, place: str, asked: bool = True) -> str:
+    """Messages as the chat template shows them.
+
+    Args:
+        asked: whether with what stands before an answer.
+
+    Raises:
+        ValueError: there is no template, or it refuses them, or makes no UTF-8 text of them.
+    """
     from jinja2 import TemplateError
 
-    check_conversation(messages, place)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{place} is a conversation, and the tokenizer has no chat template; use a model that was made for chats, "
             "or give it text."
         )
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asked)
     except (TemplateError, TypeError, ValueError) as error:
         raise ValueError(f"{place} is refused by the model's chat template: {' '.join(str(error).split())}") from error
+    return _checked(text, place)
 
 
 def _is_list(value: Any) -> bool:

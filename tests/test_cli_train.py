@@ -12,9 +12,10 @@ from few import by_default
 from flax import nnx
 from test_training import chats
 
+import convert
 import jspec
 from convert.head_files import kind_of
-from jspec.cli.train import train
+from jspec.cli.train import how_saved, train
 from jspec.training.kinds import KINDS
 from jspec.training.train import Recipe
 
@@ -80,6 +81,19 @@ def test_a_published_head_goes_on(run, sources, tmp_path, generation):
         np.testing.assert_allclose(one, other, atol=0.02)  # saved in bfloat16
     code, _, err = run(*options, "--kind", "medusa", "--output", tmp_path / "other")
     assert code and "start is of type EagleDrafter, and kind is 'medusa'; use kind='eagle'" in err
+
+
+def test_a_head_keeps_its_layout_where_that_can_say_it(sources, tmp_path):
+    """`norm_before_residual` in a plain layout is read, but programs that read it do not know it."""
+    target = jspec.load(sources[0])
+    jspec.EagleDrafter(eagle_heads.eagle(target, features=(1,))).save(tmp_path / "head", format="sglang")
+    kept = how_saved(jspec.EagleDrafter.load(tmp_path / "head", target), "")
+    file = tmp_path / "head" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_before_residual": True}))
+    other = how_saved(jspec.EagleDrafter.load(tmp_path / "head", target), "")
+    assert (kept["format"], other["format"]) == ("sglang", "speculators")
+    with pytest.raises(convert.CheckpointError, match=r"features is .* layers in ascending order"):
+        how_saved(jspec.EagleDrafter(eagle_heads.eagle(target, features=(2, 1))), "")
 
 
 def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):

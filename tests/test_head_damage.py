@@ -92,6 +92,7 @@ CASES = {
                       "model_type of its layer is 'deepseek_v3'; expected one of llama, qwen3"),
     "no layer": ("speculators", dropped("transformer_layer_config"), "transformer_layer_config is None; expected"),
     "another head": ("speculators", config(speculators_model_type="dflash"), "speculators_model_type 'dflash' and"),
+    "architectures that are no list": ("sglang", config(architectures=5), "architectures is 5; expected a list"),
     "another architecture": ("sglang", config(architectures=["Eagle3DeepseekV2ForCausalLM"]), "is no EAGLE head"),
     "a whole model": ("eagle", both(tensors(fc__weight=..., fc__bias=...)), "is no EAGLE head of one Llama layer"),
     "layernorms": ("eagle", config(layernorms=True), "layernorms is True, which changes the computed function"),

@@ -90,7 +90,18 @@ def test_damaged_files(tmp_path, damage, message):
         jspec.BlockwiseDrafter.load(tmp_path / "drafter", TARGET)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, {"attention_bias": True}])
+@pytest.mark.parametrize("size", ["num_heads", "num_blocks"])
+def test_parts_that_cannot_be_are_refused_before_one_is_made(tmp_path, size):
+    heads.hydra(TARGET).save(tmp_path / "drafter")
+    config(tmp_path / "drafter", **{size: 10**9})
+    with pytest.raises(
+        convert.CheckpointError, match=rf"has \d+ tensors, but its config.json says .*{size} 1000000000"
+    ):
+        jspec.HydraDrafter.load(tmp_path / "drafter", TARGET)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, {"attention_bias": True},
+                                     {"qkv_bias": True}])  # fmt: skip
 def test_a_draft_model_comes_back(tmp_path, changes):
     drafter = jspec.ModelDrafter(toys.tiny_llama(1, 2, **changes))
     drafter.save(tmp_path / "model")
@@ -108,8 +119,8 @@ def test_several_come_back(tmp_path):
 
 
 def test_models_that_no_config_means_are_not_written(tmp_path):
-    with pytest.raises(convert.CheckpointError, match="biases on q, k and v alone are Qwen2's"):
-        jspec.ModelDrafter(toys.tiny_llama(1, qkv_bias=True)).save(tmp_path / "model")
+    with pytest.raises(convert.CheckpointError, match="biases on q, k and v are Qwen2's, which has none elsewhere"):
+        jspec.ModelDrafter(toys.tiny_llama(1, qkv_bias=True, qk_norm=True)).save(tmp_path / "model")
     with pytest.raises(ValueError, match="The model is int8, and files of it are not written"):
         jspec.ModelDrafter(jspec.quantize(toys.tiny_llama(1))).save(tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -177,8 +177,29 @@ def test_a_target_without_laws_teaches_nothing(tmp_path):
     target = jax.tree.map(lambda leaf: leaf * jnp.nan, TARGET)
     plan = batches.Plan(some_rows(4), 64, 0)
     trainee, source = kinds.trainee_of(kinds.of_eagle(TARGET, None, 2, 0)), fit.Source(plan)
-    with pytest.raises(ValueError, match=r"the loss is 0\.0, and 0 held-out tokens can be judged"):
+    with pytest.raises(ValueError, match=r"the loss is 0\.0, held out 0\.0, where 0 tokens can be judged"):
         fit.fit(trainee, target, source, source, fit.Schedule(2, 2), tmp_path)
+    assert not [*fit.read_log(tmp_path)]
+
+
+def test_weights_that_are_damaged_behind_the_last_loss_are_not_kept(tmp_path, monkeypatch):
+    """The loss that a step tells is that of the weights before it."""
+    begin = fit.begin
+
+    def damaging(trainee, schedule):
+        training = begin(trainee, schedule)
+
+        def step(state, *batch):
+            state, loss = training.step(state, *batch)
+            return state | {"weights": jax.tree.map(lambda leaf: leaf * jnp.nan, state["weights"])}, loss
+
+        return training._replace(step=step)
+
+    monkeypatch.setattr(fit, "begin", damaging)
+    trainee = kinds.trainee_of(kinds.of_medusa(TARGET, None, 2, 0))
+    source = fit.Source(batches.Plan(some_rows(4), 64, 0))
+    with pytest.raises(ValueError, match=r"After 1 steps the loss is .*, held out nan, where .* the rate is too high"):
+        fit.fit(trainee, TARGET, source, source, fit.Schedule(1, 2), tmp_path)
     assert not [*fit.read_log(tmp_path)]
 
 

@@ -17,58 +17,10 @@ from jspec.training import rows, sight, writing
 TARGET = toys.tiny_llama(0, 1, vocab_size=261)
 
 
-def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
-    tokenizer = chatty()
-    file = tmp_path / "two.jsonl"
-    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
-    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
-    (row,) = rows.read(file, tokenizer, 512)
-    text = "".join(tokenizer.decode([i]) if learned else "." for i, learned in
-                   zip(row.tokens, row.learned, strict=True))  # fmt: skip
-    assert text.strip(".").startswith("b<|end|>.") and text.endswith(".the end<|end|>")
-    assert tokenizer.decode(row.tokens) == "user:a?<|end|>assistant:b<|end|>user:c?<|end|>assistant:the end<|end|>"
-
-
-def learned_of_two_answers(template, file):
-    """What is learned of "b" and "the end", as a template shows them."""
-    tokenizer = chatty()
-    tokenizer.chat_template = template
-    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
-    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
-    (row,) = rows.read(file, tokenizer, 512)
-    return tokenizer.decode(row.tokens[row.learned])
-
-
-def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
-    """It shows thoughts in the last answer only, so that the first is longer by itself than in the whole."""
-    template = (
-        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
-        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "(hm)the end<|end|>"
-
-
-def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
-    """As ChatML ends its lines: nobody ever writes that."""
-    template = (
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "b<|end|>the end<|end|>"
-
-
-def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
-    """JSON leaves the separators of Unicode as they are."""
-    file = tmp_path / "one.jsonl"
-    turns = [{"role": "user", "content": "a\u2028b\x85?"}, {"role": "assistant", "content": "the cat"}]
-    file.write_text(json.dumps({"messages": turns}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
-    assert len(rows.read(file, chatty(), 64)) == 1
-
-
 def test_a_text_is_read_in_parts(tmp_path):
     file = tmp_path / "plain.txt"
     file.write_text("the cat sat in a tree " * 20)
-    found = rows.read(file, text := chatty(), 50)
+    found = rows.read(file, text := chatty(), 50, 512)
     assert [len(row.tokens) for row in found[:-1]] == [50] * (len(found) - 1)
     assert text.decode(np.concatenate([row.tokens for row in found])) == file.read_text()
     train, held = rows.divide(found)
@@ -91,7 +43,7 @@ def test_every_part_of_a_text_starts_as_texts_do(tmp_path):
     """Where the tokenizer has a token for that; and some of them are held out."""
     file = tmp_path / "plain.txt"
     file.write_text("the cat sat in a tree " * 20)
-    found = rows.read(file, text_pair.tokenizer(bos=True), 50)
+    found = rows.read(file, text_pair.tokenizer(bos=True), 50, 512)
     assert all(row.tokens[0] == 0 and row.learned.all() for row in found)
     assert max(len(row.tokens) for row in found) == 50
     train, held = rows.divide(found)
@@ -182,9 +134,9 @@ def test_the_target_answers_questions(tmp_path, monkeypatch):
     jspec.train_drafter(TARGET, tokenizer := chatty(), **options)
     files = sorted((tmp_path / "run" / "texts").iterdir())
     found = [row for file in files for row in rows.load(file)]
-    asked = [row for row in rows.read(options["data"], tokenizer, 128) if row.is_question]
+    asked = [row for row in rows.read(options["data"], tokenizer, 128, 512) if row.is_question]
     assert len(files) == 2 and len(found) == len(asked) == 6
-    said = [row for row in rows.read(options["data"], tokenizer, 128) if not row.is_question]
+    said = [row for row in rows.read(options["data"], tokenizer, 128, 512) if not row.is_question]
     assert [tokenizer.decode(row.tokens[row.learned]) for row in said] == ["the tree<|end|>"] * 2
     given = [row.tokens[: row.learned.argmax()].tolist() for row in found]
     assert sorted(given) == sorted(row.tokens.tolist() for row in asked) and sorted(map(len, given)) == [
@@ -227,14 +179,14 @@ def test_what_an_earlier_training_wrote_is_data(tmp_path, monkeypatch):
     options = {"steps": 1, "depth": 1, "step_tokens": 512, "length": 128}
     first, both, file = tmp_path / "first", tmp_path / "both", chats(tmp_path / "chats.jsonl")
     jspec.train_drafter(TARGET, chatty(), folder=first, written_tokens=40, **options)
-    kept = rows.read(first, chatty(), 128)
+    kept = rows.read(first, chatty(), 128, 512)
     assert rows.digest(kept) == rows.digest(
         [row for part in sorted((first / "texts").iterdir()) for row in rows.load(part)]
     )
-    assert max(len(row.tokens) for row in rows.read(first, chatty(), 8)) <= 8
+    assert max(len(row.tokens) for row in rows.read(first, chatty(), 8, 512)) <= 8
     jspec.train_drafter(TARGET, chatty(), data=[file, first], folder=both, **options)
     known = json.loads((both / "recipe.json").read_text())["data"]
-    assert known == rows.digest([*rows.read(file, chatty(), 128), *kept]) and not (both / "texts").exists()
+    assert known == rows.digest([*rows.read(file, chatty(), 128, 512), *kept]) and not (both / "texts").exists()
     jspec.train_drafter(TARGET, chatty(), data=first, folder=tmp_path / "more", written_tokens=20, **options)
     names = [sorted(part.name for part in (folder / "texts").iterdir()) for folder in (first, tmp_path / "more")]
     assert names[0][0] == "00000.safetensors" and max(names[0]) < min(names[1])  # by another seed, so none twice
@@ -244,16 +196,6 @@ def test_what_an_earlier_training_wrote_is_data(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="both has no texts that a target wrote"):
         jspec.train_drafter(TARGET, chatty(), data=both, folder=tmp_path / "none", **options)
     assert not (tmp_path / "half").exists() and not (tmp_path / "none").exists()
-
-
-def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
-    file = tmp_path / "asked.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "cat " * 2000}]}))
-    with pytest.raises(
-        ValueError, match=r"has a question of \d+ tokens, and the target, which has \d+ positions, answers"
-    ):
-        jspec.train_drafter(TARGET, chatty(), data=file, folder=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_what_rows_and_targets_are_told_apart_by():
@@ -269,49 +211,20 @@ def test_what_rows_and_targets_are_told_apart_by():
     assert len(found) == 4 and sight.fingerprint(toys.tiny_llama(0, 1, vocab_size=261)) in found
 
 
-MALFORMED = {
-    "no JSON": ("{", "chats.jsonl, line 2 is no JSON"),
-    "no messages": ('{"text": "a"}', 'line 2 has no list "messages"; expected an object like'),
-    "an answer to nothing": (
-        '{"messages": [{"role": "assistant", "content": "a"}]}',
-        "line 2 begins with the assistant; begin with what it answers",
-    ),
-    "nothing said": ('{"messages": [{"role": "system", "content": "a"}]}', "line 2 has no message of the assistant"),
-    "a question's role": (
-        '{"messages": [{"role": "cat", "content": "a"}, {"role": "user", "content": "b"}]}',
-        "line 2, message 0 has the role 'cat'",
-    ),
-    "a role": (
-        '{"messages": [{"role": "cat", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-        "line 2, message 0 has the role 'cat'",
-    ),
-    "no text": ('{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}', "line 2, message 0 is "),
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_chats(tmp_path, name):
-    line, message = MALFORMED[name]
-    file = chats(tmp_path / "chats.jsonl", 1)
-    file.write_text(file.read_text() + "\n" + line)
-    with pytest.raises(ValueError, match=message):
-        rows.read(file, chatty(), 64)
-
-
 def test_data_that_is_none(tmp_path):
     empty, strange = tmp_path / "empty.txt", tmp_path / "strange.txt"
     empty.write_text("")
     strange.write_bytes(b"abc\xff")
     with pytest.raises(ValueError, match=r"empty\.txt has no text to learn from"):
-        rows.read(empty, chatty(), 64)
+        rows.read(empty, chatty(), 64, 512)
     with pytest.raises(ValueError, match=r"is not UTF-8 text \(byte 3\)"):
-        rows.read(strange, chatty(), 64)
+        rows.read(strange, chatty(), 64, 512)
     with pytest.raises(ValueError, match="There is 1 text to learn from, and one must be held out"):
         rows.divide([rows.of_answer([], [1, 2, 3])])
     plain = chatty()
     plain.chat_template = None
     with pytest.raises(ValueError, match="is a chat, and the target has no chat template"):
-        rows.read(chats(tmp_path / "chats.jsonl"), plain, 64)
+        rows.read(chats(tmp_path / "chats.jsonl"), plain, 64, 512)
     with pytest.raises(ValueError, match="The target has no chat template, and without one it cannot write chats"):
         jspec.train_drafter(TARGET, plain, folder=tmp_path / "run")
 

@@ -102,6 +102,7 @@ def train(
         Recipe(kind, **recipe).check()
         say("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
+        how_saved(begun, where.target)  # what could not be saved is refused before it is trained
     with interrupts.last_words(f"Stopped. The same command goes on from {folder}."):
         with _bar(steps) as tell:
             drafter = jspec.train_drafter(model, tokenizer, kind, data or None, folder=folder, start=begun,
@@ -110,7 +111,7 @@ def train(
             typer.echo(f"{path} was there already.")
         else:
             rounded = _in_bfloat16(drafter)
-            typer.echo(f"Wrote {rounded.save(path, **_layout(rounded, where.target))}.")
+            typer.echo(f"Wrote {rounded.save(path, **how_saved(rounded, where.target))}.")
         if measured:
             _measure(model, type(drafter).load(path, model, dtype), folder, depth)
 
@@ -122,14 +123,18 @@ def _in_bfloat16(drafter: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
 
 
-def _layout(drafter: Any, target: str) -> dict[str, Any]:
+def how_saved(drafter: Any, target: str) -> dict[str, Any]:
     """How `drafter` is saved: a model with the target's tokenizer, so that it can be one by itself.
 
-    An EAGLE head that began as another's keeps its layout; what it guesses with is written, too, for other programs
-    would take the first rows of the target's head.
+    An EAGLE head that began as another's keeps its layout if programs that read it can compute the head; what it
+    guesses with is written, too, for other programs would take the first rows of the target's head.
+
+    Raises:
+        convert.CheckpointError: no layout can hold it.
     """
+    import convert
     import jspec
-    from convert.eagle_json import FORMATS
+    from convert.eagle_json import FORMATS, check_format
 
     if isinstance(drafter, jspec.ModelDrafter):
         return {"tokenizer": target}
@@ -137,7 +142,14 @@ def _layout(drafter: Any, target: str) -> dict[str, Any]:
         return {}
     known = drafter.head.origin.layout if drafter.head.origin else "speculators"
     layout = known if known in FORMATS else "eagle"  # EAGLE-1, as speculators once wrote it
-    return {"format": layout, "own_head": drafter.head.config.own_head}
+    config = drafter.head.config
+    try:
+        check_format(config, layout)
+    except convert.CheckpointError:
+        if layout != "sglang":
+            raise
+        check_format(config, layout := "speculators")
+    return {"format": layout, "own_head": config.own_head}
 
 
 @contextmanager

@@ -68,6 +68,7 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
     unrolled = True
     KIND = "hydra"
     SIZES: ClassVar[dict[str, type]] = {"num_heads": int, "num_blocks": int, "own_head": bool}
+    PARTS = ("num_heads", "num_blocks")
 
     @classmethod
     def untrained(

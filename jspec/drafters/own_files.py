@@ -1,6 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Drafters that no other program reads, in files of jspec's own: config.json and model.safetensors."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from convert import dtypes, head_files
+from convert.errors import CheckpointError
 from convert.fields import Fields, flag, integer
 from convert.from_hf import check_names, filled
 from convert.keymap import Entry, Part
@@ -26,10 +28,12 @@ class InOwnFiles:
     Attributes:
         KIND: what config.json calls it, and `jspec.train_drafter` too.
         SIZES: arguments of ``untrained(target, ..., rngs=)`` and their types, int or bool.
+        PARTS: those of them that multiply to a number of parts, each of which has arrays of its own.
     """
 
     KIND: ClassVar[str]
     SIZES: ClassVar[dict[str, type]]
+    PARTS: ClassVar[tuple[str, ...]] = ()
 
     def described(self) -> Fields:
         """Its sizes, and all of the target that it depends on, as JSON has them."""
@@ -67,10 +71,11 @@ class InOwnFiles:
         directory = head_files.find(path, "pytorch_model.bin")
         raw = head_files.read_own(directory, cls.KIND)
         sizes = {name: (flag if kind is bool else integer)(raw, name) for name, kind in cls.SIZES.items()}
+        _check_parts(directory, len(found := scan(directory)), {name: sizes[name] for name in cls.PARTS})
         made: Any = jax.eval_shape(lambda: cls.untrained(target, **sizes, rngs=nnx.Rngs(0)))
         _check_target(cls.__name__, raw, made.described())
         chosen = jnp.dtype(dtypes.parse(default_dtype() if dtype is None else dtype))
-        found, wanted = scan(directory), {name: leaf.shape for name, leaf in _named(made)}
+        wanted = {name: leaf.shape for name, leaf in _named(made)}
         check_names(found, wanted, directory)
         entries = (Entry(name, shape, (Part(name, shape[0]),)) for name, shape in wanted.items())
         arrays = [jnp.asarray(array) for _, array in filled(found, entries, chosen)]
@@ -82,6 +87,14 @@ def _named(drafter: Any) -> Iterator[tuple[str, Array]]:
     leaves: list[tuple[Any, Array]] = jax.tree_util.tree_flatten_with_path(drafter)[0]
     for path, leaf in leaves:
         yield jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"), leaf
+
+
+def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> None:
+    """Refuses more than there can be, which a damaged config would have made one by one."""
+    if math.prod(parts.values()) > num_tensors:
+        told = ", ".join(f"{name} {size}" for name, size in parts.items())
+        raise CheckpointError(f"{directory} has {num_tensors} tensors, but its config.json says {told}; restore the "
+                              "one that belongs to them.")  # fmt: skip
 
 
 def _check_target(user: str, raw: Fields, wanted: Fields) -> None:

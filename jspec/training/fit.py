@@ -117,10 +117,11 @@ def fit(
             loss = float(np.mean(jax.device_get(recent)))
             # Nothing is left to be judged, too, where several models learn what those before them got wrong.
             expected = any(row.learned[2:].any() for row in held_out.plan.rows)
-            if not np.isfinite(loss) or (expected and not found.tokens[0]):
-                raise ValueError(f"After {number + 1} steps the loss is {loss}, and {found.tokens[0]:.0f} held-out "
-                                 "tokens can be judged: the rate is too high, or the target's states are not finite; "
-                                 "use a smaller rate in another folder, or restore the target.")  # fmt: skip
+            if not np.isfinite([loss, *found.loss]).all() or (expected and not found.tokens[0]):
+                raise ValueError(f"After {number + 1} steps the loss is {loss}, held out {found.loss[0]}, where "
+                                 f"{found.tokens[0]:.0f} tokens can be judged: the rate is too high, or the target's "
+                                 "states are not finite; use a smaller rate in another folder, or restore the "
+                                 "target.")  # fmt: skip
             progress = Progress(number + 1, loss, found.acceptance.tolist(), found.agreement.tolist())
             recent.clear()
             _save(folder, number + 1, state, progress)
@@ -162,7 +163,10 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
     def scored_step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Score]:
         gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], state["fixed"], *batch)
         updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
-        return state | {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, found
+        new = {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}
+        # Muon would make a whole step of what it remembers, and one NaN many.
+        learns = (found.tokens.sum() > 0) & jnp.isfinite(optax.tree.norm(gradient))
+        return state | jax.tree.map(lambda a, b: jnp.where(learns, a, b), new, _changing(state)), found
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:

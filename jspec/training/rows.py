@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from convert.errors import CheckpointError
 from convert.to_hf import write_file
-from jspec.prompts import check_conversation
+from jspec.prompts import check_messages, rendered
 
 TEXTS = "texts"  # in the folder of a training, what the target wrote
 _HELD_OUT = 20  # of so many texts about one is held out
@@ -43,14 +43,15 @@ def of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Row:
     return Row(np.array([*prompt, *answer], np.int32), learned)
 
 
-def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
+def read(file: str | Path, tokenizer: Any, length: int, room: int) -> list[Row]:
     """A file of chats (``.jsonl``, an object with "messages" on every line) or of plain text, in parts of `length`.
 
-    Of chats that end with the user's turn there are questions, too, which are whole. Of a folder of an earlier training
-    it is what the target wrote there.
+    Of chats that end with the user's turn there are questions, too, which are whole, of at most `room` tokens. Of a
+    folder of an earlier training it is what the target wrote there.
 
     Raises:
-        ValueError: the file is empty or malformed (with the number of the line), or chats without a chat template.
+        ValueError: the file is empty or malformed or asks what is too long (with the number of the line), or has chats
+            without a chat template.
         OSError: it cannot be read.
     """
     file = Path(file)
@@ -62,7 +63,7 @@ def read(file: str | Path, tokenizer: Any, length: int) -> list[Row]:
         raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
     if file.suffix == ".jsonl":
         found = [row for number, line in enumerate(content.split("\n"), 1) if line.strip()
-                 for row in _chat(line, tokenizer, f"{file}, line {number}")]  # fmt: skip
+                 for row in _chat(line, tokenizer, room, f"{file}, line {number}")]  # fmt: skip
     else:
         found = list(_pieces(content, tokenizer, length))
     rows = [part for row in found for part in ([row] if row.is_question else parts(row, length))]
@@ -87,7 +88,8 @@ def written(folder: Path, length: int) -> list[Row]:
 
 def rounds_in(folder: Path) -> int:
     """By how many the rounds of writing are numbered in the folder of a training; 0 for anything else."""
-    return max((int(file.stem) + 1 for file in (folder / TEXTS).glob("*.safetensors")), default=0)
+    return max((int(file.stem) + 1 for file in (folder / TEXTS).glob("*.safetensors") if file.stem.isdecimal()),
+               default=0)  # fmt: skip
 
 
 def _pieces(content: str, tokenizer: Any, length: int) -> Iterator[Row]:
@@ -183,8 +185,12 @@ def write_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write a file whole or not at all."""
     partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
@@ -195,14 +201,14 @@ def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
     return np.sort(np.argsort(-seen, kind="stable")[:count])
 
 
-def _chat(line: str, tokenizer: Any, place: str) -> list[Row]:
+def _chat(line: str, tokenizer: Any, room: int, place: str) -> list[Row]:
     """A conversation, in which the assistant's turns are learned; and a question, if it ends with the user's.
 
     Of a turn that the template shows otherwise where others follow (some leave out thoughts) only what is alike.
     """
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"{place} is no JSON ({what}); expected an object with a list of messages.") from error
     messages = entry.get("messages") if isinstance(entry, dict) else None
@@ -218,24 +224,31 @@ def _chat(line: str, tokenizer: Any, place: str) -> list[Row]:
     if tokenizer.chat_template is None:
         raise ValueError(f"{place} is a chat, and the target has no chat template; give plain text instead.")
 
-    def rendered(upto: int, asked: bool) -> list[int]:
-        text = tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=asked)
+    check_messages(messages, place)
+
+    def ids(upto: int, asked: bool) -> list[int]:
+        text = rendered(tokenizer, messages[:upto], place, asked)
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     found: list[Row] = []
     if roles[-1] == "user":
-        check_conversation(messages, place)
-        found.append(of_answer(rendered(len(messages), True), ()))
+        found.append(of_answer(ids(len(messages), True), ()))
+        if (size := len(found[0].tokens)) > room:
+            raise ValueError(f"{place} asks in {size} tokens, and for an answer the target has room behind {room}; "
+                             "leave it out or shorten it.")  # fmt: skip
     if not turns:
         return found
-    tokens = np.array(rendered(turns[-1] + 1, False), np.int32)
+    tokens = np.array(ids(turns[-1] + 1, False), np.int32)
     learned = np.zeros(len(tokens), bool)
     for i in turns:
-        check_conversation(messages[:i], place)
-        start, end = (_num_alike(tokens, ids) for ids in (rendered(i, True), rendered(i + 1, False)))
+        if roles[i - 1] == "assistant":
+            raise ValueError(f"{place} has two messages of the assistant in a row; give what it answers between them.")
+        start, end = (_num_alike(tokens, shown) for shown in (ids(i, True), ids(i + 1, False)))
         # What the template puts behind the end of a turn nobody ever writes.
         ends = np.flatnonzero(tokens[start:end] == tokenizer.eos_token_id)
         learned[start : start + int(ends[-1]) + 1 if ends.size else end] = True
+    if not learned.any():
+        raise ValueError(f"{place} has no token that the assistant says; there is nothing to learn from it.")
     return [Row(tokens, learned), *found]
 
 

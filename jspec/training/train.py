@@ -135,11 +135,11 @@ def train_drafter(
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
     about = {"target": fingerprint(target), "start": None if start is None else fingerprint(start),
              "states": None if store_states else "computed"}  # fmt: skip
-    given = _given(files := _files(data), tokenizer, chosen.length, about["target"])
+    given = _given(files := _files(data), tokenizer, chosen.length, max(0, positions - _ANSWER), about["target"])
     wanted = chosen.written_tokens or (0 if given else _WRITTEN)
     if wanted:
         frame_of(tokenizer)  # what cannot be is said before anything is begun
-    questions = _questions(given, positions)
+    questions = [row.tokens.tolist() for row in given if row.is_question]
     if given and not (wanted or questions):
         texts.divide(given)  # what is too little is said before a folder belongs to it
     folder = Path(folder)
@@ -177,23 +177,14 @@ def _files(data: Any) -> list[Path]:
     return files
 
 
-def _questions(given: list[Row], positions: int) -> list[list[int]]:
-    questions = [row.tokens.tolist() for row in given if row.is_question]
-    longest = max(map(len, questions), default=0)
-    if questions and longest + _ANSWER > positions:
-        raise ValueError(f"data has a question of {longest} tokens, and the target, which has {positions} positions, "
-                         f"answers in up to {_ANSWER}; leave out what is longer than the difference.")  # fmt: skip
-    return questions
-
-
-def _given(files: list[Path], tokenizer: Any, length: int, about: str) -> list[Row]:
+def _given(files: list[Path], tokenizer: Any, length: int, room: int, about: str) -> list[Row]:
     """The texts and questions of all `files`."""
     for file in files:
         recipe = file / _RECIPE
         if recipe.is_file() and json.loads(recipe.read_text(encoding="utf-8"))["target"] != about:
             raise ValueError(f"{file} has texts that another target wrote, or this one in another dtype; give texts "
                              "of its own, or let it write some.")  # fmt: skip
-    return [row for file in files for row in texts.read(file, tokenizer, length)]
+    return [row for file in files for row in texts.read(file, tokenizer, length, room)]
 
 
 def _fitted(
@@ -212,7 +203,11 @@ def _fitted(
     looks = max(1, min(Schedule.save_every, recipe.steps // 10))  # at least ten in a short run
     schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate, looks)
     drafter = trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
-    return jax.tree.map(lambda leaf: leaf.astype(target.dtype) if leaf.dtype == jnp.float32 else leaf, drafter)
+
+    def of_target(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(target.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(of_target, drafter)
 
 
 def _some(rows: list[Any], count: int) -> list[Any]:
