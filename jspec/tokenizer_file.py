@@ -36,10 +36,10 @@ class TokenizerFile:
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
         """The ids of one text or of several; nothing is said of long ones, whatever `verbose` is."""
-        if isinstance(text, str):
-            return {"input_ids": self._inner.encode(text, add_special_tokens=add_special_tokens).ids}
-        encoded = self._inner.encode_batch(text, add_special_tokens=add_special_tokens)
-        return {"input_ids": [one.ids for one in encoded]}
+        # A batch, also of one: other threads run meanwhile.
+        several = [text] if isinstance(text, str) else text
+        ids = [one.ids for one in self._inner.encode_batch(several, add_special_tokens=add_special_tokens)]
+        return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False

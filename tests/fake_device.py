@@ -28,7 +28,7 @@ class Failed:
 class FakeDevice:
     """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
 
-    lags, constraints = True, Constraints(4)
+    lags, constraints, compiling = True, Constraints(4), 0.0
 
     def __init__(self):
         self.sizes, self.fails = SIZES, False

@@ -150,8 +150,9 @@ def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
     monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(now))
     pace.settled("kind", 1, True, True)
     pace.settled("kind", 1, True, True)
-    pace.pause()
+    pace.away(98.0)
     pace.settled("kind", 1, True, True)
     assert pace.costs == {"kind": 1.0} and len(pace._readings["kind"]) == 1
+    pace.away(0.2)  # a glance, while the device goes on
     pace.settled("kind", 1, True, True)
     assert len(pace._readings["kind"]) == 2 and pace.costs == {"kind": 1.0}

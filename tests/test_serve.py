@@ -289,7 +289,7 @@ def test_a_format_that_cannot_be_kept_to_the_end(running):
     alternatives = [{"type": "array", "items": [{"const": i}], "minItems": 2} for i in range(3000)]
     body = {"model": servers.NAME, "prompt": "a", "max_tokens": 9, "seed": 1}
     body["response_format"] = {"type": "json_schema", "json_schema": {"schema": {"anyOf": alternatives}}}
-    whole = httpx.post(f"{running.url}/v1/completions", json=body)
+    whole = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
     assert whole.status_code == 400 and whole.json()["error"]["param"] == "response_format", whole.text
     stream = httpx.post(f"{running.url}/v1/completions", json=body | {"stream": True})
     assert stream.status_code == 200 and '"response_format"' in stream.text and stream.text.strip().endswith("[DONE]")

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import openai
@@ -52,6 +53,37 @@ def test_sigterm_loses_nothing(sources, tmp_path):
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def test_sigterm_waits_for_streams_that_are_slowly_read(sources, tmp_path):
+    """The engine is done with them long before; of what fits between server and client nothing would be lost anyway."""
+    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--name", "here")
+    body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logprobs": 20, "logit_bias": {"0": -100},
+            "return_token_ids": True, "return_origins": True}  # fmt: skip
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            while "jspec_num_requests_running 0" not in (said := _metrics(url)) and said:
+                time.sleep(0.1)
+            time.sleep(2)  # it looks twice a second
+            ends = [line for line in (first, *lines) if '"finish_reason":"length"' in line or line == "data: [DONE]"]
+        assert len(ends) == 65 and ends[-1] == "data: [DONE]"
+        assert process.wait(20) == 0 and process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def _metrics(url):
+    """Nothing once the server takes no more connections."""
+    try:
+        return httpx.get(f"{url}/metrics").text
+    except httpx.ConnectError:
+        return ""
 
 
 def test_a_second_signal_ends_it_now(sources, tmp_path):

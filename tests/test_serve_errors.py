@@ -4,12 +4,17 @@ import json
 
 import pytest
 import servers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 import jspec
 from jspec.engine import Engine
 from jspec.engine.device import Device
 from jspec.serve.app import Server
+from jspec.serve.schemas import ChatBody
+from jspec.serve.sending import dump, dump_pieces
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TEXT, CHAT = (
@@ -174,6 +179,11 @@ def test_bad_bodies(client, server, report):
         ({"temperature": float("nan")}, "The body is no JSON that can be read: NaN is no number of JSON."),
         ({"prompt": [261]}, "prompt holds the id 261, outside the vocabulary of 261 tokens."),
         ({"stop_token_ids": [300]}, "stop_token_ids holds 300, outside the vocabulary of 261 tokens."),
+        ({"prompt": [1] * 128}, "The prompt has 128 tokens, and texts have at most 128 tokens here; shorten it."),
+        ({"temperature": {str(i): 1 for i in range(60)}}, "temperature is {...}; expected a valid number."),
+        ({"response_format": {"type": "regex"}}, "in response_format regex goes with type 'regex', and with no other."),
+        ({"response_format": {"type": "owl"}}, "response_format.type is 'owl'; expected 'text', 'json_object', "
+                                               "'json_schema' or 'regex'."),
         ({"n": 100}, "The request has 100 choices in all, and the server takes 8; send fewer."),
     ],
 )  # fmt: skip
@@ -193,10 +203,50 @@ def test_other_mistakes(client):
     assert refused(client.post("/v1/completions", json=TEXT | {"model": "gpt-4"}), 404)["code"] == "model_not_found"
     assert refused(client.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
     refused(client.get("/v1/completions"), 405)
+    refused(client.post("/v1/completions/", json=TEXT), 404)
+    refused(client.post("/v1/completions", json=TEXT | {"model": "\x7f" * 10**5}), 404)
+    assert len(refused(client.post("/v1/completions", json=TEXT | {"x" * 10**5: 1}), 400)["param"]) <= 300
     refused(client.post("/health"), 405)
     refused(client.get("/v1/embeddings"), 404)
     error = refused(client.post("/v1/completions", content=b" " * (2**20 + 1)), 413)
     assert error["code"] == "body_too_long"
+
+
+def test_pages_of_other_sites_need_a_key(server, client):
+    """A browser says where they are from, and sends what they like, though they may not read the answer."""
+    for site, status in (("cross-site", 403), ("same-origin", 400), ("none", 400)):
+        answer = client.post("/v1/completions", content=b"{}", headers={"Sec-Fetch-Site": site})
+        assert answer.status_code == status
+    guarded = Server(server._served.engine, servers.tokenizer(), servers.NAME, api_key="secret")
+    headers = {"Sec-Fetch-Site": "cross-site", "Authorization": "Bearer secret"}
+    assert TestClient(guarded.app).get("/v1/models", headers=headers).status_code == 200
+    assert client.get("/").headers["content-security-policy"] == "frame-ancestors 'none'"
+
+
+def test_many_mistakes_are_not_told_one_by_one():
+    """Of which only the first is; telling them takes seconds, in which nothing else runs."""
+    messages = [{"role": "user", "content": [{f"x{i}": 1 for i in range(60)}] * 60}] * 1000
+    with pytest.raises(ValidationError) as error:
+        ChatBody.model_validate(CHAT | {"messages": messages})
+    assert error.value.error_count() <= 64
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "minLength": "é" * 60}, {"$ref": "#"}, {"type": "string", "pattern": "(" * 3}]
+)
+def test_what_the_parser_says_is_not_passed_on_whole(server, schema):
+    """Neither its state nor that it has failed."""
+    with pytest.raises(ValueError, match=r"The schema cannot be used: .") as error:
+        server._served.grammars.json_schema(schema)
+    assert not any(word in str(error.value) for word in ("panic", "<state>", "<backtrace>", "unknown>"))
+
+
+@settings(deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False,
+                    allow_infinity=False), lambda part: st.lists(part) | st.dictionaries(st.text(), part)))  # fmt: skip
+def test_an_answer_in_pieces_is_the_answer(value):
+    for whole in (value, {"choices": [{"logprobs": {"content": [value] * 150}}] * 2, "ids": [1] * 150}):
+        assert "".join(dump_pieces(whole)) == dump(whole)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What goes wrong while a server runs: clients that leave, crowds, slow readers, a failing device, its end."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,6 +12,8 @@ import openai
 import pytest
 import servers
 from test_serve import metrics
+
+from jspec.serve.sending import Whole, dump
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONG = {"model": servers.NAME, "prompt": "in a thing", "max_tokens": 100, "logit_bias": {"0": -100}}
@@ -98,23 +101,26 @@ def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
     assert running.server.open == 0
 
 
-def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate, stream):
     """What it sends behind its request stops the reading, but not for good."""
-    with connected(running, LONG, "Connection: keep-alive") as connection:
+    with connected(running, LONG | {"stream": stream}, "Connection: keep-alive") as connection:
         until(lambda: running.engine.seated)
         time.sleep(0.2)
         connection.sendall(b"\r\nGET /health HTTP/1.1\r\n\r\n")
         time.sleep(0.1)
+    left = time.monotonic()
     until(lambda: running.server.open == 0)
+    assert time.monotonic() - left < 8, "not by the next ping, which comes every 15 seconds"
     gate.set()
 
 
 def test_prompts_that_are_not_read_are_not_counted(running, gate):
     before = metrics(running)
     with asking(running, SEEDED, 3) as answers:
-        until(lambda: len(running.engine.seated) == 3)
+        until(lambda: running.server.open == 3)
         with connected(running, LONG):
-            until(lambda: running.engine.num_waiting == 1)
+            until(lambda: len(running.engine.seated) + running.engine.num_waiting == 4)
         until(lambda: running.server.open == 3)
         gate.set()
         read = sum(answer.json()["usage"]["prompt_tokens"] for answer in answers())
@@ -213,6 +219,44 @@ def test_a_slow_reader_disturbs_nobody(running):
     _, parts, last = texts_of(b"".join(pieces).decode())
     assert last == "[DONE]"
     assert sum(len(choice["token_ids"]) for part in parts for choice in part["choices"]) == 300
+
+
+@pytest.mark.parametrize("patience", [0.1, 60])
+def test_a_whole_answer_is_unread_until_it_is_sent(monkeypatch, patience):
+    """Or until its client has taken none of it for too long."""
+    monkeypatch.setattr("jspec.serve.sending._PATIENCE", patience)
+    told, sent = [], []
+
+    class Job:
+        def delivered(self):
+            told.append(len(sent))
+
+    async def send(message):
+        await asyncio.sleep(0 if patience > 1 or len(sent) < 3 else 60)
+        sent.append(message)
+
+    async def answer():
+        content = {"choices": [{"text": "x" * 2**17}] * 4}
+        await Whole(Job(), content)({"type": "http"}, asyncio.Future, send)
+        assert b"".join(one.get("body", b"") for one in sent).decode() == dump(content)
+
+    with contextlib.nullcontext() if patience > 1 else pytest.raises(TimeoutError):
+        asyncio.run(answer())
+    assert (told == [len(sent)] and len(sent) > 5) or (patience < 1 and told == [3])
+
+
+def test_a_body_that_does_not_come(running, monkeypatch):
+    monkeypatch.setattr("jspec.serve.body._PATIENCE", 0.2)
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        connection.connect((host, int(port)))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        answer = b""
+        while b"did not come within" not in answer:
+            piece = connection.recv(65536)
+            assert piece, answer
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 408") and running.server.open == 0
 
 
 def test_a_failing_device(running, monkeypatch):

@@ -144,7 +144,7 @@ def _bits(size: int, *arrays: Any) -> np.ndarray:
         try:
             new = tokens[row, starts[row] : ends[row]].tolist()
             found[row] = followed.bits(new, drafted[row].tolist(), parents[row].tolist(), size)
-        except Exception as error:
+        except BaseException as error:  # in a thread of XLA's, which would end the call of all
             _LOG.exception("A constraint has failed; its request ends.")
             followed.error = f"The constraint has failed: {type(error).__name__}: {error}"
     return found

@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -38,6 +39,8 @@ class Device:
     Attributes:
         commands: those calls, in order, for `replay`: the slots are a function of the weights and these.
         costs: of a piece of each size what it costs to read; alike until somebody knows better.
+        compiling: seconds that were spent on programs that were compiled when they were met.
+        is_lazy: whether all are, so that few of them should be needed.
     """
 
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
@@ -52,6 +55,7 @@ class Device:
         shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
         self._awaited: list[Key] = []
+        self.compiling, self.is_lazy = 0.0, False
         self._slots: Any = None
         self.reset()
         self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # slots change hands while others compile
@@ -191,8 +195,14 @@ class Device:
 
     def replay(self, commands: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Packed]:
         """Do what another device has done; all that its calls of `play` have returned."""
-        found = [(name, self._do(name, *arguments)) for name, arguments in commands]
-        return [packed for name, packed in found if name == "play"]
+        found: list[Packed] = []
+        for name, arguments in commands:
+            if name in ("release", "reset"):
+                self.wait()  # for calls that still ask the constraints, as whoever released them had
+            done = self._do(name, *arguments)
+            if name == "play":
+                found.append(done)
+        return found
 
     def compile(self) -> None:
         """All programs but `later` ones, several at a time, for XLA compiles without Python's lock.
@@ -213,7 +223,11 @@ class Device:
         return [functools.partial(self._program, *key) for key in self._awaited]
 
     def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
-        """`Sizes.lengths`, without those whose programs are to come `later`, unless that are all."""
+        """`Sizes.lengths`, without those whose programs are to come `later`, unless that are all.
+
+        Of two at most where it `is_lazy`.
+        """
+        needs = max(needs, Needs.FULL) if self.is_lazy else needs
         return self._lengths(needs, count) or self.sizes.lengths(needs, count)
 
     def _lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
@@ -237,7 +251,9 @@ class Device:
 
     def _program(self, *key: Any) -> Any:
         if key not in self._programs:
+            begun = perf_counter()
             self._programs[key] = self._lowered(key).compile()
+            self.compiling += perf_counter() - begun
         return self._programs[key]
 
     def _lowered(self, key: Key) -> Any:

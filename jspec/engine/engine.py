@@ -1,12 +1,14 @@
 """The engine: one thread that owns the device, and a queue for everybody else."""
 
 import asyncio
+import functools
 import numbers
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from time import perf_counter
 from typing import Literal, Self
 
 import jax
@@ -112,7 +114,8 @@ class Engine:
     def close(self, cancel: bool = False) -> None:
         """Finish what has been submitted, or `cancel` it, and end."""
         with self._wake:
-            self._closing, self._loop.cancels = True, cancel
+            self._closing = True
+            self._loop.cancels |= cancel
             self._wake.notify()
         try:
             if self._thread is not None:
@@ -185,18 +188,23 @@ class Engine:
 
         tenants = [self._tenant(request, listen(i)) for i, request in enumerate(requests)]
         left, running = deque(tenants), 0
-        while left or running:
-            try:
-                while left:
-                    self._queue(left[0])
-                    left.popleft()
-                    running += 1
-            except queue.Full:
-                if not running:  # others wait
-                    time.sleep(0.01)
-                    continue
-            done.get()
-            running -= 1
+        try:
+            while left or running:
+                try:
+                    while left:
+                        self._queue(left[0])
+                        left.popleft()
+                        running += 1
+                except queue.Full:
+                    if not running:  # others wait
+                        time.sleep(0.01)
+                        continue
+                done.get()
+                running -= 1
+        except BaseException:  # nobody will read what is under way
+            for tenant in tenants:
+                self.cancel(tenant)
+            raise
         return [tenant.result for tenant in tenants]
 
     async def stream(self, request: Request) -> AsyncIterator[Result]:
@@ -228,6 +236,7 @@ class Engine:
         """
         if self._thread is not None:
             raise RuntimeError("The engine runs in a thread of its own; use its `stream`, or do without `with`.")
+        self.device.is_lazy = True
         return self._here(self._tenant(request, lambda _: None))
 
     def _here(self, tenant: Tenant) -> Iterator[Result]:
@@ -238,10 +247,11 @@ class Engine:
                 while result.finish_reason is None and len(result.tokens) == told:
                     self._loop.turn()
                 told, is_last = len(result.tokens), result.finish_reason is not None
+                left = perf_counter()
                 yield result
                 if is_last:
                     return
-                self._loop.pace.pause()
+                self._loop.pace.away(perf_counter() - left)
         finally:
             if result.finish_reason is None:
                 tenant.cancelled = True
@@ -263,6 +273,9 @@ class Engine:
         if not (0 <= request.top_logprobs <= self._sizes.top_logprobs):
             raise ValueError(f"top_logprobs must be between 0 and {self._sizes.top_logprobs}; got "
                              f"{request.top_logprobs}.")  # fmt: skip
+        if request.constraint is not None and not _has_cpu():
+            raise ValueError("A constraint is asked on the CPU, which JAX does not see here; let JAX_PLATFORMS name "
+                             "it, too, as in cuda,cpu.")  # fmt: skip
         if np.any(request.sampling.max_tokens):
             raise ValueError("sampling.max_tokens is for batches; a request's limit is its max_new_tokens.")
         longest = len(request.tokens) + request.max_new_tokens
@@ -286,7 +299,10 @@ class Engine:
                         self._loop.submit(tenant)
             for tenant in hopeless:
                 self._loop.fail(tenant, error)
-            self._loop.turn()
+            try:
+                self._loop.turn()
+            except BaseException as worse:  # what has no other thread to end must not end this one
+                self._loop.failed(worse)
 
     def _ready(self) -> list[Tenant]:
         """Who has arrived and need not wait for programs, or waits in vain."""
@@ -296,3 +312,11 @@ class Engine:
         """Whether the programs that it needs are there, or it no longer needs any."""
         is_over = tenant.cancelled or self._loop.cancels
         return is_over or tenant.request.needs < Needs.CONSTRAINED or self.device.can_constrain
+
+
+@functools.cache
+def _has_cpu() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cpu"))
+    except RuntimeError:
+        return False

@@ -2,12 +2,16 @@
 """Constraints from JSON schemas, regular expressions and grammars, by llguidance."""
 
 import json
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jspec.engine.constraints import Matcher
+
+_LOG = logging.getLogger("jspec")
 
 
 class Grammars:
@@ -59,8 +63,17 @@ class Grammars:
         if not tried.is_error():
             tried.compute_bitmask()  # some limits are met here
         if tried.is_error():
-            raise ValueError(f"The {kind} cannot be used: {' '.join(tried.get_error().split())}")
+            raise ValueError(f"The {kind} cannot be used: {_sentence(tried.get_error())}")
         return lambda: _Matcher(first.deep_copy(), -(-self._vocab_size // 32))
+
+
+def _sentence(error: str) -> str:
+    """What llguidance says, without the state of its parser; of a failure of its own nothing but that."""
+    said = " ".join(re.split("<(?:state|backtrace)>", error)[0].split())
+    if "panic: " not in said:
+        return said
+    _LOG.warning("llguidance has failed: %s", said)
+    return "llguidance does not understand it."
 
 
 class _Matcher:
@@ -72,13 +85,13 @@ class _Matcher:
     def allowed(self) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error())
+            raise RuntimeError(_sentence(self._matcher.get_error()))
         return bits
 
     def consume(self, token: int) -> bool:
         taken = self._matcher.try_consume_tokens([token]) == 1
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error())
+            raise RuntimeError(_sentence(self._matcher.get_error()))
         return taken
 
     def rollback(self, count: int) -> None:

@@ -11,8 +11,7 @@ from jspec.engine.choice import RECENT, Choice
 from jspec.engine.device import Device
 from jspec.engine.news import News, Packed, of_prompt, unpack
 from jspec.engine.pace import Pace
-from jspec.engine.request import Result
-from jspec.engine.scheduler import Scheduler, Tenant
+from jspec.engine.scheduler import Scheduler, Tenant, nobody
 from jspec.engine.slots import Needs
 
 _LOG = logging.getLogger("jspec")
@@ -90,11 +89,10 @@ class Loop:
         try:
             self._turn()
         except Exception as error:
-            _LOG.exception("A call of the engine has failed.")
-            self._failures += 1
-            self._recover(error)
+            self.failed(error)
 
     def _turn(self) -> None:
+        compiling = self._device.compiling
         self._drop_cancelled()
         self._admit()
         again = self._to_measure()
@@ -103,6 +101,7 @@ class Loop:
         writing = dict(self._scheduler.writing())
         if writing or self._stop.any():
             self._play(writing, again)
+        self.pace.away(self._device.compiling - compiling)
         while len(self._played) > bool(writing):
             self._settle(self._played.popleft())
         for number in self._over_before:
@@ -125,7 +124,9 @@ class Loop:
             slot, tenant = seat
             try:
                 tenant.constraint = self._device.constrain(tenant.request.constraint)
-            except Exception as error:  # of the constraint's own; nobody else's business
+            except BaseException as error:  # of the constraint's own; nobody else's business
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 _LOG.exception("A constraint cannot be made; its request ends.")
                 self._scheduler.leave(slot)
                 self.fail(tenant, f"The constraint cannot be made: {type(error).__name__}: {error}", is_refused=True)
@@ -251,20 +252,22 @@ class Loop:
             if tenant.result.finish_reason is None:
                 # What it has been told to read since then is not in the news.
                 tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
-                self._tell(slot, tenant, news[slot])
+                self._tell(slot, tenant, news[slot], call.num_draft_tokens)
         if call.writing:
             self._failures = 0
 
     def _judge(self, call: "_Call", news: dict[int, News]) -> None:
         """What drafts were worth; not where the drafter was behind, which says nothing of those that it will make."""
         seen: list[int] = []
-        for slot, new in news.items():
-            drafts = [bool(drafted) or not self._device.lags for drafted in new.drafted]
-            seen += itertools.compress(new.accepted, drafts)
-            call.writing[slot].lengths += [call.num_draft_tokens * drafted for drafted in drafts]
+        for new in news.values():
+            seen += itertools.compress(new.accepted, self._lengths(new, 1))
         self._choice.saw(seen, call.num_draft_tokens)
 
-    def _tell(self, slot: int, tenant: Tenant, new: News) -> None:
+    def _lengths(self, new: News, num_draft_tokens: int) -> list[int]:
+        """How many tokens each round was to draft."""
+        return [num_draft_tokens if drafted or not self._device.lags else 0 for drafted in new.drafted]
+
+    def _tell(self, slot: int, tenant: Tenant, new: News, num_draft_tokens: int) -> None:
         result, num_top = tenant.result, tenant.request.top_logprobs
         if wrong := self._device.constraints.error(tenant.constraint):  # its last tokens were not constrained
             self._stop[slot] = True
@@ -280,8 +283,9 @@ class Loop:
         for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
             getattr(result, name).extend(getattr(new, name))
         result.distortion += new.distortion
+        tenant.lengths += self._lengths(new, num_draft_tokens)
         if not (new.done or new.strange):
-            return _call(tenant) if new.tokens else None
+            return tenant.tell() if new.tokens else None
         self._scheduler.leave(slot)
         if new.strange:
             self._stop[slot] = True
@@ -308,14 +312,16 @@ class Loop:
         if tenant.constraint:
             self._over.append(tenant.constraint)
         tenant.result.finish_reason = reason
-        _call(tenant)
-        tenant.listen = _nobody  # whoever listened may hold the tenant, and would keep both
+        tenant.tell()
+        tenant.listen = nobody  # whoever listened may hold the tenant, and would keep both
 
-    def _recover(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Empty slots; requests with a key read what they have, and go on as if nothing had been.
 
         Not if that has failed a few times in a row; then all end with the error.
         """
+        _LOG.error("A call of the engine has failed.", exc_info=error)
+        self._failures += 1
         seated = self.seated
         waiting, self._scheduler = self._scheduler.waiting, Scheduler(self._sizes.slots)
         self._played.clear()
@@ -331,16 +337,3 @@ class Loop:
                 self.fail(tenant, f"{type(error).__name__}: {error}")
             else:
                 self._scheduler.submit(tenant)
-
-
-def _nobody(_: Result) -> None:
-    """Listens to nothing."""
-
-
-def _call(tenant: Tenant) -> None:
-    """Say that there is more; whoever cannot hear it harms nobody else."""
-    try:
-        tenant.listen(tenant.result)
-    except Exception:
-        _LOG.exception("Whoever listens to a request has failed; the request is cancelled.")
-        tenant.cancelled = True

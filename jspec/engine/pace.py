@@ -7,6 +7,7 @@ from time import perf_counter
 
 _KEPT = 9  # calls of a kind, whose median counts: one that was disturbed chooses nothing
 _PATIENCE = 8  # calls
+_GLANCE = 0.25  # of a call's time
 _OLD = 32  # calls of a kind without one that ran alone
 
 
@@ -25,6 +26,7 @@ class Pace:
         self._tries: Counter[Hashable] = Counter()
         self._since: Counter[Hashable] = Counter()
         self._last: float | None = None
+        self._away = 0.0
 
     def rounds(self, kind: Hashable) -> int:
         """Of the next call, which is of some kind: rounds of one kind cost alike."""
@@ -41,18 +43,22 @@ class Pace:
         """
         return kind in self._clean and self._since[kind] % _OLD == _OLD - 1
 
-    def pause(self) -> None:
-        """What passes until the next call ends is not its own time."""
-        self._last = None
+    def away(self, seconds: float) -> None:
+        """So long nobody looked whether the call under way had ended: if that is long, it says nothing of its cost."""
+        self._away += seconds
 
     def settled(self, kind: Hashable, rounds: int, at_once: bool, alone: bool) -> None:
         """A call of so many rounds has ended; it began when the one before ended if it came `at_once`.
 
         If it did not run `alone`, for texts were read before it, it counts only until one has.
         """
-        now = perf_counter()
+        now, away = perf_counter(), self._away
         self._since[kind] += 1
-        if at_once and self._last is not None and rounds and (alone or kind not in self._clean):
+        self._away = 0.0
+        if self._last is None or away > _GLANCE * (now - self._last):
+            self._last = now
+            return
+        if at_once and rounds and (alone or kind not in self._clean):
             if alone and kind not in self._clean:
                 self._readings[kind].clear()
             self.learn(kind, (now - self._last) / rounds, alone)

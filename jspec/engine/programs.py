@@ -11,6 +11,7 @@ from jax import Array, lax
 from jspec.acceptance.base import Rule
 from jspec.cache import copy_slots
 from jspec.draft_length import Fixed
+from jspec.drafters import CascadeDrafter, MixtureDrafter
 from jspec.drafters.asked import features_of
 from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on
 from jspec.engine.news import Packed, Scores, concluded, empty, of_all, pack, with_round
@@ -227,8 +228,9 @@ def lags(drafter: Any) -> bool:
 
 
 def is_alone(drafter: Any) -> bool:
-    """Whether it is no combination of several."""
-    return drafter is not None and len(list(leaves_of(drafter))) == 1
+    """Whether it is no combination of several, or one of which both have read what it has drafted."""
+    count = 0 if drafter is None else len(list(leaves_of(drafter)))
+    return count == 1 or (count == 2 and isinstance(drafter, MixtureDrafter | CascadeDrafter))
 
 
 def tolerated_lag(drafter: Any, num_draft_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,6 +10,12 @@ from collections.abc import Callable, Sequence
 from jspec.engine.news import Piece
 from jspec.engine.request import Request, Result
 from jspec.state import RequestParams
+
+_LOG = logging.getLogger("jspec")
+
+
+def nobody(_: Result) -> None:
+    """Listens to nothing."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,6 +61,14 @@ class Tenant:
     def text(self) -> tuple[int, ...]:
         """All of it so far."""
         return (*self.request.tokens, *self.result.tokens)
+
+    def tell(self) -> None:
+        """Say that there is more; whoever cannot hear it harms nobody else."""
+        try:
+            self.listen(self.result)
+        except BaseException:
+            _LOG.exception("Whoever listens to a request has failed; the request is cancelled.")
+            self.cancelled = True
 
     def has_read(self, piece: Piece) -> None:
         """The device has been told to read it."""

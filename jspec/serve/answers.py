@@ -68,7 +68,14 @@ class Answer:
         async for _ in self._job.news():
             for choice in self._job.choices:
                 if self._has_more(choice):
-                    yield head | {"choices": [self._choice(self._next(choice), "delta")]} | usage
+                    part = self._next(choice)
+                    is_large = part.is_first and self._asked.echoes
+                    found = (
+                        await to_thread.run_sync(self._choice, part, "delta")
+                        if is_large
+                        else self._choice(part, "delta")
+                    )
+                    yield head | {"choices": [found]} | usage
         if usage:
             yield head | {"choices": [], "usage": self._job.usage()}
 

@@ -2,36 +2,34 @@
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import reprlib
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
-from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from jspec.engine import Engine
 from jspec.engine.grammars import Grammars
 from jspec.serve.answers import Answer
 from jspec.serve.asked import Served, number_of_choices, understand
 from jspec.serve.body import as_json, check_key, read
-from jspec.serve.errors import Refusal, busy, draining, failed, wrong
+from jspec.serve.errors import Refusal, busy, draining, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
 from jspec.serve.schemas import Body, ChatBody, CompletionBody, understood
+from jspec.serve.sending import Stream, Whole, dump, heard
 from jspec.serve.text import Names
 from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")
 _UNREAD = 4  # times as many choices as may be under way may be so, or have ended and not been read to their end
-_PATIENCE = 600.0  # seconds for a client to take one piece of a stream
 
 
 class Server:
@@ -73,6 +71,7 @@ class Server:
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self._unread, self.is_draining = 0, 0, False
         self.app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
+        self.app.router.redirect_slashes = False  # to what the client says this host is
 
     def warm_up(self) -> None:
         """Answer one request, so that the first client does not wait for what is compiled when it is met.
@@ -105,13 +104,17 @@ class Server:
                 raise _no_model(body.model, self._served.name)
             with contextlib.ExitStack() as ends:
                 job = self._enter(body)
+                ends.callback(job.delivered)
                 ends.callback(job.close)
                 await job.begin(body, self._one_at_a_time)
                 if body.stream:
                     ends.pop_all()  # with the stream instead
-                    return _Stream(job)
+                    return Stream(job)
                 await _unless_gone(request, job)
-                return await to_thread.run_sync(lambda: _json(Answer(job).whole()))  # an echo may be large
+                whole = await to_thread.run_sync(Answer(job).whole)  # an echo may be large
+                job.close()
+                ends.pop_all()  # delivered when it is sent
+                return Whole(job, whole)
 
         return answer
 
@@ -164,7 +167,8 @@ class Server:
         return _json({"version": self._version})
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+        page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+        return HTMLResponse(page, headers={"Content-Security-Policy": "frame-ancestors 'none'"})
 
 
 def _grammars(target: Any, tokenizer: Any) -> Grammars | None:
@@ -181,42 +185,12 @@ def _parsed(kind: type[Body], body: bytes) -> Body:
     return understood(kind, as_json(body))
 
 
-class _Stream(EventSourceResponse):
-    """A job's answer in events. Whatever happens to it, the job is over afterwards."""
-
-    def __init__(self, job: Job):
-        self._job = job
-        super().__init__(_events(job), sep="\n", send_timeout=_PATIENCE)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._job.close()
-
-
-async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
-    try:
-        async for chunk in Answer(job).chunks():
-            yield {"data": _dump(chunk)}
-    except Refusal as refusal:
-        yield {"data": _dump(refusal.as_json())}
-    except Exception:
-        _LOG.exception("A stream has failed.")
-        yield {"data": _dump(failed().as_json())}
-    yield {"data": "[DONE]"}
-
-
 async def _unless_gone(request: Request, job: Job) -> None:
     """Wait for the job; no longer than the client does."""
 
     async def gone() -> None:
-        while True:
-            # Asked anew, for what a client has sent in excess stops the reading, and with it the news that it has gone.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1):
-                    if (await request.receive())["type"] == "http.disconnect":
-                        return
+        while (await heard(request.receive))["type"] != "http.disconnect":
+            pass
 
     waiting = [asyncio.ensure_future(job.done()), asyncio.ensure_future(gone())]
     try:
@@ -230,15 +204,12 @@ async def _unless_gone(request: Request, job: Job) -> None:
 
 
 def _no_model(name: str, served: str) -> Refusal:
-    return Refusal(404, f"There is no model {name!r} here; this server has {served!r}.", "model", "model_not_found")
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Refusal(404, f"There is no model {reprlib.repr(name)} here; this server has {served!r}.", "model",
+                   "model_not_found")  # fmt: skip
 
 
 def _json(value: Any, status: int = 200, headers: Any = None) -> Response:
-    return Response(_dump(value), status, headers, media_type="application/json")
+    return Response(dump(value), status, headers, media_type="application/json")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -107,6 +107,7 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
     asked: Sequence[Any] = [[one.plain() for one in body.messages]] if chat else getattr(body, param)
     texts = ["".join(one["content"] for one in asked[0])] if chat else [one for one in asked if isinstance(one, str)]
     _check_characters(served, texts, param)
+    _check_ids(served, [] if chat else [one for one in asked if not isinstance(one, str)], param)
     try:
         batch = prepare(served.tokenizer, list(asked)).batch
     except ValueError as error:
@@ -123,6 +124,13 @@ def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
     if max(map(len, texts), default=0) > served.max_length * served.names.longest:
         raise wrong(f"The {param} has {max(map(len, texts))} characters, and texts have at most {served.max_length} "
                     "tokens here; shorten it.", param, "context_length_exceeded")  # fmt: skip
+
+
+def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> None:
+    """The same of ids."""
+    if (longest := max(map(len, prompts), default=0)) >= served.max_length:
+        raise wrong(f"The {param} has {longest} tokens, and texts have at most {served.max_length} tokens here; "
+                    "shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
 def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | int | None]]:

@@ -1,5 +1,6 @@
 """The bytes of a request: whose they are, how many, and what JSON they hold."""
 
+import asyncio
 import hmac
 import json
 from typing import Any, NoReturn
@@ -8,14 +9,19 @@ from starlette.requests import Request
 
 from jspec.serve.errors import Refusal, wrong
 
+_PATIENCE = 60.0  # seconds for a body to come
+
 
 def check_key(request: Request, key: str | None) -> None:
-    """In a time that says nothing about the key.
+    """In a time that says nothing about the key. Without one, pages of other sites are kept from using the server.
 
     Raises:
-        Refusal: the server has a key, and the request has not.
+        Refusal: the server has a key, and the request has not; or it has none, and a browser tells of another site.
     """
     if key is None:
+        if request.headers.get("sec-fetch-site") == "cross-site":
+            raise Refusal(403, "Pages of other sites may not use this server; start it with an API key for them.",
+                          code="cross_site")  # fmt: skip
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     same = hmac.compare_digest(given.strip().encode(), key.encode())
@@ -28,16 +34,20 @@ async def read(request: Request, most: int) -> bytes:
     """The body, of at most so many bytes.
 
     Raises:
-        Refusal: it is longer.
+        Refusal: it is longer, or takes too long.
     """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > most:
         raise _too_long(most)
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise _too_long(most)
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise _too_long(most)
+    except TimeoutError:
+        raise Refusal(408, f"The body did not come within {_PATIENCE:g} seconds; send it again.") from None
     return bytes(body)
 
 

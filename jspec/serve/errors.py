@@ -29,14 +29,19 @@ class Refusal(Exception):
         """The body of the answer, or an event of a stream."""
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, usual)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = self.param and _short(self.param)
+        return {"error": {"message": _short(self.message), "type": kind, "param": param, "code": self.code}}
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> Refusal:
     """Of a request that cannot be right; the message, which may quote it, is made one short sentence."""
-    message = " ".join(message.split())
-    message = message if len(message) < 300 else f"{message[:297]}..."
+    message = _short(" ".join(message.split()))
     return Refusal(400, message if message.endswith(".") else f"{message}.", param, code)
+
+
+def _short(text: str) -> str:
+    """Of what a client has sent no more than a line is sent back."""
+    return text if len(text) < 300 else f"{text[:297]}..."
 
 
 def busy(message: str) -> Refusal:

@@ -29,7 +29,7 @@ class Job:
         served: the model.
         metrics: are told what comes of it.
         leave: is called once, when all choices have ended.
-        delivered: is called once, when it is over.
+        delivered: is called once, when nobody reads its answer any more.
     """
 
     def __init__(self, served: Served, metrics: Metrics, leave: Callable[[], None], delivered: Callable[[], None]):
@@ -95,16 +95,22 @@ class Job:
             self.served.engine.cancel(choice.tenant)
 
     def close(self) -> None:
-        """It is over, or nobody wants it any more."""
+        """The engine has nothing more to do for it, or nobody wants it any more."""
         if self._closed:
             return
         self._closed = True
-        for choice in self.choices:
-            choice.stop("abort")
-            self._cancel(choice)
-        self._metrics.finished(self)
-        self._end()
-        self._delivered()
+        try:
+            for choice in self.choices:
+                choice.stop("abort")
+                self._cancel(choice)
+            self._metrics.finished(self)
+        finally:
+            self._end()
+
+    def delivered(self) -> None:
+        """Its answer has been read, or nobody will."""
+        delivered, self._delivered = self._delivered, _nothing
+        delivered()
 
     def _end(self) -> None:
         """Nothing of it is under way any more, though it may still be read."""

@@ -5,6 +5,7 @@ import socket
 from types import FrameType
 
 import uvicorn
+from sse_starlette.sse import AppStatus
 
 from jspec.serve.app import Server
 
@@ -53,4 +54,6 @@ class _Uvicorn(uvicorn.Server):
 
 def run(server: Server, listener: socket.socket) -> None:
     """Serve until a signal says to end."""
+    # It would cut streams as soon as the engine is done with them, whether they have been read or not.
+    AppStatus.disable_automatic_graceful_drain()
     _Uvicorn(server).run(sockets=[listener])

@@ -3,7 +3,7 @@
 import reprlib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from jspec.serve.errors import Refusal, wrong
@@ -14,6 +14,15 @@ _REFUSED = ("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions"
 _MOST = 2**31 - 1
 _MOST_MESSAGES, _MOST_PARTS, _MOST_FIELDS, _MOST_BIASES = 1024, 64, 64, 4096
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=64)]
+
+
+class _Short(reprlib.Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Without sorting all of its names."""
+        return "{...}" if len(x) > self.maxdict else super().repr_dict(x, level)
+
+
+_SHORT = _Short()
 
 
 def _texts(value: Any) -> Any:
@@ -79,7 +88,9 @@ class ResponseFormat(_Strict):
     def _fits_together(self) -> Self:
         for name in ("json_schema", "regex"):
             if (getattr(self, name) is not None) != (self.type == name):
-                raise PydanticCustomError("response_format", f"{name} goes with type {name!r}, and with no other")
+                raise PydanticCustomError(
+                    "response_format", f"in response_format {name} goes with type {name!r}, and with no other"
+                )
         return self
 
 
@@ -157,7 +168,7 @@ class Message(_Strict):
     """One of a conversation."""
 
     role: str
-    content: Annotated[list[Part], BeforeValidator(_parts), Field(max_length=_MOST_PARTS)]
+    content: Annotated[list[Part], FailFast(), BeforeValidator(_parts), Field(max_length=_MOST_PARTS)]
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -167,7 +178,7 @@ class Message(_Strict):
 class ChatBody(Body):
     """Of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=_MOST_MESSAGES)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=_MOST_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST)
     logprobs: bool = False
@@ -193,7 +204,7 @@ def understood(kind: type[Body], fields: Any) -> Body:
         Refusal: of the first thing that is wrong.
     """
     if not isinstance(fields, dict):
-        raise wrong(f"The body is {reprlib.repr(fields)}; expected a JSON object.")
+        raise wrong(f"The body is {_SHORT.repr(fields)}; expected a JSON object.")
     _check_sizes(fields)
     for name in _REFUSED:
         if fields.get(name) is not None:
@@ -225,16 +236,16 @@ def _check_sizes(fields: dict[str, Any]) -> None:
 def _refusal(found: ErrorDetails) -> Refusal:
     """One sentence of what pydantic has found first."""
     place = _place(found["loc"])
-    kind, message, given = found["type"], found["msg"], reprlib.repr(found["input"])
+    kind, message, given = found["type"], found["msg"], _SHORT.repr(found["input"])
     if kind == "missing":
         return wrong(f"{place} is missing; give it.", place)
     if kind == "extra_forbidden":
         return wrong(f"{place} is not a field that this server knows; leave it out.", place, "unknown_field")
-    if place.endswith(".type"):
+    if place.endswith(".type") and place.startswith("messages"):
         return wrong(f"{place} is {given}, and only parts of type 'text' are supported.", place, "unsupported")
     if kind in ("prompt", "stop"):
         return wrong(f"{message.replace('{place}', place)}; got {given}.", place)
-    if not place:  # of several fields
+    if not place or kind == "response_format":  # of several fields
         return wrong(f"{message}.", kind)
     if kind in ("too_short", "too_long", "string_too_long"):
         words = message.replace(" after validation", "").split(" ", 1)[1]
