@@ -41,6 +41,7 @@ class Device:
         costs: of a piece of each size what it costs to read; alike until somebody knows better.
         compiling: seconds that were spent on programs that were compiled when they were met.
         is_lazy: whether all are, so that few of them should be needed.
+        is_compiled: whether `compile` has been called.
     """
 
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
@@ -55,7 +56,7 @@ class Device:
         shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
         self._awaited: list[Key] = []
-        self.compiling, self.is_lazy = 0.0, False
+        self.compiling, self.is_lazy, self.is_compiled = 0.0, False, False
         self._slots: Any = None
         self.reset()
         self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # slots change hands while others compile
@@ -212,6 +213,7 @@ class Device:
         waiting = {key: self._lowered(key) for key in self._keys() if key not in self._programs}
         with ThreadPoolExecutor() as pool:
             self._programs |= zip(waiting, pool.map(lambda one: one.compile(), waiting.values()), strict=True)
+        self.is_compiled = True
         if waiting:
             give_back()
 

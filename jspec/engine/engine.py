@@ -2,13 +2,13 @@
 
 import asyncio
 import functools
+import math
 import numbers
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from time import perf_counter
 from typing import Literal, Self
 
 import jax
@@ -230,13 +230,16 @@ class Engine:
     def here(self, request: Request) -> Iterator[Result]:
         """The same as `stream`, decoded in this thread while it is asked for more; of an engine that is not running.
 
+        Of lengths of drafts it chooses between two at most, unless all programs have been compiled.
+
         Raises:
             RuntimeError: it runs.
             ValueError, TypeError: something about the request cannot be.
         """
         if self._thread is not None:
             raise RuntimeError("The engine runs in a thread of its own; use its `stream`, or do without `with`.")
-        self.device.is_lazy = True
+        self.device.is_lazy = not self.device.is_compiled
+        self._loop.pace.away(math.inf)  # since another request
         return self._here(self._tenant(request, lambda _: None))
 
     def _here(self, tenant: Tenant) -> Iterator[Result]:
@@ -247,11 +250,11 @@ class Engine:
                 while result.finish_reason is None and len(result.tokens) == told:
                     self._loop.turn()
                 told, is_last = len(result.tokens), result.finish_reason is not None
-                left = perf_counter()
+                left = time.perf_counter()
                 yield result
                 if is_last:
                     return
-                self._loop.pace.away(perf_counter() - left)
+                self._loop.pace.away(time.perf_counter() - left)
         finally:
             if result.finish_reason is None:
                 tenant.cancelled = True
