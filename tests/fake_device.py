@@ -82,7 +82,7 @@ class FakeDevice:
         width = num_draft_tokens + 1
         integers = np.zeros((SIZES.rounds + 1, 3, 2 * width + NUMBERS), np.int32)
         rows = range(3) if rows is None else rows
-        assert len(rows) == len(set(rows)) and len(rows) in SIZES.counts
+        assert len(rows) == len(set(rows)) and (len(rows), needs) in self.sizes.shapes
         for slot in rows:
             self.moves[slot] = self.moves[slot] and not stop[slot]
         for i in range(rounds):

@@ -19,7 +19,7 @@ from jspec.engine.news import unpack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONGEST, NEW = 48, 24
-OPTIONS = {"slots": 3, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tokens": 16, "rounds": 3}
+OPTIONS = {"slots": 4, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tokens": 16, "rounds": 3}
 
 
 @pytest.fixture(scope="module")

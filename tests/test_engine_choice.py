@@ -8,6 +8,7 @@ import pytest
 
 from jspec.engine.choice import RECENT, Choice
 from jspec.engine.pace import Pace
+from jspec.engine.slots import Needs, Sizes
 
 LENGTHS = (0, 1, 2, 4, 8)
 
@@ -156,3 +157,13 @@ def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
     pace.away(0.2)  # a glance, while the device goes on
     pace.settled("kind", 1, True, True)
     assert len(pace._readings["kind"]) == 2 and pace.costs == {"kind": 1.0}
+
+
+@pytest.mark.parametrize(("moving", "needs", "count", "played"), [
+    (0, Needs.LEAN, 1, Needs.LEAN), (1, Needs.LEAN, 1, Needs.LEAN), (1, Needs.CONSTRAINED, 1, Needs.CONSTRAINED),
+    (2, Needs.LEAN, 4, Needs.FULL), (4, Needs.FULL, 4, Needs.FULL), (2, Needs.CONSTRAINED, 8, Needs.CONSTRAINED),
+    (5, Needs.LEAN, 8, Needs.LEAN), (8, Needs.FULL, 8, Needs.FULL),
+])  # fmt: skip
+def test_no_more_slots_are_played_than_programs_for_them_allow(moving, needs, count, played):
+    """Of half of the slots there are those alone that suit all but constrained requests."""
+    assert Sizes(8, 64, 1, (8,), (0, 4), 2, fewer=(1, 4)).shape(moving, needs) == (count, played)

@@ -275,6 +275,19 @@ def test_a_rehearsal_tells_what_pieces_cost(models):
     assert not np.asarray(device._slots.read).any(), "of nobody is anything read"
 
 
+def test_a_rehearsal_tells_what_rounds_cost(models):
+    """Of every kind of call; not of a program's first one, where what it takes to get going counts."""
+    one, pace, played = device(models, "model", length=64, fewer=(1, 2)), Pace(2, 1.0), []
+    play = one.play
+    one.play = lambda *its, rows: (played.append((its[0], its[3], SLOTS if rows is None else len(rows))),
+                                   play(*its, rows=rows))[1]  # fmt: skip
+    rehearse(one, pace)
+    kinds = {*itertools.product((0, 4), (Needs.FULL,), (1, 2, SLOTS)), *itertools.product((0, 4), (Needs.LEAN,), (1,)),
+             *itertools.product((0, 2, 4), (Needs.LEAN,), (SLOTS,))}  # fmt: skip
+    assert set(pace.costs) == kinds and all(map(pace.knows, kinds)) and min(pace.costs.values()) > 0
+    assert {len(found) for found in pace._readings.values()} == {played.count((4, Needs.FULL, SLOTS)) - 1}
+
+
 def test_a_call_that_yields_ends_when_a_row_does(models, requests):
     """And the next one, which was called for before anybody knew, after a round; not where nobody waits."""
     prompts, keys, alone = requests

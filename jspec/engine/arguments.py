@@ -19,8 +19,10 @@ _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
 def fewer(target: Llama, slots: int) -> tuple[int, ...]:
-    """On CPU one request alone is played without the other slots, which would cost as if they were used."""
-    return (1,) if slots > 1 and all(device.platform == "cpu" for device in _devices(target)) else ()
+    """On CPU idle slots cost as used ones, so that one is played alone there, and half of them."""
+    if slots == 1 or any(device.platform != "cpu" for device in _devices(target)):
+        return ()
+    return tuple(sorted({1, slots // 2}))
 
 
 def _devices(models: Any) -> set[Any]:

@@ -142,7 +142,7 @@ class Device:
             num_draft_tokens, rounds, stop: as for `programs.play`.
             needs: the most that a row needs, of those that move.
             yields: as for `programs.play`; None for no row.
-            rows: the same, as many as `Sizes.fewer` says; None for all slots.
+            rows: the same, as many as `Sizes.shapes` has; None for all slots.
         """
         yields = np.zeros_like(stop) if yields is None else yields
         return self._do("play", num_draft_tokens, rounds, stop, needs, yields, rows)
@@ -210,9 +210,10 @@ class Device:
 
         Else each is compiled when it is met.
         """
-        waiting = {key: self._lowered(key) for key in self._keys() if key not in self._programs}
         with ThreadPoolExecutor() as pool:
-            self._programs |= zip(waiting, pool.map(lambda one: one.compile(), waiting.values()), strict=True)
+            keys = [key for key in self._keys() if key not in self._programs]
+            waiting = {key: pool.submit(self._lowered(key).compile) for key in keys}
+        self._programs |= {key: one.result() for key, one in waiting.items()}
         self.is_compiled = True
         if waiting:
             give_back()
@@ -239,11 +240,10 @@ class Device:
     @property
     def can_constrain(self) -> bool:
         """Whether constrained requests need not wait for programs that are to come `later`."""
-        return all(self._lengths(Needs.CONSTRAINED, count) for count in self.sizes.counts)
+        return all(self._lengths(needs, count) for count, needs in self.sizes.shapes if needs is Needs.CONSTRAINED)
 
     def _plays(self, *needs: Needs) -> list[Key]:
-        return [("play", k, need, count) for count in self.sizes.counts for need in needs
-                for k in self.sizes.lengths(need, count)]  # fmt: skip
+        return [("play", *kind) for kind in self.sizes.kinds(*needs)]
 
     def _keys(self) -> list[Key]:
         reads = [("read", chunk) for chunk in self.sizes.chunks]

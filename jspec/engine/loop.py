@@ -198,20 +198,22 @@ class Loop:
         if not self._played or not (writing := self._scheduler.writing()):
             return None
         last = self._played[-1]
-        needs = max(tenant.request.needs for _, tenant in writing)
-        is_alike = (needs, self._sizes.count(len(self._moving(dict(writing))))) == (last.needs, last.count)
+        is_alike = self._shape(dict(writing)) == (last.count, last.needs)
         return last.num_draft_tokens if is_alike and self.pace.is_stale(last.kind) else None
 
     def _moving(self, writing: dict[int, Tenant]) -> list[int]:
         """Slots that a call must not leave out: those that write, and those that are to be told to stop."""
         return sorted({*writing, *np.flatnonzero(self._stop).tolist()})
 
+    def _shape(self, writing: dict[int, Tenant]) -> tuple[int, Needs]:
+        """How many slots the next call plays, and for what needs."""
+        needs = max((tenant.request.needs for tenant in writing.values()), default=Needs.LEAN)
+        return self._sizes.shape(len(self._moving(writing)), needs)
+
     def _play(self, writing: dict[int, Tenant], again: int | None) -> None:
         """Rounds for `writing`; with a length to play `again`, undisturbed."""
-        needs = max((tenant.request.needs for tenant in writing.values()), default=Needs.LEAN)
         begins = not any(tenant.is_begun for tenant in writing.values())
-        moving = self._moving(writing)
-        count = self._sizes.count(len(moving))
+        count, needs = self._shape(writing)
         k = self._length(writing, begins, needs, count) if again is None else again
         if k and self._device.lags and again is None:
             self._follow(writing, k)
@@ -221,7 +223,8 @@ class Loop:
         for tenant in writing.values():
             tenant.is_begun = True
         yields = np.isin(np.arange(self._sizes.slots), [*writing]) & bool(self._scheduler.waiting and again is None)
-        packed = self._device.play(k, rounds, self._stop.copy(), needs, yields, self._sizes.rows(moving))
+        rows = self._sizes.rows(self._moving(writing), count)
+        packed = self._device.play(k, rounds, self._stop.copy(), needs, yields, rows)
         self._stop[:] = False
         followed = {slot: tenant.followed for slot, tenant in writing.items()}
         at_once, alone = bool(self._played), not self._reads

@@ -59,14 +59,14 @@ class Pace:
             self._last = now
             return
         if at_once and rounds and (alone or kind not in self._clean):
-            if alone and kind not in self._clean:
-                self._readings[kind].clear()
             self.learn(kind, (now - self._last) / rounds, alone)
         self._last = now
 
     def learn(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """What a round of some kind has cost."""
+        """What a round of some kind has cost; if not `alone`, that counts only until one such has been."""
         if alone:
+            if kind not in self._clean:
+                self._readings[kind].clear()
             self._clean.add(kind)
             self._since[kind] = 0
         self._readings[kind].append(seconds)

@@ -1,6 +1,7 @@
 """Before the first request: what pieces and rounds cost, measured one after another on texts of nobody's."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 import jax
@@ -12,8 +13,10 @@ from jspec.engine.pace import Pace
 from jspec.engine.request import Request
 from jspec.engine.slots import Needs
 
-_TURNS, _SECONDS = 5, 3.0  # so many, of which none begins later than that
+_TURNS, _SECONDS = 5, 2.0  # so many, of which none but the first two begins later than that
 _READINGS = 3  # of each piece, of which the fastest counts
+
+_Kind = tuple[int, Needs, int]
 
 
 def rehearse(device: Device, pace: Pace) -> None:
@@ -41,30 +44,31 @@ def _cost_of_piece(device: Device, size: int) -> float:
 
 
 def _rehearse_rounds(device: Device, pace: Pace) -> None:
-    sizes = device.sizes
+    kinds = device.sizes.kinds(Needs.LEAN, Needs.FULL)
     begun = perf_counter()
-    for _ in range(_TURNS):
-        if perf_counter() - begun > _SECONDS:
+    for turn in range(_TURNS):
+        if turn > 1 and perf_counter() - begun > _SECONDS:
             break
         _fill(device)
-        for count, needs in itertools.product(sizes.counts, (Needs.LEAN, Needs.FULL)):
-            for k in sizes.lengths(needs, count):
-                if seconds := _cost(device, k, needs, count, pace.rounds((k, needs, count))):
-                    pace.learn((k, needs, count), seconds)
+        for kind, seconds in _costs(device, pace, kinds):
+            pace.learn(kind, seconds, alone=turn > 0)  # a program's first call takes longer than others
 
 
-def _cost(device: Device, num_draft_tokens: int, needs: Needs, count: int, rounds: int) -> float | None:
-    """Seconds a round of so many slots, as the loop would measure it: from call to call, with one more under way."""
-    sizes, calls, ended, played = device.sizes, [], [], 0
-    rows = sizes.rows(range(count))
-    for _ in range(3):
-        calls.append(device.play(num_draft_tokens, rounds, np.zeros(sizes.slots, bool), needs, rows=rows))
-        if len(calls) > 1:
-            news = unpack(calls[-2], range(count), sizes.top_logprobs if needs >= Needs.FULL else 0)
-            ended.append(perf_counter())
-            played = max(len(new.accepted) for new in news.values())
+def _costs(device: Device, pace: Pace, kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, float]]:
+    """Seconds a round of each kind, as the loop would measure them: from call to call, with one more under way."""
+    sizes, under_way, ended = device.sizes, None, None
+    for kind in (kinds[0], *kinds, kinds[0]):  # the first says when the second began, the last is only under way
+        (k, needs, count), stop = kind, np.zeros(sizes.slots, bool)
+        call = device.play(k, pace.rounds(kind), stop, needs, rows=sizes.rows(range(count), count))
+        if under_way is not None:
+            before, packed = under_way
+            num_top = sizes.top_logprobs if before[1] >= Needs.FULL else 0
+            rounds = max(len(new.accepted) for new in unpack(packed, range(before[2]), num_top).values())
+            begun, ended = ended, perf_counter()
+            if begun is not None and rounds:
+                yield before, (ended - begun) / rounds
+        under_way = kind, call
     device.wait()
-    return (ended[1] - ended[0]) / played if played else None
 
 
 def _fill(device: Device) -> None:
@@ -74,5 +78,8 @@ def _fill(device: Device) -> None:
     row = request.row(sizes.eos_ids, device.target.config.vocab_size)
     for slot in range(sizes.slots):
         device.seat(slot, row, len(text))
-        device.read(slot, text, 0)
+    if sizes.slots > 1:
+        device.read_several({slot: (text, 0) for slot in range(sizes.slots)})
+    else:
+        device.read(0, text, 0)
     device.wait()

@@ -59,21 +59,29 @@ class Sizes:
     fewer: tuple[int, ...] = ()
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """How many slots a call may play, ascending."""
-        return (*self.fewer, self.slots)
+    def shapes(self) -> list[tuple[int, Needs]]:
+        """How many slots a call may play, and for what needs.
 
-    def count(self, least: int) -> int:
-        """The smallest of those that is no less."""
-        return next(count for count in self.counts if count >= least)
+        One alone and all of them for each of the needs; a number between as full, which many lean ones are, too, and
+        seldom at the price of the next number. Each is another two programs.
+        """
+        return [(count, needs) for count in (*self.fewer, self.slots) for needs in Needs
+                if count in (1, self.slots) or needs is Needs.FULL]  # fmt: skip
 
-    def rows(self, moving: Sequence[int]) -> list[int] | None:
-        """Those slots, and others to make up a number that a call may play; None for all."""
-        count = self.count(len(moving))
+    def shape(self, moving: int, needs: Needs) -> tuple[int, Needs]:
+        """The smallest of those in which so many slots can move, whose requests need no more than that."""
+        return min(shape for shape in self.shapes if shape[0] >= moving and shape[1] >= needs)
+
+    def rows(self, moving: Sequence[int], count: int) -> list[int] | None:
+        """Those slots, and others to make up the number that a call plays; None for all."""
         if count == self.slots:
             return None
         others = (slot for slot in range(self.slots) if slot not in moving)
         return [*moving, *itertools.islice(others, count - len(moving))]
+
+    def kinds(self, *needs: Needs) -> list[tuple[int, Needs, int]]:
+        """What calls there are for such needs: how far to draft, the needs, and how many slots."""
+        return [(k, its, count) for count, its in self.shapes if its in needs for k in self.lengths(its, count)]
 
     def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
         """Those of `num_draft_tokens` that a call of so many slots may have.
