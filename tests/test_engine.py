@@ -111,7 +111,7 @@ def test_requests_come_and_go_while_others_write(engine, models):
     requests, found = made(24, seed=2), {}
 
     def ask(number):
-        for i in range(number, len(requests), 4):
+        for i in range(number, len(requests), 6):
             arrived = threading.Event()
             cancel = i % 5 == 3
             tenant = engine.submit(requests[i], lambda _, arrived=arrived: arrived.set())
@@ -122,7 +122,7 @@ def test_requests_come_and_go_while_others_write(engine, models):
                     engine.cancel(tenant)
             found[i] = tenant.result
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -3,6 +3,8 @@
 import dataclasses
 import threading
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -14,6 +16,7 @@ from jspec.engine.slots import Needs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ASKS = "python_cpu_callback"  # of a program that asks the host
+COMPILE = Device.compile
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +31,34 @@ def test_no_program_of_a_start_asks_the_host():
     asks = {key: ASKS in device._lowered(key).as_text() for key in (*device._keys(), *device._plays(*Needs))}
     assert {key for key, does in asks.items() if does} == {*device._plays(Needs.CONSTRAINED)}
     assert not {*device._keys()} & {*device._plays(Needs.CONSTRAINED)}
+
+
+@pytest.mark.parametrize("part", ["lowered", "compiled"])
+def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
+    """Without those behind it, and those that are there stay."""
+    _programs.cache_clear()
+    device, begun = Engine(*models(), slots=2, **OPTIONS).device, []
+    bad = device._keys()[2]
+
+    def lowered(key):
+        if key == bad and part == "lowered":
+            raise RuntimeError("planted")
+        return types.SimpleNamespace(compile=lambda: compiled(key))
+
+    def compiled(key):
+        begun.append(key)
+        time.sleep(0.1)
+        if key == bad:
+            raise RuntimeError("planted")
+        return key
+
+    monkeypatch.setattr("jspec.engine.device.ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(device, "_lowered", lowered)
+    with pytest.raises(RuntimeError, match="planted"):
+        COMPILE(device)
+    assert len(begun) <= 4 < len(device._keys()) and not device.is_compiled
+    assert part == "lowered" or {*device._keys()[:2]} <= {*device._programs}
+    _programs.cache_clear()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
 def fewer(target: Llama, slots: int) -> tuple[int, ...]:
-    """On CPU idle slots cost as used ones, so that one is played alone there, and half of them."""
+    """On CPU idle slots cost as used ones, so that one is played alone there, and half of four or more."""
     if slots == 1 or any(device.platform != "cpu" for device in _devices(target)):
         return ()
     return tuple(sorted({1, slots // 2}))

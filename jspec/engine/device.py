@@ -210,10 +210,14 @@ class Device:
 
         Else each is compiled when it is met.
         """
-        with ThreadPoolExecutor() as pool:
+        pool = ThreadPoolExecutor()
+        try:
             keys = [key for key in self._keys() if key not in self._programs]
             waiting = {key: pool.submit(self._lowered(key).compile) for key in keys}
-        self._programs |= {key: one.result() for key, one in waiting.items()}
+            for key, one in waiting.items():
+                self._programs[key] = one.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
         self.is_compiled = True
         if waiting:
             give_back()

@@ -58,12 +58,14 @@ class Pace:
         if self._last is None or away > _GLANCE * (now - self._last):
             self._last = now
             return
-        if at_once and rounds and (alone or kind not in self._clean):
+        if at_once and rounds:
             self.learn(kind, (now - self._last) / rounds, alone)
         self._last = now
 
     def learn(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
         """What a round of some kind has cost; if not `alone`, that counts only until one such has been."""
+        if not alone and kind in self._clean:
+            return
         if alone:
             if kind not in self._clean:
                 self._readings[kind].clear()

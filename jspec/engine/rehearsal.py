@@ -14,7 +14,8 @@ from jspec.engine.request import Request
 from jspec.engine.slots import Needs
 
 _TURNS, _SECONDS = 5, 2.0  # so many, of which none but the first two begins later than that
-_READINGS = 3  # of each piece, of which the fastest counts
+_READINGS = 2  # of each piece, of which the faster counts
+_TEXT = (0, 0)
 
 _Kind = tuple[int, Needs, int]
 
@@ -57,9 +58,11 @@ def _rehearse_rounds(device: Device, pace: Pace) -> None:
 def _costs(device: Device, pace: Pace, kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, float]]:
     """Seconds a round of each kind, as the loop would measure them: from call to call, with one more under way."""
     sizes, under_way, ended = device.sizes, None, None
+    room = (sizes.length - len(_TEXT)) // (len(kinds) + 2)  # tokens a call, with which no text ends
     for kind in (kinds[0], *kinds, kinds[0]):  # the first says when the second began, the last is only under way
         (k, needs, count), stop = kind, np.zeros(sizes.slots, bool)
-        call = device.play(k, pace.rounds(kind), stop, needs, rows=sizes.rows(range(count), count))
+        played = max(1, min(pace.rounds(kind), room // (k + 1)))
+        call = device.play(k, played, stop, needs, rows=sizes.rows(range(count), count))
         if under_way is not None:
             before, packed = under_way
             num_top = sizes.top_logprobs if before[1] >= Needs.FULL else 0
@@ -73,13 +76,13 @@ def _costs(device: Device, pace: Pace, kinds: Sequence[_Kind]) -> Iterator[tuple
 
 def _fill(device: Device) -> None:
     """A text in every slot, with as much to write as there is room for."""
-    sizes, text = device.sizes, (0, 0)
-    request = Request(text, sizes.length - len(text), key=jax.random.key(0, impl="threefry2x32"))
+    sizes = device.sizes
+    request = Request(_TEXT, sizes.length - len(_TEXT), key=jax.random.key(0, impl="threefry2x32"))
     row = request.row(sizes.eos_ids, device.target.config.vocab_size)
     for slot in range(sizes.slots):
-        device.seat(slot, row, len(text))
+        device.seat(slot, row, len(_TEXT))
     if sizes.slots > 1:
-        device.read_several({slot: (text, 0) for slot in range(sizes.slots)})
+        device.read_several({slot: (_TEXT, 0) for slot in range(sizes.slots)})
     else:
-        device.read(0, text, 0)
+        device.read(0, _TEXT, 0)
     device.wait()

@@ -60,13 +60,12 @@ class Sizes:
 
     @property
     def shapes(self) -> list[tuple[int, Needs]]:
-        """How many slots a call may play, and for what needs.
+        """How many slots a call may play, and for what needs: each is another two programs.
 
-        One alone and all of them for each of the needs; a number between as full, which many lean ones are, too, and
-        seldom at the price of the next number. Each is another two programs.
+        Constrained requests, whose programs are compiled at every start, have none for a number between one and all.
         """
         return [(count, needs) for count in (*self.fewer, self.slots) for needs in Needs
-                if count in (1, self.slots) or needs is Needs.FULL]  # fmt: skip
+                if count in (1, self.slots) or needs is not Needs.CONSTRAINED]  # fmt: skip
 
     def shape(self, moving: int, needs: Needs) -> tuple[int, Needs]:
         """The smallest of those in which so many slots can move, whose requests need no more than that."""
