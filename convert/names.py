@@ -55,9 +55,9 @@ def find(name: str) -> Path | None:
     return _in_package(model.package) or _in_cache(model.repo_id)
 
 
-def unknown(name: str) -> str:
-    """What to say of a source that is nothing, with the nearest name."""
-    near = difflib.get_close_matches(name, MODELS, n=1)
+def unknown(name: str, *others: str) -> str:
+    """What to say of a source that is nothing, with the nearest name, of `others` too."""
+    near = difflib.get_close_matches(name, [*others, *MODELS], n=1)
     meant = f", did you mean {near[0]!r}" if near else ""
     return (
         f"{name} is neither a directory nor a file here, nor a name that `jspec models` lists{meant}; "

@@ -1,13 +1,11 @@
 """Where a checkpoint is: a directory or GGUF file as it stands, a model with a name, a Hugging Face hub id."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from convert import names
 from convert.errors import CheckpointError, brief
 
-Download = Callable[[str, str | None], Path]
 PARTIAL = ".partial-"
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -26,7 +24,7 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
         CheckpointError: neither a directory, nor a GGUF file, nor a name or hub id that can be had; `revision` with
             what is local.
     """
-    return _find(source, revision, _download)
+    return _find(source, revision, _WANTED)
 
 
 def resolve_config(source: str | Path) -> Path:
@@ -35,10 +33,15 @@ def resolve_config(source: str | Path) -> Path:
     Raises:
         CheckpointError: as `resolve`.
     """
-    return _find(source, None, _download_config)
+    return _find(source, None, _CONFIG)
 
 
-def _find(source: str | Path, revision: str | None, download: Download) -> Path:
+def may_be_had(source: str) -> bool:
+    """Whether `resolve` would not refuse `source` at once, whatever the hub says."""
+    return Path(source).expanduser().exists() or source in names.MODELS or _HUB_ID.fullmatch(source) is not None
+
+
+def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return _local(path, revision)
@@ -49,21 +52,22 @@ def _find(source: str | Path, revision: str | None, download: Download) -> Path:
             f"{path} is a file; expected the directory that holds config.json and the weights, or a *{GGUF} file."
         )
     if source in names.MODELS:
-        return _named(str(source), revision, download)
+        return _named(str(source), revision, wanted)
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(names.unknown(str(source)))
-    return download(source, revision)
+    return _download(source, revision, wanted)
 
 
-def _named(name: str, revision: str | None, download: Download) -> Path:
+def _named(name: str, revision: str | None, wanted: list[str]) -> Path:
     model = names.MODELS[name]
+    command = f"hf download {model.repo_id} config.json" if wanted is _CONFIG else model.command
     if revision is None and (found := names.find(name)):
         return found
     try:
-        return download(model.repo_id, revision)
+        return _download(model.repo_id, revision, wanted)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{name} is not on this machine; get it by `{model.command}`, for the hub did not give it: {error}"
+            f"{name} is not on this machine; get it by `{command}`, for the hub did not give it: {error}"
         ) from error
 
 
@@ -89,12 +93,8 @@ def _local(path: Path, revision: str | None) -> Path:
     return path
 
 
-def _download_config(repo_id: str, revision: str | None) -> Path:
-    return _download(repo_id, revision, _CONFIG)
-
-
-def _download(repo_id: str, revision: str | None, wanted: list[str] = _WANTED) -> Path:
-    from huggingface_hub import errors, snapshot_download  # lazily: it takes half a second
+def _download(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download  # lazily: it takes half a second
 
     name = repo_id if revision is None else f"{repo_id} at revision {revision}"
     page = f"https://huggingface.co/{repo_id}"
@@ -119,9 +119,10 @@ def _download(repo_id: str, revision: str | None, wanted: list[str] = _WANTED) -
         errors.OfflineModeIsEnabled,
         errors.RevisionResolutionError,
     ) as error:
+        online = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "go online"
         raise CheckpointError(
             f"{name} is neither a directory nor in the local cache, and the hub cannot be reached; "
-            "go online (unset HF_HUB_OFFLINE) or pass a directory."
+            f"{online} or pass a directory."
         ) from error
     except Exception as error:  # the client lets errors of its HTTP library through
         raise CheckpointError(

@@ -48,9 +48,7 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     try:
         if (tokenizer := tokenizer_file.read(directory)) is not None:
             return tokenizer
-        from transformers import AutoTokenizer  # takes seconds
-
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return tokenizer_file.transformers().AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the tokenizer libraries raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}") from error

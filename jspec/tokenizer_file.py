@@ -1,8 +1,10 @@
 """Tokenizers of which tokenizer.json or a GGUF file says all, read without transformers, whose import takes seconds."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -14,7 +16,22 @@ from convert import gguf_header, gguf_tokenizer
 _CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _TOKENS = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _HARMLESS = {"backend", "chat_template", "model_input_names", "model_max_length", "tokenizer_class"}
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 _LEGACY_FILES = ("added_tokens.json", "special_tokens_map.json")
+
+
+def transformers() -> ModuleType:
+    """The library, whose import takes seconds, without its notice that PyTorch, which jspec needs not, is missing."""
+    before = os.environ.get(_ADVICE)
+    os.environ[_ADVICE] = "1"
+    try:
+        import transformers
+    finally:
+        if before is None:
+            del os.environ[_ADVICE]
+        else:
+            os.environ[_ADVICE] = before
+    return transformers
 
 
 class TokenizerFile:
@@ -57,10 +74,9 @@ class TokenizerFile:
         """
         if self.chat_template is None:
             raise ValueError("The tokenizer has no chat template; use a checkpoint that was made for chats.")
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        render = transformers().utils.chat_template_utils.render_jinja_template
         options = {"chat_template": self.chat_template, "add_generation_prompt": add_generation_prompt, **self._named}
-        (text,), _ = render_jinja_template([conversation], **options)
+        (text,), _ = render([conversation], **options)
         return self(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:

@@ -122,7 +122,7 @@ def demo_pair(dtype: Any = None, sharding: Placement | None = None) -> tuple[Lla
 
     Arguments are those of `load`.
     """
-    from transformers import AutoTokenizer
+    from jspec.tokenizer_file import transformers
 
     target, draft = (load(PAIR / name, dtype, sharding=sharding) for name in ("target", "draft"))
-    return target, draft, AutoTokenizer.from_pretrained(PAIR / "target")
+    return target, draft, transformers().AutoTokenizer.from_pretrained(PAIR / "target")

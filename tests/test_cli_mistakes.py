@@ -40,7 +40,8 @@ MISTAKES = {
     "chat without a template": (["x", "--chat"], 2, "The prompt is a conversation, and the tokenizer has no chat"),
     "no file": (["--file", "NOTHING/none.jsonl"], 2, "none.jsonl"),
     "file and prompt": (["x", "--file", "PROMPTS"], 2, "leave out one of them"),
-    "draft alone": (["x", "--draft", "DRAFT"], 2, "--draft needs --target"),
+    "draft alone": (["x", "--draft", "DRAFT"], 2, "A draft that is a model needs a target"),
+    "no such draft": (["x", "--draft", "loookup"], 2, "lists, did you mean 'lookup'; hub ids have the form"),
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder is neither a directory nor"),
     "a name of the hub's first days": (["x", "--target", "gpt2", "--plain"], 1, "hub ids have the form 'org/model'"),
@@ -62,8 +63,8 @@ MISTAKES = {
         )
         for draft in ("", "none", "lookup", "exit")
     },
-    "a tree behind lookup": (["x", "--target", "x", "--draft", "lookup+y", "--tree", "0,0"], 2, "; lookup+y cannot"),
-    "a model behind lookup": (["x", "--draft", "lookup+y"], 2, "--draft needs --target where it is a model"),
+    "a tree behind lookup": (["x", "--target", "x", "--draft", "lookup+o/y", "--tree", "0,0"], 2, "lookup+o/y cannot"),
+    "a model behind lookup": (["x", "--draft", "lookup+o/y"], 2, "A draft that is a model needs a target"),
     "no tree": (["x", "--tree", "0,2"], 2, "'0,2' is no tree: give the parent of each node"),
     "no numbers": (["x", "--tree", "0, 1"], 2, "'0, 1' is no tree"),
     "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),

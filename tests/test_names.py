@@ -74,7 +74,7 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
         assert code == 2 and "--draft head is for a model whose head travels with jspec" in error
     (tmp_path / "head").mkdir()
     assert sources("smollm2", "head").draft == "head"
-    with pytest.raises(UsageError, match="--draft needs --target where it is a model"):
+    with pytest.raises(UsageError, match="A draft that is a model needs a target"):
         sources(None, "head")
 
 
@@ -106,6 +106,8 @@ def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
         jspec.load("smollm2")
     with pytest.raises(convert.CheckpointError, match="get it by `hf download Qwen/Qwen3-8B`"):
         convert.resolve("qwen3-8b")
+    with pytest.raises(convert.CheckpointError, match=r"get it by `hf download Qwen/Qwen3-8B config\.json`"):
+        jspec.plan("qwen3-8b", "qwen3-0.6b", device="l4")
 
 
 @pytest.mark.parametrize(("name", "message"), [

@@ -24,7 +24,8 @@ def started(folder, *options):
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, "-m", "jspec", "serve", *map(str, options), "--port", "0", "--slots", "2"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    line = process.stderr.readline()
+    waits, line = process.stderr.readline(), process.stderr.readline()
+    assert waits == "Compiling: minutes the first time, then kept and seconds\n"
     assert line.startswith("Serving here at http://127.0.0.1:"), line + process.stderr.read()
     return process, line.split()[-1]
 
@@ -132,7 +133,7 @@ def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monke
 def test_without_its_packages_the_command_says_how_to_get_them(run, monkeypatch):
     monkeypatch.setattr("jspec.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
     code, _, error = run("serve")
-    assert code == 2 and "install them with pip install uvicorn. (see" in error
+    assert code == 2 and "needs uvicorn; install jspec's extra of that name" in error
 
 
 def test_the_library_does_without_them():

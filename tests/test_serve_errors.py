@@ -169,8 +169,10 @@ def test_bad_bodies(client, server, report):
         ({"foo": 1}, "foo is not a field that this server knows; leave it out."),
         ({"suffix": "x"}, "suffix is not supported by this server; leave it out."),
         ({"best_of": 3, "n": 2}, "best_of must be n, for no choice is thrown away; leave it out."),
-        ({"prompt": "x" * 120}, "The prompt has 120 tokens and max_tokens is 16, and texts have at most 128 tokens "
+        ({"prompt": "x" * 120}, "The prompt and max_tokens are 120 and 16 tokens, and texts have at most 128 tokens "
                                 "here; shorten one of the two."),
+        ({"max_tokens": 200}, "The prompt and max_tokens are 1 and 200 tokens, and texts have at most 128 tokens "
+                              "here; shorten one of the two."),
         ({"stream_options": 1}, "stream_options is 1; expected an object."),
         ({"stop": ["a"] * 17}, "stop should have at most 16 items, not 17."),
         ({"user": "\ud800"}, "The body has '\\ud800', which is half a character."),

@@ -10,7 +10,7 @@ import typer
 
 from jspec.cli import interrupts
 from jspec.cli import options as o
-from jspec.cli.engines import engine_of
+from jspec.cli.engines import compile_all, engine_of
 from jspec.cli.shared import UsageError, check_text, option, prepare_environment, status_line
 from jspec.cli.sources import sources
 
@@ -75,8 +75,7 @@ def chat(
         engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
             raise UsageError("--system is for a model with a chat template, and this one has none; leave it out.")
-        say("Compiling, which is kept for the next time")
-        engine.device.compile()
+        compile_all(engine, say)
     from jspec.sampling import SamplingParams
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -1,8 +1,11 @@
 """The engine that a command asks for."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import typer
 
 from jspec.cli.shared import UsageError
 from jspec.cli.sources import Sources
@@ -32,6 +35,14 @@ def engine_of(
         if drafter is not None:
             wishes["num_draft_tokens"] = far(drafter)
         return Engine(target, drafter, max_length=max_length, **wishes), tokenizer
+
+
+def compile_all(engine: Any, say: Callable[[str], None]) -> None:
+    """Compile all that the engine will run; where nobody sees what is said, a line tells what takes so long."""
+    say("Compiling, which is kept for the next time")
+    if not sys.stderr.isatty():
+        typer.echo("Compiling: minutes the first time, then kept and seconds", err=True)
+    engine.device.compile()
 
 
 @contextmanager

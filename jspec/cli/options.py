@@ -60,7 +60,7 @@ Draft = Annotated[
         "SRC",
         "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers, and exit:N-I,"
         " those without layer I; a trained head's folder; head, that of smollm2; lookup+SRC, SRC where lookup"
-        " has no guess; or none [default: with --target, lookup, for smollm2 lookup+head].",
+        " has no guess; or none [default: of a target that is named, lookup, of smollm2 lookup+head].",
     ),
 ]
 Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]

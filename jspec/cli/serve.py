@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jspec.cli import options as o
-from jspec.cli.engines import engine_of
+from jspec.cli.engines import compile_all, engine_of
 from jspec.cli.shared import UsageError, option, prepare_environment, status_line
 from jspec.cli.sources import sources
 
@@ -80,8 +80,7 @@ def serve(
         with status_line() as say:
             far = "auto" if num_draft_tokens is None else num_draft_tokens
             engine, tokenizer = engine_of(where, say, dtype, quantize, lambda _: far, max_length, **wishes)
-            say("Compiling, which is kept for the next time")
-            engine.device.compile()
+            compile_all(engine, say)
         wishes = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix}
         _run(engine, tokenizer, listener, name or target or "bundled", **wishes)
 
@@ -90,8 +89,8 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
     """Refuse what typer cannot."""
     needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise UsageError(f"jspec serve needs packages that are not here; install them with pip install "
-                         f"{' '.join(missing)}.")  # fmt: skip
+        raise UsageError(f"jspec serve needs {', '.join(missing)}; install jspec's extra of that name, in its clone by "
+                         'pip install -e ".[serve]".')  # fmt: skip
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
         raise UsageError("--api-key must be of visible ASCII characters, for it is sent in a header.")
     if not (metrics_prefix.isascii() and f"{metrics_prefix}x".replace(":", "_").isidentifier()):

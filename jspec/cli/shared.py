@@ -86,8 +86,7 @@ def timed(times: dict[str, float], name: str) -> Iterator[None]:
 
 
 def prepare_environment() -> None:
-    """Before jax is imported: keep compiled programs for the next run, and silence two notices."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    """Before jax is imported: keep compiled programs for the next run, and silence a notice."""
     # XLA logs as errors, for every program it finds in the cache, hints on tuning that it stored there itself
     # ("+prefer-no-gather is not supported on the host machine", openxla/xla issue 44565). Its real errors are raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

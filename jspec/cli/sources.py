@@ -144,8 +144,9 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
         draft = _head(target)
     if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
         raise UsageError(f"{draft} is the folder of a training; give its drafter, --draft {trained}.")
+    _check_found(draft)
     if is_model(draft) and not target and draft != _BUNDLED_DRAFT and head_kind(draft) is None:
-        raise UsageError("--draft needs --target where it is a model.")
+        raise UsageError("A draft that is a model needs a target that is named, too.")
     if draft.startswith("exit:"):
         _exit(draft)
     if draft == EXIT and not may_search:
@@ -153,6 +154,15 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     if draft.endswith(STORE) and not Path(draft).is_file():
         raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
     return Sources(target or BUNDLED_TARGET, draft, looks_up)
+
+
+def _check_found(draft: str) -> None:
+    """Raise UsageError where a draft can be nothing, for which its target need not be known."""
+    from convert import names
+    from convert.source import may_be_had
+
+    if is_model(draft) and not may_be_had(draft):
+        raise UsageError(f"The draft {names.unknown(draft, NONE, LOOKUP, HEAD, EXIT)}")
 
 
 def _usual(target: str | None) -> str:
@@ -171,7 +181,7 @@ def _head(target: str | None) -> str:
     """
     folder = None if target is None else head_of(target)
     if folder is None:
-        raise UsageError("--draft head is for a model whose head travels with jspec, such as --target smollm2; name "
+        raise UsageError("--draft head is for a model whose head travels with jspec, such as smollm2; name "
                          "another one's folder.")  # fmt: skip
     return str(folder)
 

@@ -158,10 +158,12 @@ def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> N
     vocab_size, longest = served.target.config.vocab_size, served.max_length
     if max(prompt) >= vocab_size:
         raise wrong(f"{param} holds the id {max(prompt)}, outside the vocabulary of {vocab_size} tokens.", param)
-    wanted = 1 if body.max_tokens is None else max(1, body.max_tokens)
-    if len(prompt) + wanted > longest:
-        raise wrong(f"The {param} has {len(prompt)} tokens and max_tokens is {wanted}, and texts have at most "
-                    f"{longest} tokens here; shorten one of the two.", param, "context_length_exceeded")  # fmt: skip
+    _check_ids(served, [prompt], param)
+    if len(prompt) + (body.max_tokens or 1) > longest:
+        limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+        blamed = limit if limit in body.model_fields_set else param
+        raise wrong(f"The {param} and {limit} are {len(prompt)} and {body.max_tokens} tokens, and texts have at most "
+                    f"{longest} tokens here; shorten one of the two.", blamed, "context_length_exceeded")  # fmt: skip
 
 
 def _constraint(served: Served, body: Body) -> Callable[[], Matcher] | None:
