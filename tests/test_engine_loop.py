@@ -206,6 +206,27 @@ def test_a_request_that_always_fails_is_given_up():
     assert bad.result.finish_reason == "error" and not loop.is_busy
 
 
+@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {0, 1}, {1, 3}, {2, 3}, {1, 2, 3}, {0, 2, 4}])
+def test_who_makes_calls_fail_takes_nobody_along(bad):
+    """Wherever it stands; those that come meanwhile, too, and those beside it that have no part in it."""
+    device = FakeDevice()
+    loop, play = Loop(device, 8, 1.0), device.play
+    tenants = [tenant_of(Request((i + 1, 7, 7), 50, key=KEY), print) for i in range(5)]
+
+    def failing(*of):
+        device.fails = any(move and text[0] - 1 in bad for move, text in zip(device.moves, device.texts, strict=True))
+        return play(*of)
+
+    device.play = failing
+    for tenant in tenants:
+        loop.submit(tenant)
+    while loop.is_busy:
+        loop.turn()
+    assert {i for i, tenant in enumerate(tenants) if tenant.result.finish_reason == "error"} == bad
+    whole = [[1000 * (i + 1) + j for j in range(50)] for i in range(5)]
+    assert all(i in bad or tenant.result.tokens == whole[i] for i, tenant in enumerate(tenants))
+
+
 @pytest.fixture
 def no_collector():
     """Whatever is freed is freed by its last reference."""

@@ -15,7 +15,7 @@ from jspec.engine.scheduler import Scheduler, Tenant, nobody
 from jspec.engine.slots import Needs
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 3  # failures in a row
+_PATIENCE = 3  # failures in a row with the same request; of all, whoever was there, twice as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,8 +256,8 @@ class Loop:
                 # What it has been told to read since then is not in the news.
                 tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
                 self._tell(slot, tenant, news[slot], call.num_draft_tokens)
-        if call.writing:
-            self._failures = 0
+        for tenant in call.writing.values():
+            self._failures, tenant.failures, tenant.goes_well = 0, 0, True
 
     def _judge(self, call: "_Call", news: dict[int, News]) -> None:
         """What drafts were worth; not where the drafter was behind, which says nothing of those that it will make."""
@@ -321,7 +321,8 @@ class Loop:
     def failed(self, error: BaseException) -> None:
         """Empty slots; requests with a key read what they have, and go on as if nothing had been.
 
-        Not if that has failed a few times in a row; then all end with the error.
+        Not those that a few failures in a row have met, the last of them without another such one; nor any if nothing
+        goes well.
         """
         _LOG.error("A call of the engine has failed.", exc_info=error)
         self._failures += 1
@@ -333,10 +334,11 @@ class Loop:
         try:
             self._device.reset()
         except Exception as worse:
-            error, self._failures = worse, _PATIENCE
-        hopeless = self._failures >= _PATIENCE
+            error, self._failures = worse, 2 * _PATIENCE
+        hopeless = self._failures >= 2 * _PATIENCE
         for tenant in [*seated, *waiting]:
-            if hopeless or (tenant in seated and tenant.request.key is None):
+            tenant.failures += tenant in seated
+            if hopeless or tenant.failures >= _PATIENCE or (tenant in seated and tenant.request.key is None):
                 self.fail(tenant, f"{type(error).__name__}: {error}")
             else:
                 self._scheduler.submit(tenant)
