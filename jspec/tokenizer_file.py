@@ -1,7 +1,9 @@
 """Tokenizers of which tokenizer.json or a GGUF file says all, read without transformers, whose import takes seconds."""
 
+import importlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,16 +24,13 @@ _LEGACY_FILES = ("added_tokens.json", "special_tokens_map.json")
 
 def transformers() -> ModuleType:
     """The library, whose import takes seconds, without its notice that PyTorch, which jspec needs not, is missing."""
-    before = os.environ.get(_ADVICE)
+    if "transformers" in sys.modules or _ADVICE in os.environ:
+        return importlib.import_module("transformers")
     os.environ[_ADVICE] = "1"
     try:
-        import transformers
+        return importlib.import_module("transformers")
     finally:
-        if before is None:
-            del os.environ[_ADVICE]
-        else:
-            os.environ[_ADVICE] = before
-    return transformers
+        os.environ.pop(_ADVICE, None)
 
 
 class TokenizerFile:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import weakref
 
 import hypothesis
@@ -201,20 +202,25 @@ def test_a_request_that_always_fails_is_given_up():
     bad.result.drafted = None  # nothing can be added to it
     loop.submit(bad)
     loop.submit(good)
-    for _ in range(30):
+    for _ in range(60):
         loop.turn()
-    assert bad.result.finish_reason == "error" and not loop.is_busy
+    assert bad.result.finish_reason == "error" and good.result.finish_reason == "length" and not loop.is_busy
 
 
-@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {0, 1}, {1, 3}, {2, 3}, {1, 2, 3}, {0, 2, 4}])
-def test_who_makes_calls_fail_takes_nobody_along(bad):
-    """Wherever it stands; those that come meanwhile, too, and those beside it that have no part in it."""
+@pytest.mark.parametrize("drafting", [False, True], ids=["any call", "calls that draft"])
+@pytest.mark.parametrize(
+    "bad", [{0}, {1}, {5}, {0, 1}, {1, 3}, {2, 3}, {1, 2, 3}, {0, 2, 4}, {0, 1, 2, 3}, {1, 2, 3, 4, 5}]
+)
+def test_who_makes_calls_fail_takes_nobody_along(bad, drafting):
+    """Wherever it stands, and where it goes well at first: neither those beside it nor those that come later."""
     device = FakeDevice()
     loop, play = Loop(device, 8, 1.0), device.play
-    tenants = [tenant_of(Request((i + 1, 7, 7), 50, key=KEY), print) for i in range(5)]
+    lengths = [(40, 20) if i == 4 else (2, 50) for i in range(6)]
+    tenants = [tenant_of(Request((i + 1, *[7] * one), new, key=KEY), print) for i, (one, new) in enumerate(lengths)]
 
     def failing(*of):
-        device.fails = any(move and text[0] - 1 in bad for move, text in zip(device.moves, device.texts, strict=True))
+        there = any(move and text[0] - 1 in bad for move, text in zip(device.moves, device.texts, strict=True))
+        device.fails = there and of[0] >= drafting
         return play(*of)
 
     device.play = failing
@@ -223,8 +229,26 @@ def test_who_makes_calls_fail_takes_nobody_along(bad):
     while loop.is_busy:
         loop.turn()
     assert {i for i, tenant in enumerate(tenants) if tenant.result.finish_reason == "error"} == bad
-    whole = [[1000 * (i + 1) + j for j in range(50)] for i in range(5)]
+    whole = [[1000 * (i + 1) + j for j in range(new)] for i, (_, new) in enumerate(lengths)]
     assert all(i in bad or tenant.result.tokens == whole[i] for i, tenant in enumerate(tenants))
+
+
+def test_failures_now_and_then_end_nobody():
+    """Not even who is being read all the while."""
+    device = FakeDevice()
+    loop, calls, play = Loop(device, 8, 1.0), itertools.count(1), device.play
+    tenants = [tenant_of(Request((i + 1, *[7] * (40 * i)), 20, key=KEY), print) for i in range(2)]
+
+    def failing(*of):
+        device.fails = next(calls) % 5 == 0
+        return play(*of)
+
+    device.play = failing
+    for tenant in tenants:
+        loop.submit(tenant)
+    while loop.is_busy:
+        loop.turn()
+    assert {tenant.result.finish_reason for tenant in tenants} == {"length"} and next(calls) > 15
 
 
 @pytest.fixture
@@ -256,7 +280,7 @@ def test_a_device_that_always_fails_is_given_up():
     loop, tenants = Loop(device, 8, 1.0), [tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
     for tenant in tenants:
         loop.submit(tenant)
-    for _ in range(20):
+    for _ in range(60):
         device.fails = True
         loop.turn()
     assert {tenant.result.finish_reason for tenant in tenants} == {"error"} and not loop.is_busy

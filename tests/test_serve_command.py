@@ -133,7 +133,7 @@ def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monke
 def test_without_its_packages_the_command_says_how_to_get_them(run, monkeypatch):
     monkeypatch.setattr("jspec.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
     code, _, error = run("serve")
-    assert code == 2 and "needs uvicorn; install jspec's extra of that name" in error
+    assert code == 2 and "needs uvicorn; install jspec's extra for it" in error
 
 
 def test_the_library_does_without_them():

@@ -176,12 +176,12 @@ def test_bad_bodies(client, server, report):
         ({"stream_options": 1}, "stream_options is 1; expected an object."),
         ({"stop": ["a"] * 17}, "stop should have at most 16 items, not 17."),
         ({"user": "\ud800"}, "The body has '\\ud800', which is half a character."),
-        ({"prompt": "x" * 10**5}, "The prompt has 100000 characters, and texts have at most 128 tokens here; "
+        ({"prompt": "x" * 10**5}, "There are 100000 characters in prompt, and texts have at most 128 tokens here; "
                                   "shorten it."),
         ({"temperature": float("nan")}, "The body is no JSON that can be read: NaN is no number of JSON."),
         ({"prompt": [261]}, "prompt holds the id 261, outside the vocabulary of 261 tokens."),
         ({"stop_token_ids": [300]}, "stop_token_ids holds 300, outside the vocabulary of 261 tokens."),
-        ({"prompt": [1] * 128}, "The prompt has 128 tokens, and texts have at most 128 tokens here; shorten it."),
+        ({"prompt": [1] * 128}, "There are 128 tokens in prompt, and texts have at most 128 tokens here; shorten it."),
         ({"temperature": {str(i): 1 for i in range(60)}}, "temperature is {...}; expected a valid number."),
         ({"response_format": {"type": "regex"}}, "in response_format regex goes with type 'regex', and with no other."),
         ({"response_format": {"type": "owl"}}, "response_format.type is 'owl'; expected 'text', 'json_object', "

@@ -40,7 +40,7 @@ def engine_of(
 def compile_all(engine: Any, say: Callable[[str], None]) -> None:
     """Compile all that the engine will run; where nobody sees what is said, a line tells what takes so long."""
     say("Compiling, which is kept for the next time")
-    if not sys.stderr.isatty():
+    if sys.stderr and not sys.stderr.isatty():
         typer.echo("Compiling: minutes the first time, then kept and seconds", err=True)
     engine.device.compile()
 

@@ -89,7 +89,7 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
     """Refuse what typer cannot."""
     needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise UsageError(f"jspec serve needs {', '.join(missing)}; install jspec's extra of that name, in its clone by "
+        raise UsageError(f"jspec serve needs {', '.join(missing)}; install jspec's extra for it, in its clone by "
                          'pip install -e ".[serve]".')  # fmt: skip
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
         raise UsageError("--api-key must be of visible ASCII characters, for it is sent in a header.")

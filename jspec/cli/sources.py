@@ -144,7 +144,7 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
         draft = _head(target)
     if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
         raise UsageError(f"{draft} is the folder of a training; give its drafter, --draft {trained}.")
-    _check_found(draft)
+    _check_found(draft, may_search)
     if is_model(draft) and not target and draft != _BUNDLED_DRAFT and head_kind(draft) is None:
         raise UsageError("A draft that is a model needs a target that is named, too.")
     if draft.startswith("exit:"):
@@ -156,13 +156,14 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     return Sources(target or BUNDLED_TARGET, draft, looks_up)
 
 
-def _check_found(draft: str) -> None:
+def _check_found(draft: str, may_search: bool) -> None:
     """Raise UsageError where a draft can be nothing, for which its target need not be known."""
     from convert import names
     from convert.source import may_be_had
 
     if is_model(draft) and not may_be_had(draft):
-        raise UsageError(f"The draft {names.unknown(draft, NONE, LOOKUP, HEAD, EXIT)}")
+        words = NONE, LOOKUP, HEAD, EXIT if may_search else f"{EXIT}:N"
+        raise UsageError(f"The draft {names.unknown(draft, *words)}")
 
 
 def _usual(target: str | None) -> str:

@@ -15,7 +15,7 @@ from jspec.engine.scheduler import Scheduler, Tenant, nobody
 from jspec.engine.slots import Needs
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 3  # failures in a row with the same request; of all, whoever was there, twice as many
+_PATIENCE = 5  # failures that a request met, the last of them alone; three times as many in a row, whoever met them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +257,8 @@ class Loop:
                 tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
                 self._tell(slot, tenant, news[slot], call.num_draft_tokens)
         for tenant in call.writing.values():
-            self._failures, tenant.failures, tenant.goes_well = 0, 0, True
+            self._failures, tenant.calls = 0, tenant.calls + 1
+            tenant.failures = 0 if tenant.goes_well else tenant.failures
 
     def _judge(self, call: "_Call", news: dict[int, News]) -> None:
         """What drafts were worth; not where the drafter was behind, which says nothing of those that it will make."""
@@ -321,8 +322,7 @@ class Loop:
     def failed(self, error: BaseException) -> None:
         """Empty slots; requests with a key read what they have, and go on as if nothing had been.
 
-        Not those that a few failures in a row have met, the last of them without another such one; nor any if nothing
-        goes well.
+        Not one that a few failures have met, at the last of which it was alone; nor any if nothing goes well.
         """
         _LOG.error("A call of the engine has failed.", exc_info=error)
         self._failures += 1
@@ -334,11 +334,16 @@ class Loop:
         try:
             self._device.reset()
         except Exception as worse:
-            error, self._failures = worse, 2 * _PATIENCE
-        hopeless = self._failures >= 2 * _PATIENCE
-        for tenant in [*seated, *waiting]:
-            tenant.failures += tenant in seated
-            if hopeless or tenant.failures >= _PATIENCE or (tenant in seated and tenant.request.key is None):
+            error, self._failures = worse, 3 * _PATIENCE
+        for tenant in seated:
+            tenant.failures += 1
+        hopeless = self._failures >= 3 * _PATIENCE
+        its_own = len(seated) == 1 and seated[0].failures >= _PATIENCE
+        if hopeless or its_own:  # what was to be explained is
+            self._failures = 0
+        # Those first that must be tried alone, while nobody has a slot.
+        for tenant in sorted([*seated, *waiting], key=lambda one: -one.failures):
+            if hopeless or (tenant in seated and (its_own or tenant.request.key is None)):
                 self.fail(tenant, f"{type(error).__name__}: {error}")
             else:
                 self._scheduler.submit(tenant)

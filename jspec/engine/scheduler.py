@@ -37,8 +37,8 @@ class Tenant:
         constraint: the number that the device has given it, or 0.
         scored: pieces that it was read by, with what was told of them, which nobody has looked at.
         alike: who was seated before it with a text that begins as its own does: the slot, and with how many tokens.
-        goes_well: whether a call has been handed on to it since it was seated.
-        failures: how many times in a row it had a slot when a call failed.
+        calls: how many have been handed on to it since it was seated.
+        failures: how many have failed while it had a slot, since it last went well.
     """
 
     request: Request
@@ -57,9 +57,14 @@ class Tenant:
     constraint: int = 0
     scored: list[Piece] = dataclasses.field(default_factory=list)
     alike: list[tuple["Tenant", int, int]] = dataclasses.field(default_factory=list)
-    goes_well: bool = False
+    calls: int = 0
     failures: int = 0
     cancelled: bool = False
+
+    @property
+    def goes_well(self) -> bool:
+        """Whether no call fails because of it: the first are shorter than others, and draft less."""
+        return self.calls >= 3
 
     @property
     def is_suspect(self) -> bool:
@@ -115,13 +120,13 @@ class Scheduler:
     def admit(self) -> tuple[int, Tenant] | None:
         """Seat the next request: its slot, and with ``tenant.read`` what it need not read; None where none can be.
 
-        One that calls may fail because of is tried beside those that go well alone.
+        One that calls may fail because of is tried beside those alone that go well, and then with nobody else.
         """
         free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
         if not free or not self.waiting:
             return None
         tenant = self.waiting[0]
-        if self._is_trying() or (tenant.is_suspect and not all(other.goes_well for _, other in self._seated())):
+        if not self._may_join(tenant):
             return None
         tenant.given = tenant.text
         # The slot that holds most of it; of those the one that has been left for longest.
@@ -130,7 +135,7 @@ class Scheduler:
         tenant.result.cached = min(tenant.read, len(tenant.request.tokens))
         tenant.alike = [(other, at, _num_alike(tenant.given, other.given)) for at, other in self._seated()
                         if _may_share(tenant, other.request.salt)]  # fmt: skip
-        tenant.scored, tenant.is_begun, tenant.goes_well = [], False, False
+        tenant.scored, tenant.is_begun, tenant.calls = [], False, 0
         tenant.pieces, tenant.lag, tenant.seat = 0, len(tenant.given), next(self._clock)
         if tenant.seated_at is None:
             tenant.seated_at = time.monotonic()
@@ -138,9 +143,14 @@ class Scheduler:
         self.residents[slot] = (), ""
         return slot, tenant
 
-    def _is_trying(self) -> bool:
-        """Whether one has a slot that calls may fail because of."""
-        return any(tenant.is_suspect for _, tenant in self._seated())
+    def _may_join(self, tenant: Tenant) -> bool:
+        """Whether it would be known then because of whom a call fails."""
+        others = [other for _, other in self._seated()]
+        if any(other.is_suspect for other in others):
+            return False
+        if not tenant.is_suspect or not others:
+            return True
+        return tenant.failures == 2 and all(other.goes_well for other in others)
 
     def lender(self, tenant: Tenant) -> tuple[int, int]:
         """How many tokens of a text another slot holds, and which; the slot that holds most."""

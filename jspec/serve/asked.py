@@ -121,15 +121,15 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
 
 def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
     """Refuse what cannot fit without reading it, which might take seconds."""
-    if max(map(len, texts), default=0) > served.max_length * served.names.longest:
-        raise wrong(f"The {param} has {max(map(len, texts))} characters, and texts have at most {served.max_length} "
-                    "tokens here; shorten it.", param, "context_length_exceeded")  # fmt: skip
+    if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
+        raise wrong(f"There are {longest} characters in {param}, and texts have at most {served.max_length} tokens "
+                    "here; shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
 def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> None:
     """The same of ids."""
     if (longest := max(map(len, prompts), default=0)) >= served.max_length:
-        raise wrong(f"The {param} has {longest} tokens, and texts have at most {served.max_length} tokens here; "
+        raise wrong(f"There are {longest} tokens in {param}, and texts have at most {served.max_length} tokens here; "
                     "shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
