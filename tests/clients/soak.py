@@ -66,6 +66,8 @@ def main() -> None:
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     quarter = len(sizes) // 4
     second, last = (float(np.median(part)) for part in (sizes[quarter : 2 * quarter], sizes[-quarter:]))
+    tenths = [f"{np.median(part):.0f}" for part in np.array_split(sizes, 10)]
+    print(f"MiB resident by tenths of the time: {' '.join(tenths)}", flush=True)
     report.tell(f"{minutes:g} minutes, {counts['asked']} requests, of which {counts['left']} were left: MiB resident "
                 "in the second quarter and the last", f"{second:.0f} {last:.0f}", last <= 1.01 * second)  # fmt: skip
     report.tell("requests ended", f"{grown['request_success_total']:.0f}",
