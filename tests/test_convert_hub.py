@@ -32,6 +32,7 @@ def hub(monkeypatch):
 
     replacement = Hub()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", replacement)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # wherever the tests run
     return replacement
 
 
