@@ -36,11 +36,6 @@ def resolve_config(source: str | Path) -> Path:
     return _find(source, None, _CONFIG)
 
 
-def may_be_had(source: str) -> bool:
-    """Whether `resolve` would not refuse `source` at once, whatever the hub says."""
-    return Path(source).expanduser().exists() or source in names.MODELS or _HUB_ID.fullmatch(source) is not None
-
-
 def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():

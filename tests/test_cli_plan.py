@@ -135,7 +135,7 @@ def test_mistakes_end_in_one_sentence(mistake, run, folders):
 MODELS = {
     "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
     "no model": (["TARGET", "lookup"], 2, "DRAFT lookup is no model, and only models can be planned; measure it by"),
-    "behind lookup": (["TARGET", "lookup+DRAFT"], 2, "DRAFT lookup+DRAFT is no model, and only models can"),
+    "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is no model, and only models can"),
     "no draft": (["TARGET", "none"], 2, "DRAFT none is no model"),
     "nowhere": (["TARGET", "/no/such/folder"], 1, "/no/such/folder is neither a directory nor"),
     "another vocabulary": (["TARGET", "DRAFT"], 1, "The draft's vocabulary has 99 tokens and the target's"),

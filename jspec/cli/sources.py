@@ -157,11 +157,11 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
 
 
 def _check_found(draft: str, may_search: bool) -> None:
-    """Raise UsageError where a draft can be nothing, for which its target need not be known."""
+    """Raise UsageError where a draft is a word that stands for nothing, for which its target need not be known."""
     from convert import names
-    from convert.source import may_be_had
 
-    if is_model(draft) and not may_be_had(draft):
+    is_word = is_model(draft) and "/" not in draft
+    if is_word and draft not in names.MODELS and not Path(draft).exists():
         words = NONE, LOOKUP, HEAD, EXIT if may_search else f"{EXIT}:N"
         raise UsageError(f"The draft {names.unknown(draft, *words)}")
 
