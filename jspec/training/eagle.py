@@ -109,7 +109,9 @@ def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:
     scores = jnp.concatenate(parts, axis=-1) / math.sqrt(width)
     scores = jnp.where(np.hstack([mask, begun]), scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    mixed = einsum("bgrst,bgtd->bgrsd", weights[..., :size], values, jnp.float32)
+    # Zeros for the drafts' columns: of a product with a part of the columns XLA finds no tiles on an H100.
+    text = jnp.pad(values, ((0, 0), (0, 0), (0, drafts), (0, 0)))
+    mixed = einsum("bgrst,bgtd->bgrsd", weights, text, jnp.float32)
     for i, (_, value) in enumerate(own):
         mixed += weights[..., size + i, None].astype(jnp.float32) * value
     return mixed.astype(q.dtype).reshape(batch, heads, size, width).swapaxes(1, 2).reshape(batch, size, -1)
