@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import weakref
 
 import hypothesis
@@ -195,62 +194,6 @@ def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_wait
     assert calls / 60 < len(undisturbed) < calls / 20, (calls, len(undisturbed))
 
 
-def test_a_request_that_always_fails_is_given_up():
-    """Though others are answered meanwhile: a call that was not handed on counts as one that failed."""
-    loop = Loop(FakeDevice(), 8, 1.0)
-    bad, good = (tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in (1, 2))
-    bad.result.drafted = None  # nothing can be added to it
-    loop.submit(bad)
-    loop.submit(good)
-    for _ in range(60):
-        loop.turn()
-    assert bad.result.finish_reason == "error" and good.result.finish_reason == "length" and not loop.is_busy
-
-
-@pytest.mark.parametrize("drafting", [False, True], ids=["any call", "calls that draft"])
-@pytest.mark.parametrize(
-    "bad", [{0}, {1}, {5}, {0, 1}, {1, 3}, {2, 3}, {1, 2, 3}, {0, 2, 4}, {0, 1, 2, 3}, {1, 2, 3, 4, 5}]
-)
-def test_who_makes_calls_fail_takes_nobody_along(bad, drafting):
-    """Wherever it stands, and where it goes well at first: neither those beside it nor those that come later."""
-    device = FakeDevice()
-    loop, play = Loop(device, 8, 1.0), device.play
-    lengths = [(40, 20) if i == 4 else (2, 50) for i in range(6)]
-    tenants = [tenant_of(Request((i + 1, *[7] * one), new, key=KEY), print) for i, (one, new) in enumerate(lengths)]
-
-    def failing(*of):
-        there = any(move and text[0] - 1 in bad for move, text in zip(device.moves, device.texts, strict=True))
-        device.fails = there and of[0] >= drafting
-        return play(*of)
-
-    device.play = failing
-    for tenant in tenants:
-        loop.submit(tenant)
-    while loop.is_busy:
-        loop.turn()
-    assert {i for i, tenant in enumerate(tenants) if tenant.result.finish_reason == "error"} == bad
-    whole = [[1000 * (i + 1) + j for j in range(new)] for i, (_, new) in enumerate(lengths)]
-    assert all(i in bad or tenant.result.tokens == whole[i] for i, tenant in enumerate(tenants))
-
-
-def test_failures_now_and_then_end_nobody():
-    """Not even who is being read all the while."""
-    device = FakeDevice()
-    loop, calls, play = Loop(device, 8, 1.0), itertools.count(1), device.play
-    tenants = [tenant_of(Request((i + 1, *[7] * (40 * i)), 20, key=KEY), print) for i in range(2)]
-
-    def failing(*of):
-        device.fails = next(calls) % 5 == 0
-        return play(*of)
-
-    device.play = failing
-    for tenant in tenants:
-        loop.submit(tenant)
-    while loop.is_busy:
-        loop.turn()
-    assert {tenant.result.finish_reason for tenant in tenants} == {"length"} and next(calls) > 15
-
-
 @pytest.fixture
 def no_collector():
     """Whatever is freed is freed by its last reference."""
@@ -273,28 +216,6 @@ def test_nobody_is_kept_who_is_done(no_collector):
             loop.turn()
     kept = [one() for one in done if one() is not None]
     assert loop.is_busy and sum(one.result.finish_reason is not None for one in kept) <= 1
-
-
-def test_a_device_that_always_fails_is_given_up():
-    device = FakeDevice()
-    loop, tenants = Loop(device, 8, 1.0), [tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
-    for tenant in tenants:
-        loop.submit(tenant)
-    for _ in range(60):
-        device.fails = True
-        loop.turn()
-    assert {tenant.result.finish_reason for tenant in tenants} == {"error"} and not loop.is_busy
-
-
-def test_a_device_that_cannot_be_emptied_ends_all():
-    device = FakeDevice()
-    loop, tenants = Loop(device, 8, 1.0), [tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
-    for tenant in tenants:
-        loop.submit(tenant)
-    device.fails, device.reset = True, lambda: 1 / 0
-    for _ in range(3):
-        loop.turn()
-    assert {tenant.result.error for tenant in tenants} == {"ZeroDivisionError: division by zero"}
 
 
 def test_who_is_cancelled_no_longer_moves():
