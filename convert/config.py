@@ -4,7 +4,7 @@ import dataclasses
 import reprlib
 from pathlib import Path
 
-from convert import gguf_header
+from convert import gguf_header, quantized
 from convert.architectures import FAMILIES, Family
 from convert.errors import CheckpointError
 from convert.fields import Fields, flag, integer, number, token_ids
@@ -16,8 +16,6 @@ from convert.rope import RopeConfig, parse_rope
 _FIXED = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "auto_map": None,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
 }
@@ -117,6 +115,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
     """
     family = _family(raw)
     raw = {**family.defaults, **raw}
+    quantized.check(raw)
     check_supported(raw, {**_FIXED, **family.fixed})
     _check_layer_types(raw)
     heads, kv_heads, head_dim = _heads(raw)

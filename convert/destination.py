@@ -11,12 +11,13 @@ from pathlib import Path
 from convert import gguf_header, gguf_tokenizer
 from convert.errors import CheckpointError
 from convert.gguf_config import raw_config
-from convert.safetensors_reader import INDEX
 from convert.source import PARTIAL
 from convert.store import DESCRIPTION
 from convert.unfinished import deleted_in_the_end
+from convert.weight_files import INDEX
 
 _CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
+_ADAPTER = {"adapter_config.json"}  # beside it, PEFT would look for an adapter that is not copied
 
 
 @contextmanager
@@ -65,5 +66,5 @@ def carry(source: Path, target: Path) -> None:
         (target / "config.json").write_text(json.dumps(raw_config(header), indent=2) + "\n", encoding="utf-8")
         return
     names = {file.name for pattern in _CARRIED for file in source.glob(pattern) if file.is_file()}
-    for name in sorted(names - {INDEX, DESCRIPTION}, key=lambda name: (name == "config.json", name)):
+    for name in sorted(names - {INDEX, DESCRIPTION, *_ADAPTER}, key=lambda name: (name == "config.json", name)):
         shutil.copyfile(source / name, target / name)

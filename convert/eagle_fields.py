@@ -106,6 +106,8 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
     if fields.get("model_type") not in known:
         raise CheckpointError(f"model_type of its layer is {fields.get('model_type')!r}; expected one of "
                               f"{', '.join(known)}: choose a head made of such a layer.")  # fmt: skip
+    if fields["model_type"] == "llama":
+        check_supported(fields, {"sliding_window": None})
     layer = parse_config({key: value for key, value in fields.items() if key != "architectures"}
                          | {"tie_word_embeddings": False})  # fmt: skip
     if layer.num_hidden_layers != 1:

@@ -36,18 +36,41 @@ def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
             )
 
 
-def _check_tied_head(found: dict[str, Tensor], directory: Path) -> None:
-    """A tied checkpoint may repeat the embedding as its head; any other head would be dropped in silence."""
-    head, embedding = found[keymap.HEAD], found[keymap.EMBEDDING]
-    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
-        head.read(rows).tobytes() == embedding.read(rows).tobytes()
-        for rows in row_chunks(head.shape, head.dtype.itemsize)
-    )
-    if not same:
+def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of a tied checkpoint, whose head is stored not at all, as a copy, or alone.
+
+    A head in another dtype than the embedding is left out if one is the other, rounded. A head that is stored alone
+    is the embedding.
+
+    Raises:
+        CheckpointError: the head differs. Versions of transformers disagree about which of the two then counts.
+    """
+    head, embedding = found.get(keymap.HEAD), found.get(keymap.EMBEDDING)
+    if head is None:
+        return found
+    rest = {name: tensor for name, tensor in found.items() if name != keymap.HEAD}
+    if embedding is None:
+        return rest | {keymap.EMBEDDING: head}
+    if not _is_copy(head, embedding):
         raise CheckpointError(
             f"{directory} has tie_word_embeddings true but its {keymap.HEAD} differs from "
             f"{keymap.EMBEDDING}; set tie_word_embeddings to false if the head was trained apart."
         )
+    return found if head.dtype == embedding.dtype else rest
+
+
+def _is_copy(head: Tensor, embedding: Tensor) -> bool:
+    """Whether one tensor is the other, bit for bit after a cast to its dtype."""
+    if head.shape != embedding.shape:
+        return False
+    casts = {head.dtype, embedding.dtype}
+    for rows in row_chunks(head.shape, max(dtype.itemsize for dtype in casts)):
+        first, second = head.read(rows), embedding.read(rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            casts = {dtype for dtype in casts if first.astype(dtype).tobytes() == second.astype(dtype).tobytes()}
+        if not casts:
+            return False
+    return True
 
 
 def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
@@ -71,15 +94,16 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is missing, unknown, misshapen, or doubtful (a tied head that differs).
     """
-    scanned = scan(directory)
+    tied = config.tie_word_embeddings
+    pair = {keymap.HEAD, keymap.EMBEDDING} if tied else set()
+    scanned = scan(directory, is_optional=lambda name: name in pair or keymap.is_ignored(name, config))
     check_depth(config, len(scanned), directory)
     found = {name: tensor for name, tensor in scanned.items()
-             if name not in keymap.ignored(config) and not name.startswith(keymap.MEDUSA)}  # fmt: skip
+             if not keymap.is_ignored(name, config) and not name.startswith(keymap.MEDUSA)}  # fmt: skip
+    found = _tied(found, directory) if tied else found
     expected = keymap.hf_shapes(config)
-    repeats_head = config.tie_word_embeddings and keymap.HEAD in found
-    check_names(found, expected | ({keymap.HEAD: expected[keymap.EMBEDDING]} if repeats_head else {}), directory)
-    if repeats_head:
-        _check_tied_head(found, directory)
+    repeated = {keymap.HEAD: expected[keymap.EMBEDDING]} if tied and keymap.HEAD in found else {}
+    check_names(found, expected | repeated, directory)
     return found
 
 

@@ -46,14 +46,48 @@ _FIELDS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 _ORIGINAL = "rope.scaling.original_context_length"
 _FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second in older files
 _SCALING = {"rope.scaling.type", _ORIGINAL, *_FACTORS}
 _READ_APART = {"vocab_size", "rope.freq_base", "rope.dimension_count", "attention.value_length"}
-_FIXED = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.attn_factor": 1.0, "attention.causal": True}
-_UNUSED = {"rope.scaling.finetuned"}
+# Keys that change nothing at these values, which converters write for any model.
+_FIXED = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "use_parallel_residual": (False,),
+}
+# Keys that change nothing in this architecture, whatever their value. Sizes of experts count only where there are some.
+_UNUSED = {
+    "attention.layer_norm_epsilon",
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "interleave_moe_layer_step",
+    "moe_every_n_layers",
+    "rope.scaling.finetuned",
+}
 # Those of every Llama 3; files have only the factors that come of them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -69,7 +103,8 @@ def architecture(header: Header) -> Architecture:
         raise CheckpointError(f"{header.file} has general.type {str(kind)[:40]!r}; expected 'model': choose that file.")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
-            f"{header.file} has general.architecture {str(name)[:40]!r}; expected one of {', '.join(ARCHITECTURES)}."
+            f"{header.file} has general.architecture {str(name)[:40]!r}; expected one of {', '.join(ARCHITECTURES)}: "
+            "of other models load the Hugging Face checkpoint."
         )
     return ARCHITECTURES[name]
 
@@ -87,6 +122,8 @@ def raw_config(header: Header) -> dict[str, Any]:
     fields = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     _check_known(fields, prefix, header)
     raw = {name: fields[key] for key, name in _FIELDS.items() if key in fields}
+    if raw.get("sliding_window") == 0:  # llama.cpp's spelling of none
+        raw["sliding_window"] = None
     raw |= {flag: name in header.tensors for flag, name in kind.biases.items()}
     rotated = fields.get("rope.dimension_count")
     raw |= {"head_dim": rotated} if rotated is not None and "head_dim" not in raw else {}
@@ -106,6 +143,18 @@ def raw_config(header: Header) -> dict[str, Any]:
     }
 
 
+def ignored_keys(header: Header) -> list[str]:
+    """Return the keys of a supported model that are not read, other than those that describe the file; sorted.
+
+    Keys of the architecture may change what is computed: they are read, known to change nothing, or refused. General
+    keys describe the file, and keys outside "general", "tokenizer" and the architecture belong to other programs.
+    """
+    name = header.metadata["general.architecture"]
+    described = ("general.", "tokenizer.", f"{name}.", "split.", "quantize.", "imatrix.")
+    unused = {f"{name}.{key}" for key in _UNUSED} & header.metadata.keys()
+    return sorted(unused | {key for key in header.metadata if not key.startswith(described)})
+
+
 def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
     known = _FIELDS.keys() | _SCALING | _READ_APART | _FIXED.keys() | _UNUSED
     misspelt = {key for key in header.metadata if key[len(prefix) :] in known and not key.startswith(prefix)}
@@ -115,8 +164,11 @@ def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
             "choose a model without it."
         )
     for key, wanted in _FIXED.items():
-        if fields.get(key, wanted) != wanted:
-            raise CheckpointError(f"{header.file} has {key} {reprlib.repr(fields[key])}; only {wanted!r} is supported.")
+        if fields.get(key, wanted[0]) not in wanted:
+            raise CheckpointError(
+                f"{header.file} has {key} {reprlib.repr(fields[key])}; only {wanted[-1]!r} is supported, so choose "
+                "another model."
+            )
     if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
         raise CheckpointError(
             f"{header.file} has attention.value_length {reprlib.repr(fields['attention.value_length'])} and "

@@ -13,8 +13,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from convert import gguf_types, placeholders
 from convert.errors import CheckpointError
 
+MAGIC = b"GGUF"
+_BEFORE_GGUF = b"lmgg", b"fmgg", b"tjgg", b"algg"  # ggml, ggmf, ggjt, ggla
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
@@ -123,21 +126,30 @@ def read(file: Path) -> Header:
             metadata = reader.table(num_keys, lambda: reader.value(reader.number(4)))
             _check_whole(metadata, file)
             infos = reader.table(num_tensors, lambda: _info(reader))
-            return Header(file, metadata, _placed(infos, reader, metadata.get("general.alignment", 32)))
+            return Header(file, metadata, _placed(infos, reader, metadata.get("general.alignment", 32), file))
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
+        placeholders.check(file)
         raise CheckpointError(f"{file} is damaged or cut short ({error}); download or write it again.") from error
 
 
 def _preamble(reader: _Reader, file: Path) -> tuple[int, int]:
-    if (magic := reader.take(4)) != b"GGUF":
-        raise CheckpointError(f"{file} begins with {magic!r}; expected a GGUF file, which begins with b'GGUF'.")
+    if (magic := reader.take(4)) != MAGIC:
+        placeholders.check(file)
+        if magic in _BEFORE_GGUF:
+            raise CheckpointError(f"{file} is in GGML, the format before GGUF; choose a GGUF file of the model.")
+        raise CheckpointError(
+            f"{file} begins with {magic!r}; expected a GGUF file, which begins with {MAGIC!r}: choose another file."
+        )
     version = reader.number(4)
     if version & 0xFFFF == 0 and version:
-        raise CheckpointError(f"{file} is in big-endian byte order; convert it with gguf-convert-endian first.")
+        raise CheckpointError(
+            f"{file} is in big-endian byte order; convert it in place with `gguf-convert-endian {file} little`, or "
+            "choose a little-endian file."
+        )
     if version not in _VERSIONS:
-        raise CheckpointError(f"{file} is GGUF version {version}; expected 2 or 3: convert the model again.")
+        raise CheckpointError(f"{file} is GGUF version {version}; expected 2 or 3: choose a file of that version.")
     return reader.count(), reader.count()
 
 
@@ -145,7 +157,8 @@ def _check_whole(metadata: dict[str, Any], file: Path) -> None:
     parts = metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise CheckpointError(
-            f"{file} is one of {str(parts)[:20]} parts; join them with llama-gguf-split --merge first."
+            f"{file} is one of {str(parts)[:20]} parts; join them with `llama-gguf-split --merge FIRST_PART OUT.gguf` "
+            "and name that file."
         )
 
 
@@ -158,14 +171,14 @@ def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
     return reader.number(4), shape, reader.number(10)
 
 
-def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any) -> dict[str, Stored]:
+def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any, file: Path) -> dict[str, Stored]:
     """The tensors with their place in the file, where they lie one after another, as llama.cpp also demands."""
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {str(alignment)[:20]!r}, no power of two")
     start = end = reader.at + -reader.at % alignment
     tensors, last = {}, reader.at
     for name, (number, shape, offset) in infos.items():
-        kind, nbytes = _stored_as(name, number, shape)
+        kind, nbytes = _stored_as(name, number, shape, file)
         if offset != end - start:
             raise ValueError(f"{name!r} is said to begin at {offset} of the data, expected {end - start}")
         tensors[name] = Stored(kind, shape, end, nbytes)
@@ -176,14 +189,11 @@ def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any) -> dict[str,
     return tensors
 
 
-def _stored_as(name: str, number: int, shape: tuple[int, ...]) -> tuple[Any, int]:
+def _stored_as(name: str, number: int, shape: tuple[int, ...], file: Path) -> tuple[Any, int]:
     """A tensor's type and its number of bytes."""
     import gguf  # lazily: it takes a while, and only GGUF files need it
 
-    try:
-        kind = gguf.GGMLQuantizationType(number)
-    except ValueError as error:
-        raise ValueError(f"{name!r} is of the unknown type {number}") from error
+    kind = gguf_types.kind(name, number, file)
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     if not all(shape) or shape[-1] % block:
         raise ValueError(f"{name!r} has shape {list(shape)}, and {kind.name} has blocks of {block}")

@@ -1,19 +1,22 @@
 """What the files of all trained heads have in common: a directory, in which pickles are not opened."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from convert import weight_files
 from convert.destination import new_directory
 from convert.errors import CheckpointError, listing
 from convert.json_file import read_object
-from convert.safetensors_reader import PICKLES, SINGLE, Tensor, opened
+from convert.other_formats import PICKLES
+from convert.safetensors_reader import Tensor, opened
 from convert.source import resolve
 from convert.to_hf import write_file
+from convert.weight_files import SINGLE
 
 OWN = "jspec_drafter"  # model_type of drafters that no other program reads
 
@@ -50,13 +53,21 @@ def kind_of(directory: Path) -> str | None:
     if config.is_file() and (raw := read_object(config)).get("model_type") == OWN:
         return str(raw.get("kind"))
     names: set[str] = set()
-    for file in directory.glob("*.safetensors"):
+    for file in _weights(directory):
         with opened(file) as handle:
             names |= set(handle.keys())
     if names & {"fc.weight", "fusion_fc.weight"}:
         return "eagle"
     heads = {"0.0.linear.weight", "blocks.0.layers.0.weight", "medusa_heads.blocks.0.layers.0.weight"}
     return "medusa" if names & heads else None
+
+
+def _weights(directory: Path) -> Iterable[Path]:
+    """Return the files of a model's weights, or all safetensors files where heads have names of their own."""
+    try:
+        return weight_files.find(directory).files
+    except CheckpointError:
+        return directory.glob("*.safetensors")
 
 
 def read_own(directory: Path, kind: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from convert import placeholders
 from convert.errors import CheckpointError
 
 
@@ -24,10 +25,12 @@ def read_object(path: Path) -> dict[str, Any]:
             without a word), or something other than an object.
     """
     if not path.is_file():
+        placeholders.check(path)
         raise CheckpointError(f"{path} is missing; copy or download the whole checkpoint directory again.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except (OSError, ValueError, RecursionError) as error:
+        placeholders.check(path)
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or write the file again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object; download it again.")

@@ -7,6 +7,7 @@ Letters: V vocabulary, E hidden, F intermediate, D head size, Q query heads x D,
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 
 from convert.config import LlamaConfig
@@ -26,7 +27,7 @@ _LINEARS = (
 _NORMS = (("input_layernorm", "E"), ("post_attention_layernorm", "E"))
 _QK_NORMS = (("self_attn.q_norm", "D"), ("self_attn.k_norm", "D"))
 # Old exporters saved these tables; they are recomputed from the config, so they are left out on purpose.
-_BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
+_BUFFER = re.compile(r"model\.(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Heads that were trained with their target lie beside it; `convert.medusa_files` reads them.
@@ -101,6 +102,7 @@ def hf_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {part.hf_name: (part.rows, *entry.shape[1:]) for entry in entries(config) for part in entry.parts}
 
 
-def ignored(config: LlamaConfig) -> frozenset[str]:
-    """Hugging Face names that may be present and are not read."""
-    return frozenset(f"model.{name.format(i=i)}" for name in _BUFFERS for i in range(config.num_hidden_layers))
+def is_ignored(name: str, config: LlamaConfig) -> bool:
+    """Return whether a tensor of this Hugging Face name may be present and is not read."""
+    buffer = _BUFFER.fullmatch(name)
+    return buffer is not None and int(buffer[1] or 0) < config.num_hidden_layers

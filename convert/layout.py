@@ -5,7 +5,8 @@ from typing import Any
 
 from convert import from_hf, keymap, store
 from convert.config import LlamaConfig
-from convert.safetensors_reader import SINGLE, metadata
+from convert.safetensors_reader import metadata
+from convert.weight_files import SINGLE
 
 Layout = dict[str, Any]  # file name -> {"metadata": the header's free text, "tensors": Hugging Face names}
 
@@ -21,7 +22,7 @@ def read(directory: Path, config: LlamaConfig) -> Layout:
     if store.is_store(directory):
         return store.describe(directory)["files"]
     layout: Layout = {}
-    for name, tensor in from_hf.tensors(directory, config).items():
+    for tensor in from_hf.tensors(directory, config).values():
         file = layout.setdefault(tensor.file.name, {"metadata": metadata(tensor.file), "tensors": []})
-        file["tensors"].append(name)
+        file["tensors"].append(tensor.name)
     return layout

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from convert import dtypes, from_gguf, from_hf, gguf_header, safetensors_reader, store
+from convert import dtypes, from_gguf, from_hf, gguf_header, notes, store, weight_files
 from convert.checkpoint import Checkpoint
 from convert.config import LlamaConfig, gguf_config, read_config
 from convert.source import resolve
@@ -43,14 +43,17 @@ def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaC
     if directory.is_file():
         header = gguf_header.read(directory)
         config = gguf_config(header)
+        notes.log_gguf(header)
         found = from_gguf.tensors(header, config)
         return config, directory, from_hf.stream(found, config, target or from_gguf.usual_dtype(found))
     if store.is_store(directory):
         store.verify(directory)
         config = read_config(directory)
         return config, directory, store.stream(directory, config, target)
-    safetensors_reader.files(directory)  # first, for "no weights" says more than "no config.json"
+    if not (directory / "config.json").exists():
+        weight_files.find(directory)  # "no weights" says more than "no config.json"
     config = read_config(directory)
+    notes.log_directory(directory)
     found = from_hf.tensors(directory, config)
     target = from_hf.stored_dtype(found, directory) if target is None else target
     return config, directory, from_hf.stream(found, config, target)

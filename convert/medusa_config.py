@@ -8,7 +8,7 @@ from convert.config import check_supported
 from convert.errors import CheckpointError
 from convert.fields import Fields, flag, integer
 from convert.keymap import Entry, Part
-from convert.safetensors_reader import SINGLE
+from convert.weight_files import SINGLE
 
 OWN_FILE = "medusa_lm_head.safetensors"
 FORMATS = ("medusa", "vllm")

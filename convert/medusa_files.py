@@ -13,7 +13,8 @@ from convert.from_hf import check_names, filled
 from convert.json_file import read_object
 from convert.keymap import HEAD, MEDUSA
 from convert.medusa_config import OWN_FILE, MedusaConfig, MedusaOrigin
-from convert.safetensors_reader import SINGLE, Tensor, scan
+from convert.safetensors_reader import Tensor, scan
+from convert.weight_files import SINGLE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import difflib
 from importlib import util
 from pathlib import Path
 
-from convert import safetensors_reader
+from convert import weight_files
 from convert.errors import CheckpointError
 
 
@@ -77,7 +77,7 @@ def _in_cache(repo_id: str) -> Path | None:
 
     try:
         directory = Path(snapshot_download(repo_id, local_files_only=True))
-        safetensors_reader.files(directory)  # a download that was stopped is no model yet
+        weight_files.find(directory)  # a download that was stopped is no model yet
     except (errors.LocalEntryNotFoundError, CheckpointError):
         return None
     return directory if (directory / "config.json").exists() else None

@@ -12,7 +12,7 @@ from convert.config import LlamaConfig, read_config
 from convert.destination import carry, new_directory
 from convert.errors import CheckpointError
 from convert.keymap import hf_shapes, shapes
-from convert.safetensors_reader import SINGLE
+from convert.weight_files import SINGLE
 
 
 def _checked(checkpoint: Checkpoint, destination: Path) -> dict[str, np.ndarray]:

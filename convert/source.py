@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from convert import names
+from convert import names, placeholders
 from convert.errors import CheckpointError, brief
+from convert.gguf_header import MAGIC
 
 PARTIAL = ".partial-"
-GGUF = ".gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = ["config.json"]
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt"]
@@ -40,17 +40,31 @@ def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return _local(path, revision)
-    if path.is_file() and path.suffix.lower() == GGUF:
-        return _unrevised(path, revision)
-    if path.exists():
+    if path.is_file() and (is_gguf(path) or path.suffix.lower() == ".gguf"):
+        return _unrevised(path, revision)  # what only has the name is refused by its content
+    if path.exists() or path.is_symlink():
+        placeholders.check(path)
         raise CheckpointError(
-            f"{path} is a file; expected the directory that holds config.json and the weights, or a *{GGUF} file."
+            f"{path} is a file; expected the directory that holds config.json and the weights, or a GGUF file."
         )
     if source in names.MODELS:
         return _named(str(source), revision, wanted)
     if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(names.unknown(str(source)))
     return _download(source, revision, wanted)
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file begins as GGUF files do, whatever its name is.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); check its permissions.") from error
 
 
 def _named(name: str, revision: str | None, wanted: list[str]) -> Path:

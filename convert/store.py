@@ -23,8 +23,14 @@ _FORMAT = {"format": "jspec checkpoint", "version": 1}
 
 
 def is_store(directory: Path) -> bool:
-    """Whether `directory` is a converted checkpoint, be it a damaged one."""
-    return any((directory / name).exists() for name in (ARRAYS, DESCRIPTION, manifest.NAME))
+    """Return whether `directory` is a converted checkpoint, be it a damaged one.
+
+    A manifest or folder of that name beside safetensors files is another program's.
+    """
+    if (directory / DESCRIPTION).exists():
+        return True
+    named = any((directory / name).exists() for name in (ARRAYS, manifest.NAME))
+    return named and not any(directory.glob("*.safetensors"))
 
 
 def verify(directory: Path) -> None:

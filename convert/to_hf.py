@@ -11,7 +11,7 @@ from convert import keymap
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError
 from convert.layout import Layout
-from convert.safetensors_reader import INDEX, SINGLE
+from convert.weight_files import INDEX, SINGLE
 
 
 def _views(params: dict[str, np.ndarray], config: LlamaConfig) -> dict[str, np.ndarray]:

@@ -131,9 +131,14 @@ FILE_FAULTS: dict[str, tuple[Callable[[str], Damage], str]] = {
     "header no JSON": (lambda f: overwrite(f, struct.pack("<Q", 8) + b"{bad   }"), "damaged or cut short"),
     "LFS pointer": (
         lambda f: overwrite(f, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
-        "damaged or cut short",
+        "is a git-lfs pointer",
     ),
-    "a web page": (lambda f: overwrite(f, "<!DOCTYPE html><html>not found</html>"), "damaged or cut short"),
+    "a web page": (lambda f: overwrite(f, "<!DOCTYPE html><html>not found</html>"), "is a web page or message"),
+    "an answer of the hub": (lambda f: overwrite(f, "Entry not found"), "is a web page or message"),
+    "a dangling link": (
+        lambda f: lambda d: ((d / f).unlink(), (d / f).symlink_to("../../blobs/0")),
+        "is a link to .*blobs/0, which does not exist",
+    ),
     "a directory": (lambda f: lambda d: ((d / f).unlink(), (d / f).mkdir()), "damaged or cut short"),
     "overlap": (
         lambda f: edit_header(f, lambda h: h[_first(h)].update(data_offsets=h[_last(h)]["data_offsets"])),

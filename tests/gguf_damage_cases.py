@@ -137,12 +137,15 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "epsilon 0": (key("llama.attention.layer_norm_rms_epsilon", np.float32(0)), "rms_norm_eps is 0.0"),
     "theta NaN": (key("llama.rope.freq_base", np.float32(np.nan)), "rope_theta is nan"),
     "theta in words": (key("llama.rope.freq_base", "10000"), "rope_theta is '10000'"),
-    "unknown key": (key("llama.attention.clamp_kqv", np.float32(1)), "has llama.attention.clamp_kqv, which may change"),
+    "unknown key": (key("llama.attention.twist", np.float32(0)), "has llama.attention.twist, which may change"),
+    "clamped": (key("llama.attention.clamp_kqv", np.float32(1)), "has attention.clamp_kqv 1.0; only 0.0 is supported"),
+    "scaled": (key("llama.logit_scale", np.float32(0.5)), "has logit_scale 0.5; only 1.0 is supported"),
+    "ranges": (key("llama.tensor_data_layout", "reversed"), "has tensor_data_layout 'reversed'"),
     "misspelt key": (
         lambda p: p.keys.update({"lnama.rope.freq_base": p.keys.pop("llama.rope.freq_base")}),
         "has lnama.rope.freq_base",
     ),
-    "sliding window": (key("llama.attention.sliding_window", 16), "has llama.attention.sliding_window"),
+    "a window in words": (key("llama.attention.sliding_window", "16"), "sliding_window is '16'"),
     "experts": (key("llama.expert_count", 8), "expert_count 8; only 0"),
     "yarn": (key("llama.rope.scaling.type", "yarn"), "'yarn' is not supported in a GGUF file"),
     "heads in words": (
@@ -180,8 +183,19 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a billion dimensions": (described(NORM, text(NORM) + struct.pack("<I", 2**30)), "1073741824 dimensions"),
     "dimension 0": (described(NORM, info(NORM, (0,), 0, 0)), "shape \\[0\\]|is said to begin"),
     "huge dimension": (described(NORM, info(NORM, (2**62, 2**62), 0, 0)), "is said to begin|bytes, expected"),
-    "unknown type": (described(NORM, info(NORM, (32,), 200, 0)), "of the unknown type 200"),
-    "removed type": (described(NORM, info(NORM, (32,), 4, 0)), "of the unknown type 4"),
+    "unknown type": (described(NORM, info(NORM, (32,), 200, 0)), "is of type 200, which gguf .* does not know"),
+    **{
+        f"removed type {number}": (
+            described(NORM, info(NORM, (32,), number, 0)),
+            rf"is of type {name} \({number}\), which llama.cpp has removed; choose the {instead} file",
+        )
+        for number, name, instead in (
+            (4, "Q4_2", "Q4_0"),
+            (31, "Q4_0_4_4", "Q4_0"),
+            (33, "Q4_0_8_8", "Q4_0"),
+            (38, "IQ4_NL_8_8", "IQ4_NL"),
+        )
+    },
     "another type": (described(NORM, info(NORM, (32,), Kind.F16, 0)), "is said to begin|bytes, expected"),
     "broken blocks": (described(Q, info(Q, (64, 16), Kind.Q8_0, 0)), "Q8_0 has blocks of 32"),
     "name beyond the end": (described(NORM, struct.pack("<Q", 2**30) + b"x"), f"{2**30} announced"),
@@ -223,9 +237,10 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another magic": (at(0, b"GGML"), "begins with b'GGML'"),
     "LFS pointer": (
         lambda f: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        "begins with b'vers'",
+        "is a git-lfs pointer",
     ),
-    "a web page": (lambda f: b"<!DOCTYPE html><html>not found</html>", "begins with b'<!DO'"),
+    "a web page": (lambda f: b"<!DOCTYPE html><html>not found</html>", "is a web page"),
+    "the format before": (at(0, b"tjgg"), "is in GGML, the format before GGUF"),
     "safetensors": (lambda f: struct.pack("<Q", 2) + b"{}", "begins with"),
     "version 0": (at(4, struct.pack("<I", 0)), "is GGUF version 0"),
     "version 1": (at(4, struct.pack("<I", 1)), "is GGUF version 1"),

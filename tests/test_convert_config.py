@@ -98,8 +98,21 @@ ROPES = {
         RopeConfig(1e4, "linear", 2.0),
     ),
     "both_agree": (
-        {"rope_parameters": LLAMA3_ROPE, "rope_scaling": _without(LLAMA3_ROPE, "rope_theta")},
+        {"rope_theta": 5e5, "rope_parameters": LLAMA3_ROPE, "rope_scaling": _without(LLAMA3_ROPE, "rope_theta")},
         LLAMA3,
+    ),
+    "both_differ": (
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3_ROPE},
+        LLAMA3,
+    ),
+    "types_differ": (
+        OLD | {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}},
+        RopeConfig(1e4, "linear", 2.0),
+    ),
+    "empty_scaling": ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {}}, RopeConfig(5e5)),
+    "unknown_key": (
+        OLD | {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}},
+        RopeConfig(1e4, "linear", 2.0),
     ),
     "full_rotary": (
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0}},
@@ -130,11 +143,7 @@ REFUSED = {
     "another_head": ({"architectures": ["LlamaForSequenceClassification"]}, "only 'llama' with"),
     "base_model": ({"architectures": ["LlamaModel"]}, "architectures is"),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    "pretraining_tp": ({"pretraining_tp": 2}, "pretraining_tp is 2"),
-    "pretraining_tp_true": ({"pretraining_tp": True}, "pretraining_tp is True"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
-    "custom_code": ({"auto_map": {"AutoModel": "m.M"}}, "auto_map is"),
-    "sliding_window": ({"sliding_window": 64}, "sliding_window is 64"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config is for weights quantised with a method"),
     "partial_rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "partial_rotary_in_rope": (_rope(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     **{
@@ -145,8 +154,11 @@ REFUSED = {
     "rope_untyped": ({"rope_parameters": {"factor": 2.0}}, "names no rope_type"),
     "rope_per_layer": (_rope(full_attention={}), "unsupported .'full_attention'"),
     "rope_is_text": ({"rope_parameters": "linear"}, "expected an object or null"),
-    "rope_types_differ": (_rope(type="linear", factor=2.0), "disagree"),
-    "rope_sections_differ": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "disagree"),
+    "rope_types_unknown": (_rope(type="linear", rope_type="ntk", factor=2.0), "rope_type 'ntk' is not supported"),
+    "theta_unread": (
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_theta 500000.0 is in rope_parameters, which transformers ignores",
+    ),
     "theta_twice": ({"rope_theta": 5e5}, "rope_theta is given as"),
     "theta_zero": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
     "linear_without_factor": (_rope(rope_type="linear"), "factor is missing"),

@@ -118,7 +118,7 @@ PLACES = {
     "a file": ("{tmp}/base/model.safetensors", "is a file"),
     "a config": ("{tmp}/base/config.json", "is a file"),
     "a directory of checkpoints": ("{tmp}", "holds no .*safetensors file"),
-    "a dangling link": ("{tmp}/link", "is neither a directory nor a file here"),
+    "a dangling link": ("{tmp}/link", "is a link to nowhere, which does not exist"),
 }
 
 

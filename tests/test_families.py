@@ -248,22 +248,16 @@ REFUSED = {
     "odd heads": (QWEN3 | {"head_dim": 15}, "head_dim is 15"),
     "no norm": (QWEN3 | {"rms_norm_eps": ...}, "rms_norm_eps is missing"),
     **{f"yarn, {name} {value!r}": ({"rope_parameters": YARN | {name: value}}, message) for name, value, message in (
-        ("factor", None, "factor is missing"),
         ("factor", "4", "factor is '4'"),
         ("attention_factor", 0, "attention_factor is 0; expected a positive number"),
         ("mscale", -1.0, "mscale is -1.0"),
-        ("mscale_all_dim", 0, "mscale_all_dim is 0"),
         ("beta_fast", True, "beta_fast is True"),
         ("beta_slow", 33, "beta_fast must not be less than beta_slow"),
         ("truncate", "no", "truncate is 'no'; expected true or false"),
         ("original_max_position_embeddings", 8.5, "original_max_position_embeddings is 8.5"),
         ("rope_theta", 1.0, "rope_theta is 1.0; yarn needs more than 1"),
-        ("finetuned", True, "unsupported .'finetuned'"),
-        ("llama_4_scaling_beta", 0.1, "unsupported .'llama_4_scaling_beta'"),
     )},
     "yarn, two lengths": ({"rope_parameters": YARN, "original_max_position_embeddings": 32}, r"given as \[16, 32\]"),
-    "yarn's field in another kind": ({"rope_parameters": YARN | {"rope_type": "linear", "truncate": True}},
-                                     "unsupported .'truncate'"),
 }  # fmt: skip
 
 

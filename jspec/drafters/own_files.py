@@ -17,8 +17,9 @@ from convert.errors import CheckpointError
 from convert.fields import Fields, flag, integer
 from convert.from_hf import check_names, filled
 from convert.keymap import Entry, Part
-from convert.safetensors_reader import SINGLE, scan
+from convert.safetensors_reader import scan
 from convert.to_hf import write_file
+from convert.weight_files import SINGLE
 from jspec.weights import default_dtype
 
 

@@ -1,0 +1,45 @@
+"""The types of a GGUF file's tensors: known to the gguf library, gone from llama.cpp, or newer than the library."""
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from convert.errors import CheckpointError
+
+# Number -> name, and the type whose files replace it; https://github.com/ggml-org/ggml/blob/master/include/ggml.h
+_GONE = {
+    4: ("Q4_2", "Q4_0"),
+    5: ("Q4_3", "Q4_1"),
+    31: ("Q4_0_4_4", "Q4_0"),
+    32: ("Q4_0_4_8", "Q4_0"),
+    33: ("Q4_0_8_8", "Q4_0"),
+    36: ("IQ4_NL_4_4", "IQ4_NL"),
+    37: ("IQ4_NL_4_8", "IQ4_NL"),
+    38: ("IQ4_NL_8_8", "IQ4_NL"),
+}
+
+
+def kind(name: str, number: int, file: Path) -> Any:
+    """Return the `gguf.GGMLQuantizationType` of a tensor.
+
+    Args:
+        name: of the tensor in `file`, for the message.
+
+    Raises:
+        CheckpointError: the type is gone from llama.cpp, or the gguf library does not know it.
+    """
+    import gguf  # lazily: it takes a while, and only GGUF files need it
+
+    try:
+        return gguf.GGMLQuantizationType(number)
+    except ValueError as error:
+        gone, instead = _GONE.get(number, ("", ""))
+        if gone:
+            raise CheckpointError(
+                f"{name} in {file} is of type {gone} ({number}), which llama.cpp has removed; choose the {instead} "
+                "file of the same model."
+            ) from error
+        raise CheckpointError(
+            f"{name} in {file} is of type {number}, which gguf {metadata.version('gguf')} does not know; choose a file "
+            "of another quantisation, such as Q8_0 or Q4_K_M."
+        ) from error

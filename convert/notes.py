@@ -1,0 +1,47 @@
+"""What is ignored in a checkpoint, logged once when its weights are read.
+
+A warning where other programs may read the field and compute something else; it says how to decide. Else a note.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from convert import gguf_config, rope_notes, weight_files
+from convert.fields import Fields
+from convert.gguf_header import Header
+from convert.json_file import read_object
+
+_LOG = logging.getLogger("jspec.convert")
+
+
+def log_directory(directory: Path) -> None:
+    """Log what is ignored in a Hugging Face directory.
+
+    Raises:
+        CheckpointError: config.json, the index or a file of weights is missing.
+    """
+    config = directory / "config.json"
+    for warning in warnings(read_object(config)):
+        _LOG.warning("%s: %s.", config, warning)
+    if unread := rope_notes.unread(read_object(config)):
+        _LOG.info("%s: ignoring %s of the rope section, as transformers does.", config, ", ".join(unread))
+    chosen = weight_files.find(directory)
+    if chosen.ignored:
+        _LOG.log(logging.WARNING if chosen.is_ambiguous else logging.INFO, "%s: %s.", directory, chosen.note)
+
+
+def log_gguf(header: Header) -> None:
+    """Log which keys of a GGUF file are ignored."""
+    if ignored := gguf_config.ignored_keys(header):
+        _LOG.info("%s: ignoring %s, which no program needs to compute a text.", header.file, ", ".join(ignored))
+
+
+def warnings(raw: Fields) -> Iterator[str]:
+    """Yield a sentence for each field of a parsed config.json that is ignored here and may be read elsewhere."""
+    if raw.get("auto_map") is not None:
+        yield (
+            "auto_map names code of the checkpoint, which is not run; the model is computed as transformers does "
+            "without trust_remote_code"
+        )
+    yield from rope_notes.warnings(raw)

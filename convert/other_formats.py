@@ -1,0 +1,124 @@
+"""What a directory holds in place of safetensors weights that can be read, and what to do about it."""
+
+import re
+from pathlib import Path
+
+from convert.errors import listing
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_HUB = "download the model's Hugging Face files (config.json, *.safetensors)"
+# Patterns of files that other programs read -> the name of their format.
+_FORMATS = {
+    ("weights.npz", "weights.*.npz", "*.npz"): "MLX or NumPy",
+    ("*.msgpack",): "Flax",
+    ("*.h5",): "Keras",
+    ("*.onnx",): "ONNX",
+    ("openvino*.bin", "openvino*.xml"): "OpenVINO",
+    ("*.ot",): "Rust (rust-bert)",
+    ("*.distcp",): "PyTorch distributed checkpoint",
+    ("*.nemo",): "NeMo",
+    ("*.mlpackage",): "Core ML",
+    ("*.tflite",): "TensorFlow Lite",
+    ("*.engine",): "TensorRT",
+}
+
+
+def explain(directory: Path, single: str, index: str) -> str:
+    """Return one sentence: what lies in `directory`, what was expected, and what to do.
+
+    Args:
+        single: the file that was expected.
+        index: the index that may stand for it.
+    """
+    for describe in (_own_layout, _quantised, _adapter, _gguf, _other_program, _pickles):
+        if sentence := describe(directory):
+            return sentence
+    if found := _names(directory, "*.safetensors"):
+        return (
+            f"{directory} holds {listing(found)} without {index}; expected that index, or {single}: download the "
+            "index that belongs to these files."
+        )
+    models = sorted(file.parent.name for file in directory.glob("*/config.json"))
+    advice = f"name the folder of one model, such as {directory / models[0]}" if models else (
+        "download the weights too; if the repository has GGUF files only, download one and name that file"
+    )  # fmt: skip
+    return f"{directory} holds no *.safetensors file; expected {single}, or shards with {index}: {advice}."
+
+
+def _names(directory: Path, *patterns: str) -> list[str]:
+    return sorted({file.name for pattern in patterns for file in directory.glob(pattern)})
+
+
+def _own_layout(directory: Path) -> str | None:
+    """Name the downloads that Meta and Mistral publish in layouts of their own."""
+    if found := _names(directory, "consolidated*.pth"):
+        author = "Meta"
+    elif (found := _names(directory, "consolidated*.safetensors")) and found == _names(directory, "*.safetensors"):
+        author = "Mistral"
+    else:
+        return None
+    parent = directory.resolve().parent
+    advice = f"name the folder above, {parent}" if any(parent.glob("model*.safetensors")) else f"{_HUB} instead"
+    return f"{directory} holds {listing(found)}, the weights in {author}'s own layout, which is not read; {advice}."
+
+
+def _quantised(directory: Path) -> str | None:
+    """Name files of programs that describe their quantisation beside config.json."""
+    for name, method in (("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")):
+        if (directory / name).exists():
+            return (
+                f"{directory} holds weights quantised with {method} ({name}), which are not read; choose the "
+                "unquantised checkpoint that they were made from."
+            )
+    return None
+
+
+def _adapter(directory: Path) -> str | None:
+    found = _names(directory, "adapter_model.*")
+    if not found or set(_names(directory, "*.safetensors", *PICKLES)) - set(found):
+        return None
+    return (
+        f"{directory} holds {listing(found)}, an adapter without the model that it changes; merge them with PEFT's "
+        "`merge_and_unload` and save the result with `save_pretrained`."
+    )
+
+
+def _gguf(directory: Path) -> str | None:
+    found = [] if _names(directory, "*.safetensors") else _names(directory, "*.gguf")
+    if not found:
+        return None
+    if parts := [name for name in found if _PART.search(name)]:
+        return (
+            f"{directory} holds a GGUF file in parts ({listing(parts)}) and no *.safetensors file; join them with "
+            f"`llama-gguf-split --merge {directory / parts[0]} OUT.gguf` and name that file."
+        )
+    return (
+        f"{directory} holds {listing(found)} and no *.safetensors file; name the GGUF file itself, as in "
+        f"{directory / found[0]}."
+    )
+
+
+def _other_program(directory: Path) -> str | None:
+    if _names(directory, "*.safetensors"):
+        return None
+    for patterns, name in _FORMATS.items():
+        if found := _names(directory, *patterns):
+            return f"{directory} holds {listing(found)}, in the format of {name}, which is not read; {_HUB} instead."
+    return None
+
+
+def _pickles(directory: Path) -> str | None:
+    found = [] if _names(directory, "*.safetensors") else _names(directory, *PICKLES)
+    if not found:
+        return None
+    readable = (directory / "config.json").exists() and any(name.startswith("pytorch_model") for name in found)
+    program = (
+        "transformers and PyTorch, `AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)`"
+        if readable
+        else "the program that wrote them"
+    )
+    return (
+        f"{directory} holds only pickle files ({listing(found)}), which can run code when read and are never opened "
+        f"here; convert them to safetensors with {program}."
+    )

@@ -1,0 +1,79 @@
+"""Which safetensors files of a directory hold its weights: the choice is that of transformers."""
+
+import dataclasses
+from pathlib import Path
+
+from convert import other_formats
+from convert.errors import CheckpointError, listing
+from convert.json_file import read_object
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFiles:
+    """The chosen files of a directory.
+
+    Attributes:
+        files: sorted by name.
+        weight_map: tensor name -> file name, by the index that names `files`; None for a single file.
+        ignored: names of the other safetensors files, sorted.
+    """
+
+    files: tuple[Path, ...]
+    weight_map: dict[str, str] | None
+    ignored: tuple[str, ...]
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether an ignored file may be what the user wants: an adapter, or the shards of another model."""
+        has_index = self.weight_map is None and (self.files[0].parent / INDEX).exists()
+        return _ADAPTER in self.ignored or (has_index and bool(self.ignored))
+
+    @property
+    def note(self) -> str:
+        """Say what is read and what is ignored."""
+        read = self.files[0].name if self.weight_map is None else f"the {len(self.files)} files of {INDEX}"
+        if _ADAPTER in self.ignored:
+            return f"reading {read} and not {_ADAPTER}; to use the adapter, merge it with PEFT's `merge_and_unload`"
+        return f"reading {read} and ignoring {listing(self.ignored)}, as transformers does"
+
+
+def find(directory: Path, single: str = SINGLE) -> WeightFiles:
+    """Return `single` if it is there, else the files that the index names, which must all be there.
+
+    Other safetensors files beside them are ignored, such as a second copy in another layout (consolidated.safetensors).
+
+    Args:
+        single: the name of the file that holds all weights.
+
+    Raises:
+        CheckpointError: there is neither, or the index or one of its files is missing or damaged; the message names
+            what the directory holds instead.
+    """
+    present = {file.name for file in directory.glob("*.safetensors")}
+    if single in present:
+        return WeightFiles((directory / single,), None, tuple(sorted(present - {single})))
+    if not present or not (directory / INDEX).exists():
+        raise CheckpointError(other_formats.explain(directory, single, INDEX))
+    weight_map = _weight_map(directory / INDEX)
+    wanted = set(weight_map.values())
+    if missing := wanted - present:
+        raise CheckpointError(f"{directory} lacks {listing(missing)}, named by {INDEX}; download the checkpoint again.")
+    return WeightFiles(tuple(directory / name for name in sorted(wanted)), weight_map, tuple(sorted(present - wanted)))
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_object(path).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    # A shard name with a slash could point outside the directory.
+    if not weight_map or not all(
+        isinstance(n, str) and n.endswith(".safetensors") and Path(n).name == n for n in names
+    ):
+        raise CheckpointError(
+            f"{path} has no usable weight_map; expected tensor names with the names of *.safetensors "
+            "files beside it: download it again."
+        )
+    return weight_map
