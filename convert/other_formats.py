@@ -76,7 +76,7 @@ def _quantised(directory: Path) -> str | None:
 
 def _adapter(directory: Path) -> str | None:
     found = _names(directory, "adapter_model.*")
-    if not found or set(_names(directory, "*.safetensors", *PICKLES)) - set(found):
+    if not found or set(_names(directory, "*.safetensors", "pytorch_model*.bin")) - set(found):
         return None
     return (
         f"{directory} holds {listing(found)}, an adapter without the model that it changes; merge them with PEFT's "
