@@ -100,7 +100,9 @@ def architecture(header: Header) -> Architecture:
     """
     name = header.metadata.get("general.architecture")
     if (kind := header.metadata.get("general.type", "model")) != "model":
-        raise CheckpointError(f"{header.file} has general.type {str(kind)[:40]!r}; expected 'model': choose that file.")
+        raise CheckpointError(
+            f"{header.file} has general.type {str(kind)[:40]!r}; expected 'model': choose the file of the model."
+        )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{header.file} has general.architecture {str(name)[:40]!r}; expected one of {', '.join(ARCHITECTURES)}: "

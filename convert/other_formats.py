@@ -41,7 +41,8 @@ def explain(directory: Path, single: str, index: str) -> str:
         )
     models = sorted(file.parent.name for file in directory.glob("*/config.json"))
     advice = f"name the folder of one model, such as {directory / models[0]}" if models else (
-        "download the weights too; if the repository has GGUF files only, download one and name that file"
+        "download the weights too; of a repository without them, download a GGUF file and name it, or save its "
+        "pickles as safetensors with transformers"
     )  # fmt: skip
     return f"{directory} holds no *.safetensors file; expected {single}, or shards with {index}: {advice}."
 

@@ -77,8 +77,8 @@ def _dtype(name: str, code: str, file: Path, tables: Mapping[str, str]) -> np.dt
     dtype = dtypes.BY_SAFETENSORS_CODE.get(code)
     if dtype is None:
         raise CheckpointError(
-            f"{name} in {file} is {code}; expected one of {', '.join(dtypes.BY_SAFETENSORS_CODE)}: choose an "
-            "unquantised checkpoint."
+            f"{name} in {file} is {code}; expected one of {', '.join(dtypes.BY_SAFETENSORS_CODE)}: choose a "
+            "checkpoint in one of these, without quantisation."
         )
     return dtype
 

@@ -293,3 +293,14 @@ def test_one_line_says_what_is_done_and_goes(monkeypatch, capsys):
                 time.sleep(0.01)
             assert "\n" not in shown
     assert capsys.readouterr().err.endswith("\x1b[2K") and not log.isEnabledFor(logging.INFO)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_warnings_stay(monkeypatch, capsys, terminal):
+    """Whole, without a break of the line, in the words of the log."""
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with status_line():
+        logging.getLogger("jspec.convert").info("a note")
+        logging.getLogger("jspec.convert").warning("%s: [mscale] is ignored", "x" * 200)
+    assert f"warning: {'x' * 200}: [mscale] is ignored\n" in capsys.readouterr().err

@@ -44,7 +44,7 @@ FOLDERS = {
     "an adapter": (plain("adapter_config.json", "adapter_model.safetensors"),
                    "holds adapter_model.safetensors, an adapter without the model that it changes; merge them"),
     "an adapter in training": (
-        plain("adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"), "an adapter without the"),
+        plain("adapter_model.safetensors", "optimizer.pt", "training_args.bin"), "an adapter without the model"),
     "an older adapter": (plain("adapter_config.json", "adapter_model.bin"), "holds adapter_model.bin, an adapter"),
     "a GGUF file": (plain("x.gguf"), r"no \*.safetensors file; name the GGUF file itself, as in .*x.gguf"),
     "a GGUF file in parts": (plain("x-00001-of-00002.gguf", "x-00002-of-00002.gguf"),
@@ -63,7 +63,7 @@ FOLDERS = {
     "pickles of another program": (files("lit_model.pth"), "with the program that wrote them"),
     "shards without index": (files("model-00001-of-00002.safetensors"), "without model.safetensors.index.json"),
     "another name": (files("weights.safetensors"), "expected that index, or model.safetensors"),
-    "no weights": (plain("README.md"), "if the repository has GGUF files only, download one and name that file"),
+    "no weights": (plain("README.md"), "download the weights too; of a repository without them, download a GGUF file"),
     "checkpoints of a training": (plain("checkpoint-10/config.json", "checkpoint-20/config.json"),
                                   "name the folder of one model, such as .*checkpoint-10"),
 }  # fmt: skip
@@ -170,7 +170,6 @@ def test_what_is_only_called_so_is_refused_by_its_content(tmp_path):
 
 KEYS = {
     "general.new_key": "x",
-    "general.sampling.temp": 0.5,
     "mradermacher.quantized_by": "x",
     "quantize.imatrix.file": "x",
     "llama.attention.layer_norm_epsilon": 1e-5,

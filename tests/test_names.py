@@ -87,8 +87,11 @@ def test_the_hub_s_cache(offline, tmp_path, sources):
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     assert names.find("qwen3-0.6b") is None
+    (snapshot / "consolidated.safetensors").write_bytes(b"")
+    assert names.find("qwen3-0.6b") is None
     for file in sources[0].iterdir():
         (snapshot / file.name).write_bytes(file.read_bytes())
+    (snapshot / "consolidated.safetensors").write_bytes(b"")  # `hf download` takes it along
     assert convert.resolve("qwen3-0.6b") == snapshot
     assert jspec.load("qwen3-0.6b").config == jspec.load(sources[0]).config
 

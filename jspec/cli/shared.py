@@ -50,11 +50,11 @@ def wrong_options() -> Iterator[None]:
 
 
 @contextmanager
-def logged_to(say: Callable[[str], None]) -> Iterator[None]:
-    """What jspec logs in the block is told to `say`, and to no handler of all logs, as libraries install."""
+def logged_to(say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Pass what jspec logs in the block to `say`, warnings to `warn`, and nothing to other handlers."""
     log = logging.getLogger("jspec")
     handler = logging.Handler()
-    handler.emit = lambda record: say(record.getMessage())
+    handler.emit = lambda record: (say if record.levelno < logging.WARNING else warn or say)(record.getMessage())
     level, propagates = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -69,11 +69,18 @@ def logged_to(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """``say(what)`` shows what the command is doing, and so does what jspec logs: one line, on a terminal only."""
+    """``say(what)`` shows what the command is doing, and so does what jspec logs: one line, on a terminal only.
+
+    Warnings are printed to standard error and stay there.
+    """
     from rich.console import Console
 
     line = Console(stderr=True).status("Importing")
-    with line, logged_to(line.update):
+
+    def warn(text: str) -> None:
+        line.console.print(f"warning: {text}", soft_wrap=True, highlight=False, markup=False)
+
+    with line, logged_to(line.update, warn):
         yield line.update
 
 
