@@ -1,6 +1,7 @@
 """GGUF file -> Hugging Face's tensors, read and dequantised row by row, for from_hf.py to check and to join."""
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from convert.errors import CheckpointError, listing
 from convert.gguf_config import ROPE_FACTORS, Architecture, architecture
 from convert.gguf_header import Header, Stored
 from convert.safetensors_reader import Tensor
+
+# Old converters stored the frequencies of the rotary embedding; they are recomputed from the metadata.
+_TABLE = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +82,7 @@ def _named(header: Header, config: LlamaConfig, expected: Iterable[str]) -> dict
     """Hugging Face name -> name in the file and tensor, of all that are in the file."""
     import gguf
 
-    left = dict(header.tensors)
+    left = {name: tensor for name, tensor in header.tensors.items() if not _TABLE.fullmatch(name)}
     factors = left.pop(ROPE_FACTORS, None)  # they came with the config
     if factors and factors.shape != (config.head_dim // 2,):
         raise CheckpointError(

@@ -27,8 +27,8 @@ def log_directory(directory: Path) -> None:
     if unread := rope_notes.unread(read_object(config)):
         _LOG.info("%s: ignoring %s of the rope section, as transformers does.", config, ", ".join(unread))
     chosen = weight_files.find(directory)
-    if chosen.ignored:
-        _LOG.log(logging.WARNING if chosen.is_ambiguous else logging.INFO, "%s: %s.", directory, chosen.note)
+    if note := chosen.note:
+        _LOG.log(logging.WARNING if chosen.is_ambiguous else logging.INFO, "%s: %s.", directory, note)
 
 
 def log_gguf(header: Header) -> None:

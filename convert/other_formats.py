@@ -7,6 +7,7 @@ from convert.errors import listing
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 _HUB = "download the model's Hugging Face files (config.json, *.safetensors)"
 # Patterns of files that other programs read -> the name of their format.
 _FORMATS = {
@@ -35,10 +36,11 @@ def explain(directory: Path, single: str, index: str) -> str:
         if sentence := describe(directory):
             return sentence
     if found := _names(directory, "*.safetensors"):
-        return (
-            f"{directory} holds {listing(found)} without {index}; expected that index, or {single}: download the "
-            "index that belongs to these files."
+        alone = len(found) == 1 and not _SHARD.search(found[0])
+        advice = (
+            "rename the file if it holds all weights" if alone else "download the index that belongs to these files"
         )
+        return f"{directory} holds {listing(found)} without {index}; expected that index, or {single}: {advice}."
     models = sorted(file.parent.name for file in directory.glob("*/config.json"))
     advice = f"name the folder of one model, such as {directory / models[0]}" if models else (
         "download the weights too; of a repository without them, download a GGUF file and name it, or save its "

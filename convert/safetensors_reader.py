@@ -5,8 +5,10 @@ The safetensors library checks every header; this file checks what it cannot see
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from convert import dtypes, placeholders, weight_files
 from convert.errors import CheckpointError, listing
 from convert.weight_files import INDEX, SINGLE
 
+_UNKNOWN_DTYPE = re.compile(r"unknown variant `(\w+)`")  # as the library reports it
 _CHUNK_BYTES = 16 * 2**20
 _TABLES = {"I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
 
@@ -46,6 +49,11 @@ def opened(file: Path) -> Iterator[Any]:
             yield handle
     except (SafetensorError, OSError) as error:
         placeholders.check(file)
+        if unknown := _UNKNOWN_DTYPE.search(str(error)):
+            raise CheckpointError(
+                f"{file} has tensors of dtype {unknown[1]}, which safetensors {version('safetensors')} does not know; "
+                f"choose a checkpoint in {', '.join(dtypes.BY_SAFETENSORS_CODE)}."
+            ) from error
         raise CheckpointError(f"{file} is damaged or cut short ({error}); download or write it again.") from error
 
 

@@ -10,6 +10,7 @@ from convert.json_file import read_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +31,19 @@ class WeightFiles:
     def is_ambiguous(self) -> bool:
         """Whether an ignored file may be what the user wants: an adapter, or the shards of another model."""
         has_index = self.weight_map is None and (self.files[0].parent / INDEX).exists()
-        return _ADAPTER in self.ignored or (has_index and bool(self.ignored))
+        return self._has_adapter or (has_index and bool(self.ignored))
 
     @property
-    def note(self) -> str:
-        """Say what is read and what is ignored."""
+    def note(self) -> str | None:
+        """Say what is read and what is ignored, if anything is."""
         read = self.files[0].name if self.weight_map is None else f"the {len(self.files)} files of {INDEX}"
-        if _ADAPTER in self.ignored:
-            return f"reading {read} and not {_ADAPTER}; to use the adapter, merge it with PEFT's `merge_and_unload`"
-        return f"reading {read} and ignoring {listing(self.ignored)}, as transformers does"
+        if self._has_adapter:
+            return f"reading {read} and not the adapter beside it; to use that, merge it with PEFT's `merge_and_unload`"
+        return f"reading {read} and ignoring {listing(self.ignored)}, as transformers does" if self.ignored else None
+
+    @property
+    def _has_adapter(self) -> bool:
+        return _ADAPTER in self.ignored or (self.files[0].parent / _ADAPTER_CONFIG).exists()
 
 
 def find(directory: Path, single: str = SINGLE) -> WeightFiles:

@@ -149,7 +149,7 @@ FILE_FAULTS: dict[str, tuple[Callable[[str], Damage], str]] = {
         "damaged or cut short",
     ),
     "dtype lies": (lambda f: header_text(f, '"F32"', '"F16"'), "damaged or cut short"),
-    "unknown dtype": (lambda f: header_text(f, '"F32"', '"F31"'), "damaged or cut short"),
+    "unknown dtype": (lambda f: header_text(f, '"F32"', '"F31"'), "has tensors of dtype F31, which safetensors"),
 }
 
 

@@ -83,7 +83,8 @@ def test_one_file_comes_before_an_index(tmp_path):
 
 @pytest.mark.parametrize(("extra", "level", "phrase"), [
     ("consolidated.safetensors", logging.INFO, "reading the 3 files of model.safetensors.index.json and ignoring"),
-    ("adapter_model.safetensors", logging.WARNING, "and not adapter_model.safetensors; to use the adapter, merge it"),
+    ("adapter_config.json", logging.WARNING, "and not the adapter beside it"),
+    ("adapter_model.safetensors", logging.WARNING, "and not the adapter beside it; to use that, merge it with PEFT"),
 ])  # fmt: skip
 def test_what_is_not_read_is_logged_once(tmp_path, caplog, extra, level, phrase):
     folder = make(tmp_path / "hf", shards=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf_files
 import numpy as np
 import pytest
-from checkpoints import make, raw_config
+from checkpoints import make, raw_config, tensors
 from safetensors.numpy import save_file
 
 import convert
@@ -61,8 +61,8 @@ FOLDERS = {
     "pickles in parts": (files("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"), "AutoModelFor"),
     "pickles without config": (plain("pytorch_model.bin"), "with the program that wrote them"),
     "pickles of another program": (files("lit_model.pth"), "with the program that wrote them"),
-    "shards without index": (files("model-00001-of-00002.safetensors"), "without model.safetensors.index.json"),
-    "another name": (files("weights.safetensors"), "expected that index, or model.safetensors"),
+    "shards without index": (files("model-00001-of-00001.safetensors"), "download the index that belongs to"),
+    "another name": (files("weights.safetensors"), "or model.safetensors: rename the file if it holds all weights"),
     "no weights": (plain("README.md"), "download the weights too; of a repository without them, download a GGUF file"),
     "checkpoints of a training": (plain("checkpoint-10/config.json", "checkpoint-20/config.json"),
                                   "name the folder of one model, such as .*checkpoint-10"),
@@ -195,6 +195,16 @@ def test_keys_that_change_nothing_are_ignored_and_noted(tmp_path, caplog):
     for name, array in loaded.params.items():
         np.testing.assert_array_equal(array, expected.params[name])
     assert caplog.messages == [f"{file}: ignoring {NOTED}, which no program needs to compute a text."]
+
+
+def test_stored_frequencies_are_not_read(tmp_path):
+    raw = gguf_files.RAW | {"num_hidden_layers": 1}
+    arrays = gguf_files.tensors(raw, tensors(raw))
+    expected = convert.load(gguf_files.write(tmp_path / "plain.gguf", gguf_files.metadata(raw), arrays)).params
+    arrays["blk.0.attn_rot_embd"] = np.ones(32, np.float32)
+    params = convert.load(gguf_files.write(tmp_path / "x.gguf", gguf_files.metadata(raw), arrays)).params
+    for name, array in params.items():
+        np.testing.assert_array_equal(array, expected[name])
 
 
 def test_a_window_limits_the_length_of_a_text(tmp_path):

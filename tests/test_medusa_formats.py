@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import toys
 torch = pytest.importorskip("torch")
 from checkpoints import raw_config  # noqa: E402
 from checkpoints import tensors as llama_tensors  # noqa: E402
-from damage import both, config, cut, edit_tensors, pickled, rename  # noqa: E402
+from damage import config, cut, edit_tensors, pickled, rename  # noqa: E402
 from eagle_checkpoints import write  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from test_convert_save import small_disk  # noqa: E402
@@ -222,7 +223,6 @@ DAMAGE = {
     "no config": ("medusa", rename("config.json", "other.json"), "config.json is missing"),
     "pickles": ("medusa", pickled("medusa_lm_head.pt"), r"only pickle files \(medusa_lm_head.pt\); .* convert it with "
                 r"PyTorch: .*torch\.load\('medusa_lm_head\.pt', weights_only=True\).*'medusa_lm_head\.safetensors'"),
-    "two files": ("vllm", both(lambda d: shutil.copy(d / "model.safetensors", d / OWN)), "without model.safet"),
 }  # fmt: skip
 
 
@@ -235,6 +235,15 @@ def test_damage_is_refused(bases, tmp_path, name):
         jspec.MedusaDrafter.load(tmp_path / "heads", TARGET)
     text = str(error.value)
     assert text.endswith(".") and re.search("[;:] ", text) and "\n" not in text and len(text) < 600
+
+
+def test_the_heads_own_file_is_read_and_no_other(bases, tmp_path):
+    folder = shutil.copytree(bases["medusa"], tmp_path / "heads")
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (folder / name).write_bytes(b"")
+    drafter, expected = (jspec.MedusaDrafter.load(place) for place in (folder, bases["medusa"]))
+    for one, other in zip(jax.tree.leaves(drafter), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_another_target(bases):
