@@ -50,10 +50,28 @@ def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaC
         store.verify(directory)
         config = read_config(directory)
         return config, directory, store.stream(directory, config, target)
-    if not (directory / "config.json").exists():
-        weight_files.find(directory)  # "no weights" says more than "no config.json"
-    config = read_config(directory)
+    config = _config(directory)
     notes.log_directory(directory)
     found = from_hf.tensors(directory, config)
     target = from_hf.stored_dtype(found, directory) if target is None else target
     return config, directory, from_hf.stream(found, config, target)
+
+
+def check(source: str | Path) -> None:
+    """Check that `source` is a checkpoint whose files are there, without reading their content.
+
+    Call it before the tokenizer is read: files in the layout of another program may lack one.
+
+    Raises:
+        CheckpointError: no weights, no configuration, or those of a model that is not supported.
+    """
+    directory = resolve(source)
+    if not directory.is_file() and not store.is_store(directory):
+        _config(directory)
+        weight_files.find(directory)
+
+
+def _config(directory: Path) -> LlamaConfig:
+    if not (directory / "config.json").exists():
+        weight_files.find(directory)  # "no weights" says more than "no config.json"
+    return read_config(directory)

@@ -45,7 +45,7 @@ MISTAKES = {
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder is neither a directory nor"),
     "a name of the hub's first days": (["x", "--target", "gpt2", "--plain"], 1, "hub ids have the form 'org/model'"),
-    "no checkpoint": (["x", "--target", "NOTHING", "--plain"], 1, "NOTHING has no config.json"),
+    "no checkpoint": (["x", "--target", "NOTHING", "--plain"], 1, "NOTHING holds no *.safetensors file"),
     "no such datastore": (["x", "--draft", "no.safetensors"], 1, "no.safetensors does not exist; jspec index makes"),
     "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 2, "Prompt 2 is empty"),
     "empty prompts": (["", "x"], 2, "PROMPT 1 is empty; give it some text. (see jspec"),

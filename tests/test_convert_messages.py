@@ -78,6 +78,13 @@ def test_folders_of_other_formats(tmp_path, name):
     assert str(error.value).endswith(".") and "damaged" not in str(error.value)
 
 
+def test_commands_name_the_format_before_the_tokenizer(tmp_path, run):
+    """Meta's tokenizer.model is none that can be read, for which nobody can do anything."""
+    FOLDERS["Meta's download"][0](tmp_path / "x")
+    code, _, error = run("generate", "a", "--target", str(tmp_path / "x"), "--draft", "none")
+    assert code == 1 and "the weights in Meta's own layout" in error
+
+
 def test_meta_s_folder_below_the_hub_s_files_names_those(tmp_path):
     make(tmp_path / "hf")
     plain("consolidated.00.pth", "params.json")(tmp_path / "hf" / "original")

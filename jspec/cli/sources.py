@@ -54,8 +54,10 @@ class Sources:
 
     def tokenizer(self) -> Any:
         """The tokenizer of the target, which is the draft's, too."""
+        from convert import loading
         from jspec import text
 
+        loading.check(self.target)
         tokenizer = text.load_tokenizer(self.target)
         if is_model(self.draft) and head_kind(self.draft) is None:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
