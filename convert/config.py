@@ -8,7 +8,8 @@ from convert import gguf_header, quantized
 from convert.architectures import FAMILIES, Family
 from convert.errors import CheckpointError
 from convert.fields import Fields, flag, integer, number, token_ids
-from convert.gguf_config import raw_config
+from convert.generation_config import NAME, SamplingDefaults, parse_sampling
+from convert.gguf_config import raw_config, raw_generation_config
 from convert.json_file import read_object
 from convert.rope import RopeConfig, parse_rope
 
@@ -23,7 +24,7 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """What the forward pass needs, and nothing else; hashable, so it can be static under `jax.jit`.
+    """What the forward pass needs, and how its texts end and are sampled; hashable, so it can be static in `jax.jit`.
 
     Attributes:
         max_position_embeddings: the longest text; of a model with a sliding window no more than that.
@@ -31,6 +32,8 @@ class LlamaConfig:
         qkv_bias: q, k and v have biases, whether or not o has one.
         qk_norm: queries and keys go through a norm over each head, before they are rotated.
         eos_token_ids: those of config.json, then those that only generation_config.json names.
+        pad_token_id: fills up batches, if the files name one. Nothing is computed with it: it shows left padding.
+        sampling: the sampling parameters that the model recommends.
     """
 
     vocab_size: int
@@ -50,6 +53,8 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
+    pad_token_id: int | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 def _family(raw: Fields) -> Family:
@@ -135,14 +140,22 @@ def parse_config(raw: Fields) -> LlamaConfig:
         rope=parse_rope(raw),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=token_ids(raw, "eos_token_id"),
+        pad_token_id=_pad(raw),
         **{"attention_bias": False, "mlp_bias": False, **family.details(raw)},
     )
 
 
-def read_config(source: str | Path) -> LlamaConfig:
-    """`parse_config` of `source`/config.json, or of what the GGUF file `source` says instead.
+def _pad(raw: Fields) -> int | None:
+    """The id that fills up batches, or None: -1 and anything else that is not an id change nothing that is computed."""
+    pad = raw.get("pad_token_id")
+    return pad if isinstance(pad, int) and not isinstance(pad, bool) and pad >= 0 else None
 
-    Chat models often name the token that ends a turn in generation_config.json alone, so its ids end a text, too.
+
+def read_config(source: str | Path) -> LlamaConfig:
+    """Read `source`/config.json and generation_config.json, or the metadata of the GGUF file `source`.
+
+    Chat models often name the token that ends a turn in generation_config.json alone, so its ids end a text, too. Where
+    that file is missing, config.json may hold its fields, as in transformers.
 
     Raises:
         CheckpointError: as `parse_config`, or a file is missing, not a JSON object, or a damaged GGUF file.
@@ -150,19 +163,22 @@ def read_config(source: str | Path) -> LlamaConfig:
     path = Path(source)
     if path.is_file():
         return gguf_config(gguf_header.read(path))
-    config = _parse(read_object(path / "config.json"), path / "config.json")
-    if not (path / "generation_config.json").exists():
-        return config
-    ends = (*config.eos_token_ids, *_generation_ends(path / "generation_config.json"))
-    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
+    file, generation = path / "config.json", path / NAME
+    raw = read_object(file)
+    config = _parse(raw, file)
+    file, raw = (generation, read_object(generation)) if generation.exists() else (file, raw)
+    return _with_generation(config, raw, file)
 
 
-def _generation_ends(path: Path) -> tuple[int, ...]:
-    raw = read_object(path)
+def _with_generation(config: LlamaConfig, raw: Fields, file: Path) -> LlamaConfig:
+    """`config` with the content of a generation_config.json, which was read from `file`."""
     try:
-        return token_ids(raw, "eos_token_id")
+        ends = dict.fromkeys((*config.eos_token_ids, *token_ids(raw, "eos_token_id")))
+        sampling = parse_sampling(raw)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{file}: {error}") from error
+    pad = config.pad_token_id if (own := _pad(raw)) is None else own
+    return dataclasses.replace(config, eos_token_ids=tuple(ends), pad_token_id=pad, sampling=sampling)
 
 
 def gguf_config(header: gguf_header.Header) -> LlamaConfig:
@@ -171,7 +187,8 @@ def gguf_config(header: gguf_header.Header) -> LlamaConfig:
     Raises:
         CheckpointError: as `read_config`.
     """
-    return _parse(raw_config(header), header.file)
+    config = _parse(raw_config(header), header.file)
+    return _with_generation(config, raw_generation_config(header), header.file)
 
 
 def _parse(raw: Fields, path: Path) -> LlamaConfig:

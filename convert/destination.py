@@ -10,7 +10,8 @@ from pathlib import Path
 
 from convert import gguf_header, gguf_tokenizer
 from convert.errors import CheckpointError
-from convert.gguf_config import raw_config
+from convert.generation_config import NAME
+from convert.gguf_config import raw_config, raw_generation_config
 from convert.source import PARTIAL
 from convert.store import DESCRIPTION
 from convert.unfinished import deleted_in_the_end
@@ -63,6 +64,8 @@ def carry(source: Path, target: Path) -> None:
     if source.is_file():
         header = gguf_header.read(source)
         gguf_tokenizer.write(header, target)
+        if generation := raw_generation_config(header):
+            (target / NAME).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         (target / "config.json").write_text(json.dumps(raw_config(header), indent=2) + "\n", encoding="utf-8")
         return
     names = {file.name for pattern in _CARRIED for file in source.glob(pattern) if file.is_file()}

@@ -88,6 +88,8 @@ _UNUSED = {
     "moe_every_n_layers",
     "rope.scaling.finetuned",
 }
+_SAMPLING = "general.sampling."
+_SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 # Those of every Llama 3; files have only the factors that come of them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -142,6 +144,7 @@ def raw_config(header: Header) -> dict[str, Any]:
         "hidden_act": "silu",
         "bos_token_id": words.ids.get("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": words.ids.get("pad"),
     }
 
 
@@ -155,6 +158,12 @@ def ignored_keys(header: Header) -> list[str]:
     described = ("general.", "tokenizer.", f"{name}.", "split.", "quantize.", "imatrix.")
     unused = {f"{name}.{key}" for key in _UNUSED} & header.metadata.keys()
     return sorted(unused | {key for key in header.metadata if not key.startswith(described)})
+
+
+def raw_generation_config(header: Header) -> dict[str, Any]:
+    """Return the content of generation_config.json: the sampling parameters that the file recommends, if any."""
+    fields = {k.removeprefix(_SAMPLING): v for k, v in header.metadata.items() if k.startswith(_SAMPLING)}
+    return {_SAMPLING_NAMES.get(name, name): value for name, value in fields.items()}
 
 
 def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:

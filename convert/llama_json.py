@@ -15,7 +15,7 @@ _USED = {
 
 
 def fields(config: LlamaConfig) -> dict[str, Any]:
-    """What `parse_config` makes `config` of, but for biases on q, k and v alone."""
+    """Return what `parse_config` reads as `config`, but for biases on q, k and v alone and recommended sampling."""
     ends = config.eos_token_ids
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -34,6 +34,7 @@ def fields(config: LlamaConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
+        "pad_token_id": config.pad_token_id,
         **_rope(config.rope),
     }
 

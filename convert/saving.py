@@ -11,6 +11,7 @@ from convert.checkpoint import Checkpoint
 from convert.config import LlamaConfig, read_config
 from convert.destination import carry, new_directory
 from convert.errors import CheckpointError
+from convert.generation_config import NAME
 from convert.keymap import hf_shapes, shapes
 from convert.weight_files import SINGLE
 
@@ -97,5 +98,7 @@ def save_new(
         to_hf.write(directory, arrays, config, files)
         if source is not None:
             carry(source, directory)
+        if values := config.sampling.fields():
+            (directory / NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return destination

@@ -72,9 +72,7 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     rounded = LlamaForCausalLM(model.config).to(torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
     rounded.config.dtype = torch.bfloat16
-    rounded.generation_config = GenerationConfig(
-        bos_token_id=END_ID, eos_token_id=END_ID, pad_token_id=END_ID, do_sample=False
-    )
+    rounded.generation_config = GenerationConfig(bos_token_id=END_ID, eos_token_id=END_ID, pad_token_id=END_ID)
     rounded.save_pretrained(folder)
 
 
