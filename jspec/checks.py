@@ -16,6 +16,7 @@ import numpy as np
 
 from jspec.acceptance import RULES, Rule
 from jspec.drafters.asked import embeddings_of, features_of, says_how_sure
+from jspec.left_padding import check_right_padded
 from jspec.sampling import SamplingParams
 from jspec.types import same_but_for_padding
 
@@ -59,7 +60,7 @@ def check_arguments(
         _check_drafter(drafter, vocab_size)
         _check_asked(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
-    batch = _check_prompts(tokens, lengths, vocab_size)
+    batch = _check_prompts(tokens, lengths, target.config)
     _check_keys(keys, batch)
     _check_positions(target, drafter, lengths, max_new_tokens)
     _check_sampling(sampling, batch, vocab_size)
@@ -231,7 +232,7 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
                          "use a draft that shares the target's tokenizer.")  # fmt: skip
 
 
-def _check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> int:
+def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
     """The batch size, if the prompts are as they should be."""
     if tokens.size == 0:
         raise ValueError(f"tokens has shape {tokens.shape}, so there is nothing to continue; "
@@ -249,11 +250,11 @@ def _check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> int:
                          "an empty prompt needs at least a start-of-text token.")  # fmt: skip
     if lengths is not None and tokens is not None:
         inside = np.arange(width) < lengths[:, None]
-        bad = np.argwhere(inside & ((tokens < 0) | (tokens >= vocab_size)))
-        if bad.size:
+        if (bad := np.argwhere(inside & ((tokens < 0) | (tokens >= config.vocab_size)))).size:
             row, column = bad[0]
             raise ValueError(f"tokens[{row}, {column}] is {tokens[row, column]}, outside the vocabulary of "
-                             f"{vocab_size} tokens; was the prompt encoded with another tokenizer?")  # fmt: skip
+                             f"{config.vocab_size} tokens; was the prompt encoded with another tokenizer?")  # fmt: skip
+        check_right_padded(tokens, lengths, config)
     return batch
 
 
@@ -271,8 +272,7 @@ def _check_keys(keys: Any, batch: int) -> None:
 
 
 def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int) -> None:
-    lengths = _values(lengths)
-    if lengths is None:
+    if (lengths := _values(lengths)) is None:
         return
     longest = int(lengths.max()) + max_new_tokens
     limits = {"target": target.config.max_position_embeddings, "draft": getattr(drafter, "max_positions", None)}

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
 from jspec.drafters.asked import reach_of, says_how_sure
 from jspec.drafters.base import own_tree
 from jspec.drafters.model import positions
+from jspec.model_sampling import recommended
 from jspec.prompts import Batch, Prompt, encode, listed, room
 from jspec.sampling import SamplingParams
 from jspec.text import eos_ids, pieces, request_keys
@@ -76,15 +77,17 @@ class Task:
         return tuple(sorted({*eos_ids(target, self.tokenizer), *possible}))
 
     def decode(
-        self, target: Any, draft: Any, max_new_tokens: int, sampling: SamplingParams, seed: int, **options: Any
+        self, target: Any, draft: Any, max_new_tokens: int, sampling: SamplingParams | None, seed: int, **options: Any
     ) -> Output:
         """`jspec.speculative_generate`, or `jspec.generate` if `draft` is None; `options` are those of the function.
 
+        Without `sampling` the parameters that the target recommends are used.
         Request i has a key of `seed` and i. Sizes are rounded up, so that another `max_new_tokens` seldom compiles.
         """
         check_target(target)
         check_count("max_new_tokens", max_new_tokens)
         size = room(max_new_tokens, self.batch, positions(target, draft))
+        sampling = recommended(target) if sampling is None else sampling
         sampling = self._limited(sampling, min(max_new_tokens, 2**31 - 1))
         request = self.batch.tokens, self.batch.lengths, request_keys(seed, len(self.prompts))
         options |= {"max_new_tokens": size, "sampling": sampling, "eos_ids": self.ends(target)}
@@ -150,17 +153,18 @@ def complete(
     *,
     max_new_tokens: int = 128,
     num_draft_tokens: Any = None,
-    sampling: SamplingParams = SamplingParams(),
+    sampling: SamplingParams | None = None,
     accept: Any = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
+    template: Mapping[str, Any] | None = None,
 ) -> list[Completion]:
     """Continue texts, and answer conversations, all as one batch.
 
     Texts end with the end-of-text tokens of the model and the tokenizer, those of generation_config.json included.
 
     Args:
-        target, sampling, accept: as for `jspec.speculative_generate`.
+        target, accept: as for `jspec.speculative_generate`.
         draft: as there; None decodes without one.
         tokenizer: of the target, as `jspec.pretrained` or transformers give it.
         prompts: one, or a list of them: texts, lists of token ids, or conversations, lists of messages such as
@@ -168,17 +172,22 @@ def complete(
         max_new_tokens: limit for each prompt.
         num_draft_tokens: as there; by default 4. By lookup and retrieval at most so many; and behind them, by default,
             while a drafter is sure (`jspec.WhileConfident`), which is what pays on CPUs.
+        sampling: as there, and then nothing else counts. By default the parameters that the target recommends in its
+            generation_config.json, and `SamplingParams()` for all that it does not name.
         seed: request i has a key of `seed` and i.
         stop: one or several strings before which a text ends. Tokens up to the one that completes a string are kept,
             and decoding goes on behind it, which `Completion.stats` counts. One that is a special token, such as
             "<|im_end|>", ends decoding as the model's own do.
+        template: variables of the chat template for every conversation, such as ``{"enable_thinking": False}``. The
+            template ignores names that it does not use.
 
     Returns:
         For each prompt, its `Completion`.
 
     Raises:
-        ValueError: a prompt is empty or malformed, or a conversation without a template; `stop` has an empty string; an
-            argument of drafting without a draft; or as `jspec.speculative_generate`.
+        ValueError: a prompt is empty or malformed, or a conversation without a template or one that the template
+            refuses; `template` is malformed, or no prompt is a conversation; `stop` has an empty string; an argument
+            of drafting without a draft; or as `jspec.speculative_generate`.
         TypeError: `tokenizer` is none; or as `jspec.speculative_generate`.
     """
     options = {"num_draft_tokens": num_draft_tokens, "accept": accept}
@@ -187,11 +196,13 @@ def complete(
         raise ValueError(f"{', '.join(options)} is for drafting, and draft is None; leave it out.")
     if draft is not None:
         options["num_draft_tokens"] = how_far(draft, num_draft_tokens)
-    task = prepare(tokenizer, listed(prompts), stop)
+    task = prepare(tokenizer, listed(prompts), stop, template)
     return task.completions(target, task.decode(target, draft, max_new_tokens, sampling, seed, **options))
 
 
-def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = ()) -> Task:
+def prepare(
+    tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (), template: Mapping[str, Any] | None = None
+) -> Task:
     """Everything about texts that can be wrong, without a model; arguments as for `complete`."""
     if not callable(tokenizer):
         raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}; pass that of jspec.pretrained, "
@@ -201,7 +212,7 @@ def prepare(tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (
         raise ValueError(f"stop is {stop!r}; expected strings that are not empty, for they end a text.")
     special = {one: i for one in several if (i := _special(tokenizer, one)) is not None}
     strings = tuple(one for one in several if one not in special)
-    return Task(prompts, encode(tokenizer, prompts), tokenizer, strings, tuple(special.values()))
+    return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
 
 
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from jspec.template_variables import check_variables
+
 # A text, ids, or a conversation, whose messages have "role" and "content".
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
 _LEAST_WIDTH = 32
 _LEAST_NEW = 128
+_LONGEST_REASON = 300  # characters of an error in a template, which may quote the whole conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +45,26 @@ def _plain(value: Any) -> Any:
     return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
-def encode(tokenizer: Any, prompts: Sequence[Prompt]) -> Batch:
+def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any] | None = None) -> Batch:
     """`prompts` as one batch.
 
     A tokenizer that starts texts with a token of its own (BOS) does so here, but once: not where the text has it,
     and not before a conversation, whose template says how it starts.
 
+    Args:
+        template: variables of the chat template, for every conversation.
+
     Raises:
-        ValueError: a prompt has no tokens, or is none; a conversation is malformed, or there is no template for it. It
-            names the prompt, from 1 on, and the message, from 0 on.
+        ValueError: a prompt has no tokens, or is none; a conversation is malformed, or there is no template for it, or
+            the template fails; `template` is malformed, or no prompt is a conversation. It names the prompt, from 1 on,
+            and the message, from 0 on.
     """
+    variables = check_variables("template", template)
+    if variables and not any(map(is_conversation, prompts)):
+        raise ValueError("template has variables of the chat template, and no prompt is a conversation; leave it out.")
     several = len(prompts) > 1
-    rows = [_ids(tokenizer, one, f"Prompt {i}" if several else "The prompt") for i, one in enumerate(prompts, 1)]
+    places = [f"Prompt {i}" if several else "The prompt" for i in range(1, len(prompts) + 1)]
+    rows = [_ids(tokenizer, prompt, place, variables) for prompt, place in zip(prompts, places, strict=True)]
     if not rows:
         raise ValueError("There are no prompts; give at least one.")
     tokens = np.zeros((len(rows), _bucket(max(map(len, rows)), _LEAST_WIDTH)), np.int32)
@@ -106,12 +117,12 @@ def check_messages(messages: Sequence[Any], place: str) -> None:
             )
 
 
-def _ids(tokenizer: Any, prompt: Prompt, place: str) -> list[int]:
+def _ids(tokenizer: Any, prompt: Prompt, place: str, variables: Mapping[str, Any]) -> list[int]:
     if isinstance(prompt, str):
         ids = _once(tokenizer, _checked(prompt, place))
     elif is_conversation(prompt):
         check_conversation(prompt, place)
-        text = rendered(tokenizer, prompt, place)
+        text = rendered(tokenizer, prompt, place, variables=variables)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif _is_list(prompt) and all(map(_is_id, prompt)):
         ids = [operator.index(i) for i in prompt]  # pyright: ignore[reportArgumentType]
@@ -143,27 +154,38 @@ def _once(tokenizer: Any, text: str) -> list[int]:
     return ids[1:] if own[:1] == [start] and ids[1 : len(own) + 1] == own else ids
 
 
-def rendered(tokenizer: Any, messages: Any, place: str, asked: bool = True) -> str:
+def rendered(
+    tokenizer: Any, messages: Any, place: str, asked: bool = True, variables: Mapping[str, Any] | None = None
+) -> str:
     """Messages as the chat template shows them.
 
     Args:
         asked: whether with what stands before an answer.
+        variables: of the template, as `check_variables` returns them.
 
     Raises:
-        ValueError: there is no template, or it refuses them, or makes no UTF-8 text of them.
+        ValueError: there is no template, or it refuses them or fails, or makes no UTF-8 text of them.
     """
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{place} is a conversation, and the tokenizer has no chat template; use a model that was made for chats, "
             "or give it text."
         )
+    options = {"tokenize": False, "add_generation_prompt": asked, **(variables or {})}
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asked)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ValueError(f"{place} is refused by the model's chat template: {' '.join(str(error).split())}") from error
+        text = tokenizer.apply_chat_template(list(messages), **options)
+    except Exception as error:  # a template is a program, which can fail in any way
+        raise ValueError(f"{place} is refused by the model's chat template: {_reason(error)}") from error
     return _checked(text, place)
+
+
+def _reason(error: Exception) -> str:
+    """Return one line about an error in a template; a template's own words need no name of a Python class."""
+    from jinja2 import TemplateError
+
+    words = " ".join(str(error).split())
+    words = words if len(words) < _LONGEST_REASON else f"{words[:_LONGEST_REASON]}..."
+    return words if words and isinstance(error, TemplateError) else f"{type(error).__name__} {words}".strip()
 
 
 def _is_list(value: Any) -> bool:

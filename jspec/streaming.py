@@ -1,12 +1,13 @@
 """`stream`: one prompt's text as it is decoded."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec.completion import Completion, Task, of_engine, prepare, statistics
 from jspec.drafters.model import positions
 from jspec.engine import Engine, Request, Result
+from jspec.model_sampling import recommended
 from jspec.prompts import room
 from jspec.sampling import SamplingParams
 from jspec.text import request_keys
@@ -22,9 +23,10 @@ def stream(
     *,
     max_new_tokens: int = 128,
     num_draft_tokens: Any = None,
-    sampling: SamplingParams = SamplingParams(),
+    sampling: SamplingParams | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
+    template: Mapping[str, Any] | None = None,
 ) -> Iterator[Completion]:
     """Continue a text, or answer a conversation, and give what is new whenever there is some.
 
@@ -32,7 +34,7 @@ def stream(
     judges. A few rounds are decoded whenever the next part is asked for; who asks no more leaves the rest undone.
 
     Args:
-        target, draft, tokenizer, max_new_tokens, sampling, seed, stop: as for `complete`.
+        target, draft, tokenizer, max_new_tokens, sampling, seed, stop, template: as for `complete`.
         prompt: one, as there.
         num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`; by default 4, and behind lookup "auto".
 
@@ -45,7 +47,7 @@ def stream(
         RuntimeError: the device has failed.
     """
     check_count("max_new_tokens", max_new_tokens)
-    task = prepare(tokenizer, [prompt], stop)
+    task = prepare(tokenizer, [prompt], stop, template)
     known = positions(target, draft)
     size = room(max_new_tokens, task.batch, known)
     if draft is None and num_draft_tokens is not None:
@@ -54,6 +56,7 @@ def stream(
     how = {} if draft is None else {"num_draft_tokens": far}
     # One slot; of few lengths, so that another prompt finds the programs compiled.
     engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
+    sampling = recommended(target) if sampling is None else sampling
     request = Request(task.ids, max_new_tokens, sampling, request_keys(seed, 1)[0], task.ends(target))
     return parts(target, task, request, engine.here(request))
 

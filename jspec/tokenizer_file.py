@@ -64,9 +64,16 @@ class TokenizerFile:
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], add_generation_prompt: bool = False, tokenize: bool = True
+        self,
+        conversation: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
     ) -> dict[str, Any] | str:
         """The messages ("role", "content") as one text, or its ids; with the start of the answer, if wanted.
+
+        Args:
+            variables: of the template; they take precedence over the tokenizer's own tokens.
 
         Raises:
             ValueError: there is no template.
@@ -74,8 +81,8 @@ class TokenizerFile:
         if self.chat_template is None:
             raise ValueError("The tokenizer has no chat template; use a checkpoint that was made for chats.")
         render = transformers().utils.chat_template_utils.render_jinja_template
-        options = {"chat_template": self.chat_template, "add_generation_prompt": add_generation_prompt, **self._named}
-        (text,), _ = render([conversation], **options)
+        options = {"chat_template": self.chat_template, "add_generation_prompt": add_generation_prompt}
+        (text,), _ = render([conversation], **options, **self._named | variables)
         return self(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:

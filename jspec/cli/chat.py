@@ -11,7 +11,15 @@ import typer
 from jspec.cli import interrupts
 from jspec.cli import options as o
 from jspec.cli.engines import compile_all, engine_of
-from jspec.cli.shared import UsageError, check_text, option, prepare_environment, status_line
+from jspec.cli.shared import (
+    UsageError,
+    check_text,
+    option,
+    prepare_environment,
+    status_line,
+    template_variables,
+    wrong_options,
+)
 from jspec.cli.sources import sources
 
 if TYPE_CHECKING:
@@ -30,10 +38,11 @@ def chat(
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
     system: Annotated[str | None, option("--system", "TEXT", "A message of the system's, first.")] = None,
-    temperature: o.Temperature = 1.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    min_p: o.MinP = 0.0,
+    template: o.Template = None,
+    temperature: o.Temperature = None,
+    top_k: o.TopK = None,
+    top_p: o.TopP = None,
+    min_p: o.MinP = None,
     seed: o.Seed = 0,
     max_new_tokens: Annotated[
         int, option("--max-new-tokens -n", "N", "Limit for each answer.", min=1, max=2**31 - 1)
@@ -64,22 +73,27 @@ def chat(
         raise UsageError("--top-p must be above 0; 1 is off.")
     if system is not None:
         check_text(system, "--system")
+    variables = template_variables(template or [])
     where = sources(_target(target), draft, plain)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     prepare_environment()
     with status_line() as say:
         from jspec.completion import of_engine
+        from jspec.model_sampling import default_sampling, described
 
         far = of_engine if num_draft_tokens is None else lambda _: num_draft_tokens
         engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
             raise UsageError("--system is for a model with a chat template, and this one has none; leave it out.")
+        if tokenizer.chat_template is None and variables:
+            raise UsageError("--template is for a model with a chat template, and this one has none; leave it out.")
         compile_all(engine, say)
-    from jspec.sampling import SamplingParams
-
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system))
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if defaults := described(engine.device.target, **given):
+        typer.echo(defaults, err=True)
+    sampling = default_sampling(engine.device.target, **given)
+    _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 
 
 def _target(target: str | None) -> str | None:
@@ -100,7 +114,9 @@ class Conversation:
     Without a chat template it is one text, of which every message is the next line.
     """
 
-    def __init__(self, engine: Any, tokenizer: Any, sampling: Any, seed: int, max_new_tokens: int, system: str | None):
+    def __init__(self, engine: Any, tokenizer: Any, sampling: Any, seed: int, max_new_tokens: int, system: str | None,
+                 template: dict[str, Any]):  # fmt: skip
+        self._template = template
         self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
         self._most, self._text, self._turns = max_new_tokens, "", 0
         self._messages = [] if system is None else [{"role": "system", "content": system}]
@@ -109,7 +125,7 @@ class Conversation:
         """Parts of the answer, with which the conversation goes on, be it cut off.
 
         Raises:
-            UsageError: the message does not fit any more; it was not said.
+            UsageError: the message does not fit any more, or the chat template refuses it; it was not said.
         """
         from jspec.completion import prepare
         from jspec.engine import Request
@@ -118,7 +134,9 @@ class Conversation:
 
         said = [*self._messages, {"role": "user", "content": message}]
         text = self._text + message
-        task = prepare(self._tokenizer, [text if self._tokenizer.chat_template is None else said])
+        with wrong_options():
+            prompt = text if self._tokenizer.chat_template is None else said
+            task = prepare(self._tokenizer, [prompt], template=self._template)
         target, longest = self._engine.device.target, self._engine.device.sizes.length
         room = longest - len(task.ids)
         if room <= 0:

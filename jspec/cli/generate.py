@@ -9,7 +9,15 @@ import typer
 from jspec.cli import options as o
 from jspec.cli.output import choice_of_auto, print_json, print_text
 from jspec.cli.prompts import gather
-from jspec.cli.shared import UsageError, check_texts, prepare_environment, status_line, timed, wrong_options
+from jspec.cli.shared import (
+    UsageError,
+    check_texts,
+    prepare_environment,
+    status_line,
+    template_variables,
+    timed,
+    wrong_options,
+)
 from jspec.cli.sources import Sources, sources
 
 if TYPE_CHECKING:
@@ -50,10 +58,11 @@ def generate(
     plain: o.Plain = False,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
-    temperature: o.Temperature = 1.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    min_p: o.MinP = 0.0,
+    template: o.Template = None,
+    temperature: o.Temperature = None,
+    top_k: o.TopK = None,
+    top_p: o.TopP = None,
+    min_p: o.MinP = None,
     seed: o.Seed = 0,
     max_new_tokens: o.MaxNewTokens = 128,
     stop: o.Stop = None,
@@ -74,7 +83,10 @@ def generate(
     where = sources(target, draft, plain)
     _check(top_p, show, as_json)
     drafting = _drafting(where, num_draft_tokens, tree, accept, show)
+    variables = template_variables(template or [])
     asked = gather(prompts, file, chat, system, may_be_empty=target is not None)
+    if variables and not any(isinstance(prompt, list) for prompt in asked):
+        raise UsageError("--template is for conversations; add --chat.")
     prepare_environment()
     times: dict[str, float] = {}
     if num_draft_tokens == "auto":
@@ -83,18 +95,21 @@ def generate(
         with timed(times, "import"):
             import jspec
             from jspec import completion
-            from jspec.sampling import SamplingParams
+            from jspec.model_sampling import default_sampling, described
         say("Loading")
         with timed(times, "load"):
             tokenizer = where.tokenizer()
             with wrong_options():
-                task = completion.prepare(tokenizer, asked, stop)
+                task = completion.prepare(tokenizer, asked, stop, variables)
             models = where.load(dtype, quantize)
         if tree:
             models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
         elif where.drafts:
             drafting["num_draft_tokens"] = completion.how_far(models[1], num_draft_tokens)
-        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        if defaults := described(models[0], **given):
+            typer.echo(defaults, err=True)
+        sampling = default_sampling(models[0], **given)
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, say)
     completions, found = task.completions(models[0], out), out.stats.accepted_at.shape[1]
     if as_json:
@@ -110,7 +125,7 @@ def generate(
         typer.echo("The model was made for chats: with --chat it answers, instead of continuing the text.", err=True)
 
 
-def _check(top_p: float, show: bool, as_json: bool) -> None:
+def _check(top_p: float | None, show: bool, as_json: bool) -> None:
     """Refuse what typer cannot."""
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")

@@ -72,10 +72,29 @@ Dtype = Annotated[
     ),
 ]  # fmt: skip
 Quantize = Annotated[Any, choice("--quantize", "Round the weights of target and draft, but for trained heads.", "int8")]
-Temperature = Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)]
-TopK = Annotated[int, option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0)]
-TopP = Annotated[float, option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1)]
-MinP = Annotated[float, option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1)]
+# Without a value the model's own, by its generation_config.json.
+Temperature = Annotated[
+    float | None, option("--temperature", "X", "0 is greedy.", min=0, show_default="the model's own, else 1")
+]
+TopK = Annotated[
+    int | None,
+    option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0, show_default="the model's own, else 0"),
+]
+TopP = Annotated[
+    float | None,
+    option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1,
+           show_default="the model's own, else 1"),
+]  # fmt: skip
+MinP = Annotated[
+    float | None,
+    option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1,
+           show_default="the model's own, else 0"),
+]  # fmt: skip
+Template = Annotated[
+    list[str] | None,
+    option("--template", "NAME=VALUE", "Set a variable of the chat template; the value is JSON, or else text. May be "
+           "given again.", show_default=False),
+]  # fmt: skip
 Seed = Annotated[int, option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)]
 MaxNewTokens = Annotated[int, option("--max-new-tokens -n", "N", "Limit for each prompt.", min=1, max=2**31 - 1)]
 NumDraftTokens = Annotated[

@@ -110,6 +110,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 def _run(engine: Any, tokenizer: Any, listener: socket.socket, name: str, **wishes: Any) -> None:
     from jspec import __version__
+    from jspec.model_sampling import described
     from jspec.serve.app import Server
     from jspec.serve.run import run
 
@@ -119,5 +120,7 @@ def _run(engine: Any, tokenizer: Any, listener: socket.socket, name: str, **wish
         listener.listen(2048)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
+        if defaults := described(engine.device.target):
+            typer.echo(f"{defaults}; a request may set each field.", err=True)
         typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
         run(server, listener)

@@ -1,14 +1,17 @@
 """What the commands have in common: options, status, what the process needs before jax is imported."""
 
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
+
+from jspec.template_variables import check_variables
 
 
 class UsageError(Exception):
@@ -38,6 +41,33 @@ def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> 
     """`check_text` of each, which is named by its number if there are several."""
     for number, text in enumerate(texts, 1):
         check_text(text, f"{place} {number}" if len(texts) > 1 else place, may_be_empty)
+
+
+def template_variables(assignments: Sequence[str]) -> dict[str, Any]:
+    """Read the values of --template, each "NAME=VALUE", as variables by name."""
+    check_texts(assignments, "--template")
+    variables: dict[str, Any] = {}
+    for assignment in assignments:
+        name, is_assignment, value = assignment.partition("=")
+        if not is_assignment:
+            raise UsageError(f"--template {assignment!r} has no value; give NAME=VALUE.")
+        if name in variables:
+            raise UsageError(f"--template sets {name!r} twice; leave one of them out.")
+        variables[name] = _json_or_text(value)
+    with wrong_options():
+        return check_variables("--template", variables)
+
+
+def _json_or_text(value: str) -> Any:
+    """The JSON value that `value` spells, or `value` itself; NaN and Infinity are not JSON."""
+    try:
+        return json.loads(value, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a body asks of the engine: prompts as tokens, numbers, keys, ends."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,10 +12,12 @@ from jspec.completion import prepare
 from jspec.engine import Engine, Request
 from jspec.engine.constraints import Matcher
 from jspec.engine.grammars import Grammars
+from jspec.model_sampling import default_sampling
 from jspec.sampling import SamplingParams
 from jspec.serve.errors import wrong
 from jspec.serve.schemas import Body, ChatBody, CompletionBody
 from jspec.serve.text import Names
+from jspec.template_variables import check_variables
 from jspec.text import eos_ids
 
 
@@ -91,7 +94,7 @@ def understand(served: Served, body: Body) -> Asked:
     prompts = _prompts(served, body, param)
     for prompt in prompts:
         _check(served, body, prompt, param)
-    common = _sampling(body, served.target.config.vocab_size), _constraint(served, body)
+    common = _sampling(served, body), _constraint(served, body)
     each = [prompt for prompt in prompts for _ in range(body.n)]
     requests = [_request(served, body, prompt, ends, index, *common) for index, prompt in enumerate(each)]
     return Asked(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
@@ -108,8 +111,9 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
     texts = ["".join(one["content"] for one in asked[0])] if chat else [one for one in asked if isinstance(one, str)]
     _check_characters(served, texts, param)
     _check_ids(served, [] if chat else [one for one in asked if not isinstance(one, str)], param)
+    template = _template(served, body)
     try:
-        batch = prepare(served.tokenizer, list(asked)).batch
+        batch = prepare(served.tokenizer, list(asked), template=template).batch
     except ValueError as error:
         raise wrong(str(error), param) from None
     except Exception as error:  # a template can fail in any way
@@ -117,6 +121,18 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
             f"The {param} cannot be read as this model expects: {' '.join(str(error).split())}.", param
         ) from error
     return [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
+
+
+def _template(served: Served, body: Body) -> dict[str, Any]:
+    """The variables of the chat template that a chat sets; like its messages they are bounded by the longest text."""
+    name, given = "chat_template_kwargs", getattr(body, "chat_template_kwargs", {})
+    try:
+        _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
+        return check_variables(name, given, reserved=("tools",))
+    except RecursionError:
+        raise wrong(f"{name} is JSON of too many levels.", name) from None
+    except ValueError as error:
+        raise wrong(str(error), name) from None
 
 
 def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
@@ -201,16 +217,18 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
     )
 
 
-def _sampling(body: Body, vocab_size: int) -> SamplingParams:
-    return SamplingParams(
+def _sampling(served: Served, body: Body) -> SamplingParams:
+    """The body's parameters, and for each that it leaves out the default that the model recommends."""
+    return default_sampling(
+        served.target,
         temperature=body.temperature,
-        top_k=max(0, body.top_k),
+        top_k=None if body.top_k is None else max(0, body.top_k),
         top_p=body.top_p,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        logit_bias=_bias(body.logit_bias, vocab_size) if body.logit_bias else None,
+        logit_bias=_bias(body.logit_bias, served.target.config.vocab_size) if body.logit_bias else None,
         min_tokens=body.min_tokens,
     )
 

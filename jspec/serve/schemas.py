@@ -99,13 +99,13 @@ class Body(_Strict):
 
     model: str
     max_tokens: int | None = Field(None, ge=0, le=_MOST)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=_MOST)
-    min_p: float = Field(0.0, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=100)  # None, here and below, is the model's own default
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=_MOST)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = Field(None, ge=0, le=2**32 - 1)
     n: int = Field(1, ge=1, le=128)
@@ -181,6 +181,7 @@ class ChatBody(Body):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=_MOST_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST)
+    chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
@@ -223,7 +224,7 @@ def _check_sizes(fields: dict[str, Any]) -> None:
 
     messages = of(fields.get("messages"))
     parts = [part for one in messages for part in of(one.get("content"), _MOST_PARTS)]
-    others = of([fields.get("response_format"), fields.get("stream_options")])
+    others = of([fields.get(name) for name in ("response_format", "stream_options", "chat_template_kwargs")])
     schemas = of([one.get("json_schema") for one in others])
     most = max(map(len, (fields, *messages, *parts, *others, *schemas)))
     if most > _MOST_FIELDS:

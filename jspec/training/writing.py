@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.decode import generate
 from jspec.keys import TRAINING, trial_keys
-from jspec.prompts import encode
+from jspec.prompts import encode, rendered
 from jspec.sampling import SamplingParams
 from jspec.text import eos_ids, request_keys
 
@@ -38,7 +38,7 @@ def frame_of(tokenizer: Any) -> Frame:
         raise ValueError("The target has no chat template, and without one it cannot write chats by itself; give data, "
                          "texts or chats to train on.")  # fmt: skip
     turn = [{"role": "user", "content": _MARK}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    text = rendered(tokenizer, turn, "The user's turn")
     if text.count(_MARK) != 1:
         raise ValueError("The target's chat template does not show the user's turn as it is; give data to train on.")
     before, after = (

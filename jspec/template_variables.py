@@ -1,0 +1,38 @@
+"""Variables of a chat template that a caller sets, such as ``enable_thinking``."""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+# Names that jspec sets itself, and options of transformers' `apply_chat_template` that are not variables.
+_RESERVED = {
+    *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "sanitize_control_tokens", "tokenizer_kwargs"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
+
+
+def check_variables(name: str, variables: Any, reserved: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return `variables` as a dictionary; None is an empty one.
+
+    A name that the template does not use is accepted, because a template may look for it in any way.
+
+    Args:
+        name: of the argument, for errors.
+        reserved: names that are not allowed, besides those of jspec itself.
+
+    Raises:
+        ValueError: it is not a mapping, or holds a name that a template cannot use or that jspec sets itself.
+    """
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise ValueError(f"{name} is {reprlib.repr(variables)}; expected variables of the chat template by name, such "
+                         "as {'enable_thinking': False}.")  # fmt: skip
+    for key in variables:
+        if not isinstance(key, str) or not key.isidentifier():
+            raise ValueError(f"{name} holds {reprlib.repr(key)}; expected a name that a template can use, of letters, "
+                             "digits and _.")  # fmt: skip
+        if key in _RESERVED or key in reserved:
+            raise ValueError(f"{name} holds {key!r}, which is not a variable that callers may set; leave it out.")
+    return dict(variables)
