@@ -14,6 +14,7 @@ from jspec.cli.engines import compile_all, engine_of
 from jspec.cli.shared import (
     UsageError,
     check_text,
+    chosen_sampling,
     option,
     prepare_environment,
     status_line,
@@ -80,7 +81,6 @@ def chat(
     prepare_environment()
     with status_line() as say:
         from jspec.completion import of_engine
-        from jspec.model_sampling import default_sampling, described
 
         far = of_engine if num_draft_tokens is None else lambda _: num_draft_tokens
         engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
@@ -89,10 +89,7 @@ def chat(
         if tokenizer.chat_template is None and variables:
             raise UsageError("--template is for a model with a chat template, and this one has none; leave it out.")
         compile_all(engine, say)
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if defaults := described(engine.device.target, **given):
-        typer.echo(defaults, err=True)
-    sampling = default_sampling(engine.device.target, **given)
+    sampling = chosen_sampling(engine.device.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 
 

@@ -12,6 +12,7 @@ from jspec.cli.prompts import gather
 from jspec.cli.shared import (
     UsageError,
     check_texts,
+    chosen_sampling,
     prepare_environment,
     status_line,
     template_variables,
@@ -83,10 +84,8 @@ def generate(
     where = sources(target, draft, plain)
     _check(top_p, show, as_json)
     drafting = _drafting(where, num_draft_tokens, tree, accept, show)
-    variables = template_variables(template or [])
     asked = gather(prompts, file, chat, system, may_be_empty=target is not None)
-    if variables and not any(isinstance(prompt, list) for prompt in asked):
-        raise UsageError("--template is for conversations; add --chat.")
+    variables = _variables(template, asked)
     prepare_environment()
     times: dict[str, float] = {}
     if num_draft_tokens == "auto":
@@ -95,7 +94,6 @@ def generate(
         with timed(times, "import"):
             import jspec
             from jspec import completion
-            from jspec.model_sampling import default_sampling, described
         say("Loading")
         with timed(times, "load"):
             tokenizer = where.tokenizer()
@@ -106,10 +104,7 @@ def generate(
             models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
         elif where.drafts:
             drafting["num_draft_tokens"] = completion.how_far(models[1], num_draft_tokens)
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        if defaults := described(models[0], **given):
-            typer.echo(defaults, err=True)
-        sampling = default_sampling(models[0], **given)
+        sampling = chosen_sampling(models[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, say)
     completions, found = task.completions(models[0], out), out.stats.accepted_at.shape[1]
     if as_json:
@@ -131,6 +126,14 @@ def _check(top_p: float | None, show: bool, as_json: bool) -> None:
         raise UsageError("--top-p must be above 0; 1 is off.")
     if show and as_json:
         raise UsageError("--show draws for people and --json is for machines; leave one of them out.")
+
+
+def _variables(template: list[str] | None, asked: list[Any]) -> dict[str, Any]:
+    """The variables of the chat template, which only conversations have."""
+    variables = template_variables(template or [])
+    if variables and not any(isinstance(prompt, list) for prompt in asked):
+        raise UsageError("--template is for conversations; add --chat.")
+    return variables
 
 
 def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, show: bool) -> dict[str, Any]:

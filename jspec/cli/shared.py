@@ -43,6 +43,15 @@ def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> 
         check_text(text, f"{place} {number}" if len(texts) > 1 else place, may_be_empty)
 
 
+def chosen_sampling(target: Any, **given: Any) -> Any:
+    """Return the sampling parameters of the options that are not None; print those that are the model's own."""
+    from jspec.model_sampling import default_sampling, described
+
+    if defaults := described(target, **given):
+        typer.echo(defaults, err=True)
+    return default_sampling(target, **given)
+
+
 def template_variables(assignments: Sequence[str]) -> dict[str, Any]:
     """Read the values of --template, each "NAME=VALUE", as variables by name."""
     check_texts(assignments, "--template")
