@@ -112,7 +112,7 @@ class Conversation:
     """
 
     def __init__(self, engine: Any, tokenizer: Any, sampling: Any, seed: int, max_new_tokens: int, system: str | None,
-                 template: dict[str, Any]):  # fmt: skip
+                 template: dict[str, Any] | None = None):  # fmt: skip
         self._template = template
         self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
         self._most, self._text, self._turns = max_new_tokens, "", 0
