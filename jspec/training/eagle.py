@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from convert.generation_config import SamplingDefaults
 from jspec.eagle import Eagle, EagleConfig
 from jspec.layers import einsum
 from jspec.rope import rope_tables, rotate
@@ -30,7 +31,7 @@ def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
     """
     config, depth = target.config, len(target.layers)
     plain = dict.fromkeys(("tie_word_embeddings", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias"), False)
-    layer = dataclasses.replace(config, num_hidden_layers=1, **plain)
+    layer = dataclasses.replace(config, num_hidden_layers=1, sampling=SamplingDefaults(), **plain)
     few = draft_ids is not None
     head = Eagle(
         EagleConfig(3, layer, config.hidden_size, features(depth), len(draft_ids) if few else None, own_head=few,

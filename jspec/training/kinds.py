@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from convert.generation_config import SamplingDefaults
 from jspec.decode import speculative_generate
 from jspec.drafters import (
     BlockwiseDrafter,
@@ -181,7 +182,7 @@ def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -
     """A model of every sixth layer of the target, which begin as they are there."""
     check_kind("model", target)
     layers = range(0, len(target.layers), 6)
-    config = dataclasses.replace(target.config, num_hidden_layers=len(layers))
+    config = dataclasses.replace(target.config, num_hidden_layers=len(layers), sampling=SamplingDefaults())
     made = Llama(config, jnp.float32, rngs=nnx.Rngs(seed))
     parts = [(made.embed_tokens, target.embed_tokens), (made.norm, target.norm), (made.lm_head, target.lm_head)]
     parts += [(made.layers[i], target.layers[layer]) for i, layer in enumerate(layers)]
