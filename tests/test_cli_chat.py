@@ -136,7 +136,7 @@ FILES = {
 def test_a_file_that_is_not_as_it_should_be(run, chatty, tmp_path, monkeypatch, case):
     content, phrase = FILES[case]
     (tmp_path / "prompts.jsonl").write_bytes(content)
-    monkeypatch.setattr(jspec.cli.generate, "prepare_environment", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(jspec.cli.generate, "status_line", lambda: pytest.fail("it went on"))
     code, out, error = run(
         "generate", "--target", chatty, "--file", tmp_path / "prompts.jsonl", "--chat", "--system", "b"
     )

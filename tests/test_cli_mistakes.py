@@ -122,7 +122,7 @@ def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
     ("stdin", "said"), [(b"", "Standard input is empty"), (b"a\xff", "Standard input is not UTF-8 text (byte 2)")]
 )
 def test_what_is_no_standard_input(run, monkeypatch, stdin, said):
-    monkeypatch.setattr(cli.generate, "prepare_environment", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(cli.generate, "status_line", lambda: pytest.fail("it went on"))
     code, out, error = run("generate", stdin=stdin)
     assert (code, out) == (2, "") and error.startswith(f"jspec: {said}") and error.count("\n") == 1
 
@@ -133,7 +133,7 @@ def test_prompts_are_read_before_models(run, sources, monkeypatch):
 
 
 def test_an_empty_prompt_of_the_bundled_pair_loads_nothing(run, monkeypatch):
-    monkeypatch.setattr(cli.generate, "prepare_environment", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(cli.generate, "status_line", lambda: pytest.fail("it went on"))
     code, out, error = run("generate", "")
     assert (code, out) == (2, "") and error.startswith("jspec: PROMPT is empty; give it")
 

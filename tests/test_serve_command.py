@@ -14,6 +14,7 @@ import servers
 from test_serve_life import until
 
 import jspec
+from jspec.serve.run import bound
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -105,6 +106,64 @@ def test_a_second_signal_ends_it_now(sources, tmp_path):
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+# `jspec serve` until it would listen; then how many programs the cache had, and how many it had not.
+START = """
+import sys
+from collections import Counter
+import jspec.serve.run
+from jspec.cli import main
+events = Counter()
+def ready(*_):
+    names = ("cache_hits", "cache_misses")
+    print("READY", *(events[f"/jax/compilation_cache/{name}"] for name in names), flush=True)
+jspec.serve.run.run = ready
+import jspec.cli.engines, jax.monitoring
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+main()
+"""
+
+
+def test_a_second_start_compiles_nothing(sources, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, "-c", START, "serve", str(sources[0]), "--draft", str(sources[1]), "--port", "0",
+               "--slots", "2", "--max-length", "64"]  # fmt: skip
+
+    def start():
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        return map(int, done.stdout.partition("READY ")[2].split())
+
+    (_, compiled), (hits, misses) = start(), start()
+    assert compiled > 20 and hits >= compiled and misses == 0
+
+
+def test_a_second_server_fails_at_once(sources, tmp_path, run):
+    """Also while the first one still compiles, when clients are refused; and nobody waits for the first one's end."""
+    first = bound("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    with pytest.raises(OSError, match="in use"):
+        bound("127.0.0.1", port)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    code, _, error = run("serve", sources[0], "--port", port)
+    assert code == 2 and "Address already in use" in error
+    first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run` does
+    first.listen()
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        first.accept()[0].close()  # the server's end lingers from here on
+        assert client.recv(1) == b""
+    first.close()
+    bound("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_an_empty_host_is_not_all_addresses(run, sources, host):
+    with pytest.raises(ValueError, match="host is empty"):
+        bound(host, 0)
+    code, _, error = run("serve", sources[0], "--host", host, "--port", 0)
+    assert code == 2 and error.startswith("jspec: --host is empty; give an address")
 
 
 def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):

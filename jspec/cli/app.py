@@ -10,7 +10,7 @@ import typer
 from convert.__main__ import convert
 from jspec import __version__
 from jspec.cli import chat, generate, index, interrupts, models, plan, serve, train, tune
-from jspec.cli.shared import UsageError
+from jspec.cli.shared import UsageError, prepare_environment
 
 app = typer.Typer(
     add_completion=False,
@@ -83,3 +83,5 @@ def root(
     """Lossless speculative decoding of Llama-family models in JAX."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+    else:
+        prepare_environment()

@@ -16,7 +16,6 @@ from jspec.cli.shared import (
     check_text,
     chosen_sampling,
     option,
-    prepare_environment,
     status_line,
     template_variables,
     wrong_options,
@@ -78,7 +77,6 @@ def chat(
     where = sources(_target(target), draft, plain)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
-    prepare_environment()
     with status_line() as say:
         from jspec.completion import of_engine
 

@@ -13,7 +13,6 @@ from jspec.cli.shared import (
     UsageError,
     check_texts,
     chosen_sampling,
-    prepare_environment,
     status_line,
     template_variables,
     timed,
@@ -86,7 +85,6 @@ def generate(
     drafting = _drafting(where, num_draft_tokens, tree, accept, show)
     asked = gather(prompts, file, chat, system, may_be_empty=target is not None)
     variables = _variables(template, asked)
-    prepare_environment()
     times: dict[str, float] = {}
     if num_draft_tokens == "auto":
         typer.echo("auto: measuring for a minute or more; `jspec tune` once and pass its number to save that", err=True)

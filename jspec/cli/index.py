@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jspec.cli.shared import UsageError, option, prepare_environment, status_line, timed
+from jspec.cli.shared import UsageError, option, status_line, timed
 from jspec.cli.sources import STORE, sources
 
 
@@ -25,7 +25,6 @@ def index(
         raise UsageError(f"--output must end in {STORE}, as --draft knows datastores by that.")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"{output.parent} is no folder; make it first, or give another --output.")
-    prepare_environment()
     times: dict[str, float] = {}
     with status_line() as say:
         from jspec import RetrievalDrafter, text

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from jspec.cli.options import choice
-from jspec.cli.shared import UsageError, option, prepare_environment, status_line
+from jspec.cli.shared import UsageError, option, status_line
 from jspec.cli.sources import head_kind, is_model, sources
 from jspec.devices import DEVICES
 
@@ -42,7 +42,6 @@ def plan(
     where = sources(target, draft)
     if not is_model(where.draft) or head_kind(where.draft) or where.looks_up:
         raise UsageError(f"DRAFT {draft} is no model, and only models can be planned; measure it by jspec tune.")
-    prepare_environment()
     with status_line() as say:
         from rich.console import Console
 

@@ -9,7 +9,7 @@ import typer
 
 from jspec.cli import options as o
 from jspec.cli.engines import compile_all, engine_of
-from jspec.cli.shared import UsageError, option, prepare_environment, status_line
+from jspec.cli.shared import UsageError, option, status_line
 from jspec.cli.sources import sources
 
 EPILOG = """\b
@@ -76,7 +76,6 @@ def serve(
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     wishes = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
     with _listener(host, port) as listener:
-        prepare_environment()
         with status_line() as say:
             far = "auto" if num_draft_tokens is None else num_draft_tokens
             engine, tokenizer = engine_of(where, say, dtype, quantize, lambda _: far, max_length, **wishes)
@@ -101,6 +100,8 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
 def _listener(host: str, port: int) -> socket.socket:
     from jspec.serve.run import bound
 
+    if not host.strip():
+        raise UsageError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all of this machine.")
     try:
         return bound(host, port)
     except (OSError, UnicodeError) as error:

@@ -3,15 +3,18 @@
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
 from jspec.template_variables import check_variables
+
+CACHE_BYTES = 4 * 2**30  # of compiled programs in the folder, at most
 
 
 class UsageError(Exception):
@@ -132,7 +135,10 @@ def timed(times: dict[str, float], name: str) -> Iterator[None]:
 
 
 def prepare_environment() -> None:
-    """Before jax is imported: keep compiled programs for the next run, and silence a notice."""
+    """Keep compiled programs for the next run, in a folder of bounded size, and silence a notice of XLA's.
+
+    Call it before anything is compiled. A folder that `JAX_COMPILATION_CACHE_DIR` names is left to its owner.
+    """
     # XLA logs as errors, for every program it finds in the cache, hints on tuning that it stored there itself
     # ("+prefer-no-gather is not supported on the host machine", openxla/xla issue 44565). Its real errors are raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -144,5 +150,27 @@ def prepare_environment() -> None:
         folder.chmod(0o700)  # programs are run as they are found, so nobody else may write here
     except OSError:
         return  # a home that cannot be written: compile every time
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    _add_times_of_use(folder)
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_compilation_cache_max_size": CACHE_BYTES,
+    }
+    for name, value in settings.items():
+        if name.upper() not in os.environ:
+            os.environ[name.upper()] = str(value)
+            if "jax" in sys.modules:  # it reads its environment only while it is imported
+                sys.modules["jax"].config.update(name, value)
+
+
+def _add_times_of_use(folder: Path) -> None:
+    """Give every cached program the file in which JAX notes its last use.
+
+    JAX removes the programs that were used longest ago. Without that file, as after a kill between two writes, it
+    would stop writing to the folder.
+    """
+    for program in folder.glob("*-cache"):
+        used = program.with_name(f"{program.name.removesuffix('-cache')}-atime")
+        with suppress(OSError):  # another process may remove the program meanwhile
+            if not used.exists():
+                used.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))

@@ -10,7 +10,7 @@ import typer
 
 from jspec.cli import interrupts
 from jspec.cli import options as o
-from jspec.cli.shared import UsageError, logged_to, option, prepare_environment, status_line
+from jspec.cli.shared import UsageError, logged_to, option, status_line
 from jspec.cli.sources import BUNDLED_TARGET, NONE, sources
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ def train(
     if path.exists() and not (folder / "state").exists():
         raise UsageError(f"{path} is there already, without the run that made it; give another --output, or delete it.")
     where = sources(target or BUNDLED_TARGET, start or NONE)
-    prepare_environment()
     with status_line() as say:
         import jspec
         from jspec.training.train import Recipe

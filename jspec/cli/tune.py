@@ -10,7 +10,6 @@ from jspec.cli.shared import (
     UsageError,
     check_texts,
     option,
-    prepare_environment,
     status_line,
     wrong_options,
 )
@@ -68,7 +67,6 @@ def tune(
     if where.has_tree:
         raise UsageError(f"{where.draft} drafts a tree of its own, so there is nothing to tune.")
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
-    prepare_environment()
     with status_line() as say:
         import jax
         from rich.console import Console
