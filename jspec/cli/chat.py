@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jspec.cli import interrupts
+from jspec.cli import interrupts, lines
 from jspec.cli import options as o
 from jspec.cli.engines import compile_all, engine_of
 from jspec.cli.shared import (
@@ -88,7 +88,8 @@ def chat(
             raise UsageError("--template is for a model with a chat template, and this one has none; leave it out.")
         compile_all(engine, say)
     sampling = chosen_sampling(engine.device.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
+    with lines.whole_lines():
+        _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 
 
 def _target(target: str | None) -> str | None:
@@ -151,10 +152,8 @@ class Conversation:
 def _talk(conversation: Conversation) -> None:
     asks = sys.stdin.isatty()
     while True:
-        if asks:
-            typer.echo("> ", nl=False, err=True)
         try:
-            line = sys.stdin.readline()  # not `input`, whose editing of lines leaves the terminal changed at an end
+            line = lines.read("> ")
             if not line:
                 return typer.echo("", err=True) if asks else None
             if line.strip():

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from convert import unfinished
@@ -23,6 +23,7 @@ _CLEAR_LINE_AND_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 ending = threading.Lock()
 _listening: list[threading.Event] = []
 _last_words: list[str] = []
+_restored: list[Callable[[], None]] = []
 
 
 def end_at_once() -> None:
@@ -62,6 +63,16 @@ def last_words(text: str) -> Iterator[None]:
         _last_words.pop()
 
 
+@contextlib.contextmanager
+def restored(restore: Callable[[], None]) -> Iterator[None]:
+    """In this block Ctrl-C calls `restore` before it ends the process."""
+    _restored.append(restore)
+    try:
+        yield
+    finally:
+        _restored.remove(restore)
+
+
 def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
     """End the process at the first SIGINT that nobody has listened for; the writer is kept open by being here."""
     while signal.SIGINT not in reader.recv(64) or _listening:  # others are signals that Python handles
@@ -69,6 +80,8 @@ def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
             event.set()
     with ending:
         unfinished.delete()
+        for restore in _restored:
+            restore()
         if os.isatty(2):  # a pipe may be full, or closed
             shown = "".join(_last_words).encode(errors="backslashreplace")
             os.write(2, _CLEAR_LINE_AND_SHOW_CURSOR + shown)

@@ -1,0 +1,166 @@
+"""Lines of any length are read from a terminal, which is left as it was."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+
+import pytest
+
+from jspec.cli import interrupts, lines
+from jspec.cli.shared import UsageError
+
+# A conversation with somebody who says what was said.
+TALK = """
+import os, sys, time
+from jspec.cli import chat, interrupts, lines
+interrupts.end_at_once()
+def show(message):
+    print("GOT", len(message), message[:3] + message[-3:], sum(map(ord, message)), flush=True)
+    time.sleep(0.3)
+chat._show = show
+class Somebody:
+    answer = staticmethod(lambda message: message)
+with lines.whole_lines():
+    chat._talk(Somebody)
+print("ENDED", flush=True)
+"""
+
+
+class Terminal:
+    """A process on a terminal; all that it shows is read as it comes.
+
+    Args:
+        redirected: whether its standard output is a file.
+    """
+
+    def __init__(self, folder, redirected=False):
+        self.ours, theirs = pty.openpty()
+        self.before = termios.tcgetattr(self.ours)
+        self._file, self._shown = folder / "output", b""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in its background ignore it
+        with open(self._file, "wb") as file:
+            environment = os.environ | {"TERM": "xterm", "PYTHONPATH": os.getcwd(), "LC_ALL": "C.UTF-8"}
+            self.process = subprocess.Popen([sys.executable, "-c", TALK], env=environment, stdin=theirs, stderr=theirs,
+                                            stdout=file if redirected else theirs)  # fmt: skip
+        self._redirected, self._theirs = redirected, theirs
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        try:
+            while chunk := os.read(self.ours, 65536):
+                self._shown += chunk
+        except OSError:
+            pass
+
+    @property
+    def shown(self):
+        """What the terminal shows."""
+        return self._shown
+
+    @property
+    def said(self):
+        """What was answered."""
+        out = self._file.read_bytes() if self._redirected else self._shown
+        return [
+            line.strip()
+            for line in out.decode(errors="replace").splitlines(keepends=True)
+            if line[:3] == "GOT" and line[-1] == "\n"
+        ]
+
+    def type(self, text):
+        """Send these characters, as a keyboard or what pastes does."""
+        data = memoryview(text.encode())
+        while data:
+            data = data[os.write(self.ours, data[:1024]) :]
+
+    def until(self, true):
+        """Wait for it."""
+        end = time.monotonic() + 120
+        while not true():
+            assert time.monotonic() < end and self.process.poll() is None, self._shown[-2000:]
+            time.sleep(0.02)
+
+    def close(self):
+        """End."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._theirs)
+        os.close(self.ours)
+
+
+@pytest.fixture(params=[False, True], ids=["terminal", "redirected"])
+def terminal(request, tmp_path):
+    opened = Terminal(tmp_path, request.param)
+    opened.until(lambda: b"> " in opened.shown)
+    yield opened
+    opened.close()
+
+
+def answer(message):
+    return f"GOT {len(message)} {message[:3] + message[-3:]} {sum(map(ord, message))}"
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 4094, 4095, 4096, 4097, 6000, 100_000])
+def test_a_line_is_whole(terminal, count):
+    message = ("abcdefghij klm" * count)[: count - 1] + "z"
+    terminal.type(f"{message}\n")
+    terminal.until(lambda: terminal.said)
+    assert terminal.said == [answer(message)]
+
+
+@pytest.mark.parametrize("count", [2047, 2048, 5000])
+def test_characters_of_many_bytes(terminal, count):
+    message = "ü漢😀" * count
+    terminal.type(f"{message}\n")
+    terminal.until(lambda: terminal.said)
+    assert terminal.said == [answer(message)]
+
+
+def test_lines_that_come_during_an_answer_are_whole(terminal):
+    messages = ["a" * 6000, "b" * 5000, "", "c" * 4096]
+    threading.Thread(target=terminal.type, args=("".join(f"{message}\n" for message in messages),), daemon=True).start()
+    terminal.until(lambda: len(terminal.said) == 3)
+    assert terminal.said == [answer(message) for message in messages if message]
+
+
+def test_what_is_pasted_as_one_is_one_message(terminal):
+    """Terminals mark what is pasted; its line ends are a part of it."""
+    terminal.type("\x1b[200~one\ntwo\x1b[201~\n")
+    terminal.until(lambda: terminal.said)
+    assert terminal.said[0].startswith("GOT 7 one")
+
+
+def test_lines_can_be_edited_and_come_back(terminal):
+    terminal.type("wrong\x15right\x7f\x7fht\n")  # Ctrl-U, backspace
+    terminal.until(lambda: len(terminal.said) == 1)
+    terminal.type("\x1b[A!\n")  # the line before
+    terminal.until(lambda: len(terminal.said) == 2)
+    assert terminal.said == [answer("right"), answer("right!")]
+
+
+@pytest.mark.parametrize("end", ["Ctrl-D", "Ctrl-C"])
+def test_the_terminal_is_left_as_it_was(terminal, end):
+    terminal.type("a\n")
+    terminal.until(lambda: terminal.said and terminal.shown.count(b"> ") >= 2)
+    time.sleep(0.5)
+    terminal.type("\x04") if end == "Ctrl-D" else terminal.process.send_signal(signal.SIGINT)
+    assert terminal.process.wait(60) == (0 if end == "Ctrl-D" else interrupts.STATUS)
+    assert termios.tcgetattr(terminal.ours) == terminal.before
+
+
+def test_where_lines_cannot_be_edited_a_cut_is_an_error(monkeypatch):
+    monkeypatch.setattr(lines, "_edits", lambda: False)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    for count, is_cut in ((4094, False), (4095, True)):
+        monkeypatch.setattr(sys.stdin, "readline", lambda count=count: "x" * count + "\n", raising=False)
+        monkeypatch.setattr(sys, "platform", "linux")
+        if is_cut:
+            with pytest.raises(UsageError, match="may have lost its end"):
+                lines.read("> ")
+        else:
+            assert len(lines.read("> ")) == count + 1
