@@ -62,13 +62,13 @@ class Answer:
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         if self._asked.echoes:
             await to_thread.run_sync(self._read_prompts)  # of which some may be long
-        for choice in self._job.choices if self._is_chat else ():
-            role = {"role": "assistant", "content": ""}
-            yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
         async for _ in self._job.news():
             for choice in self._job.choices:
                 if self._has_more(choice):
                     part = self._next(choice)
+                    if part.is_first and self._is_chat:  # not sooner, or clients would take it for the first token
+                        role = {"role": "assistant", "content": ""}
+                        yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
                     is_large = part.is_first and self._asked.echoes
                     found = (
                         await to_thread.run_sync(self._choice, part, "delta")

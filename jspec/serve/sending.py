@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from anyio import to_thread
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,6 +21,7 @@ _LOG = logging.getLogger("jspec")
 _PATIENCE = 600.0  # seconds for a client to take one piece
 _LEVELS, _FEW = 4, 64  # what is deeper in an answer is small, but for how much there is of it
 _PIECE = 2**16  # characters
+_PING = 15  # seconds between signs of life
 
 
 class Whole(StreamingResponse):
@@ -41,12 +42,23 @@ class Whole(StreamingResponse):
             self._job.delivered()
 
 
+class _Ping(ServerSentEvent):
+    """Keeps a connection alive while nothing is written.
+
+    It is a comment without the blank line that ends an event: some clients take that for an event without data.
+    """
+
+    def encode(self) -> bytes:
+        """Return the comment's line."""
+        return b": ping\n"
+
+
 class Stream(EventSourceResponse):
     """A job's answer in events. Whatever happens to it, the job is over afterwards."""
 
     def __init__(self, job: Job):
         self._job = job
-        super().__init__(_events(job), sep="\n", send_timeout=_PATIENCE)
+        super().__init__(_events(job), sep="\n", send_timeout=_PATIENCE, ping=_PING, ping_message_factory=_Ping)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
