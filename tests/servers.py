@@ -62,7 +62,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(sources, **options):
+def running(sources, keep_alive=75, **options):
     """A server of the pair in these folders."""
     target, draft = (jspec.load(folder) for folder in sources)
     with Engine(target, draft, max_waiting=3 + WAITING, **OPTIONS) as engine:
@@ -70,7 +70,7 @@ def running(sources, **options):
         server = Server(engine, words, NAME, version="1.2", **{"max_waiting": WAITING} | options)
         listener = bound("127.0.0.1", 0)
         listener.listen(100)
-        thread = threading.Thread(target=run, args=(server, listener))
+        thread = threading.Thread(target=run, args=(server, listener, keep_alive))
         thread.start()
         try:
             yield Running(engine, server, words, f"http://127.0.0.1:{listener.getsockname()[1]}")

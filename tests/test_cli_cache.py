@@ -24,7 +24,10 @@ except SystemExit as end:
 """
 # As far as each command comes without compiling much, and what it says then.
 COMMANDS = {
-    "generate": (["x", "--target", "TARGET", "--draft", "TARGET", "--max-new-tokens", "1000000"], "--max-new-tokens"),
+    "generate": (
+        ["x", "--target", "TARGET", "--draft", "TARGET", "--max-new-tokens", "1000000"],
+        "max_new_tokens=1000000",
+    ),
     "chat": (["TARGET", "--max-length", "1000000"], "is more than the"),
     "serve": (["TARGET", "--max-length", "1000000", "--port", "0"], "is more than the"),
     "tune": (["TARGET", "TARGET", "--max-new-tokens", "1"], "max_new_tokens"),

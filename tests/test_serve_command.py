@@ -1,10 +1,12 @@
 """`jspec serve` as a process: its start, mistakes at the start, and its end."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -19,11 +21,11 @@ from jspec.serve.run import bound
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def started(folder, *options):
+def started(folder, *options, command=("-m", "jspec", "serve")):
     """A server process that says where it is."""
     environment = os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONUNBUFFERED": "1"}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "-m", "jspec", "serve", *map(str, options), "--port", "0", "--slots", "2"]
+    command = [sys.executable, *map(str, command), "--port", "0", "--slots", "2", *map(str, options)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     waits, line = process.stderr.readline(), process.stderr.readline()
     assert waits == "Compiling: minutes the first time, then kept and seconds\n"
@@ -108,19 +110,74 @@ def test_a_second_signal_ends_it_now(sources, tmp_path):
         process.stderr.close()
 
 
+# `jspec serve` where a thread is stuck for ever: the one that understands requests, or the engine's.
+STUCK = """
+import sys, threading
+from jspec.engine import heartbeat
+heartbeat.PATIENCE = heartbeat._TIMES = 1
+where = sys.argv.pop()
+never = lambda *_: threading.Event().wait()
+from jspec.cli import serve as command
+command._SOON = 1
+import jspec.serve.run, jspec.serve.job, jspec.engine.engine
+from jspec.engine.device import Device
+Device.compile = jspec.engine.engine.rehearse = lambda *_: None
+def run(server, *others, real=jspec.serve.run.run):
+    if where == "engine":
+        server._served.engine.device.play = never
+    else:
+        jspec.serve.job.understand = never
+    return real(server, *others)
+jspec.serve.run.run = run
+from jspec.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("where", "stream"), [("worker", False), ("engine", True)])
+def test_sigterm_ends_a_server_that_is_stuck(sources, tmp_path, where, stream):
+    command = ["-c", STUCK, "serve", sources[0], "--plain", "--name", "here"]
+    process, url = started(tmp_path, where, command=command)
+    try:
+        body = {"model": "here", "prompt": "in a", "max_tokens": 2, "stream": stream}
+        threading.Thread(target=lambda: _post(f"{url}/v1/completions", body), daemon=True).start()
+        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == (where == "engine")  # whose thread was not joined
+        assert "Its requests are given up." in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def _post(url, body):
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(url, json=body, timeout=120)
+
+
+def test_a_block_that_does_not_end_ends_the_process():
+    code = "from jspec.serve.run import ends_within; import threading\nwith ends_within(0.1): threading.Event().wait()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 1
+    code = "from jspec.serve.run import ends_within; import time\nwith ends_within(0.2): pass\ntime.sleep(0.5)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 # `jspec serve` until it would listen; then how many programs the cache had, and how many it had not.
 START = """
-import sys
 from collections import Counter
 import jspec.serve.run
-from jspec.cli import main
+from jspec.cli import main, serve
 events = Counter()
+def engine_of(*given, real=serve.engine_of, **options):
+    import jax
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+    return real(*given, **options)
+serve.engine_of = engine_of
 def ready(*_):
-    names = ("cache_hits", "cache_misses")
-    print("READY", *(events[f"/jax/compilation_cache/{name}"] for name in names), flush=True)
+    print("READY", *(events[f"/jax/compilation_cache/cache_{name}"] for name in ("hits", "misses")), flush=True)
 jspec.serve.run.run = ready
-import jspec.cli.engines, jax.monitoring
-jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
 main()
 """
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -13,6 +14,8 @@ import pytest
 import servers
 from test_serve import metrics
 
+from jspec.engine import heartbeat
+from jspec.serve import job as serve_job
 from jspec.serve.sending import Whole, dump
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -78,7 +81,7 @@ def connected(running, body, header="Connection: close"):
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect((host, int(port)))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\n"
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
                            b"Content-Length: %d\r\n\r\n%s" % (header.encode(), len(sent), sent))  # fmt: skip
         yield connection
 
@@ -250,7 +253,7 @@ def test_a_body_that_does_not_come(running, monkeypatch):
     host, port = running.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
         connection.connect((host, int(port)))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         answer = b""
         while b"did not come within" not in answer:
             piece = connection.recv(65536)
@@ -284,6 +287,80 @@ def test_a_failing_device(running, monkeypatch):
         list(running.client().completions.create(**(SEEDED | {"seed": None, "stream": True})))
     assert httpx.get(f"{running.url}/health").status_code == 200
     assert running.server.open == 0
+
+
+def test_nothing_but_pings_comes_before_the_first_token(running, gate, monkeypatch):
+    """Clients take the role of a chat for it; and a ping must not end an event, which would be without data."""
+    monkeypatch.setattr("jspec.serve.sending._PING", 0.05)
+    body = {"model": servers.NAME, "messages": servers.HELLO, "max_tokens": 4, "n": 2, "stream": True, "seed": 1}
+    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        pieces = answer.iter_text()
+        early = "".join(itertools.islice(pieces, 3))
+        assert answer.status_code == 200 and set(early.splitlines(keepends=True)) == {": ping\n"}
+        gate.set()
+        rest = "".join(pieces)
+    assert ": ping\n\n" not in rest
+    lines = [line.removeprefix("data: ") for line in rest.splitlines() if line and line != ": ping"]
+    assert lines.pop() == "[DONE]"
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    for index in range(2):
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        assert deltas[0] == {"role": "assistant", "content": ""} and not any("role" in delta for delta in deltas[1:])
+    gate.clear()
+    opener = threading.Timer(0.5, gate.set)
+    opener.start()
+    stream = running.client().chat.completions.create(**body)
+    texts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices[0].index == 0]
+    assert "".join(texts) == running.chat(max_completion_tokens=4, seed=1).choices[0].message.content
+
+
+@pytest.mark.parametrize("stuck", ["play", "understand"])
+def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
+    """The engine in a call, or the worker that reads requests; not while they are idle, or programs compile."""
+    healthy = lambda: httpx.get(f"{running.url}/health").status_code == 200  # noqa: E731
+    opened, understand = threading.Event(), serve_job.understand
+    if stuck == "understand":
+        gate.set()
+        monkeypatch.setattr(serve_job, "understand", lambda *given: (opened.wait(), understand(*given))[1])
+    assert healthy()
+    monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
+    monkeypatch.setattr(heartbeat, "_TIMES", 0)
+    assert healthy()
+    with asking(running, SEEDED) as answers:
+        said = "in one call for" if stuck == "play" else "No request has been read to its end"
+        until(lambda: said in httpx.get(f"{running.url}/health").text)
+        answer = httpx.get(f"{running.url}/health")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stuck")
+        if stuck == "play":
+            monkeypatch.setattr(running.engine.device, "is_compiling", True)
+            assert healthy()
+            monkeypatch.setattr(running.engine.device, "is_compiling", False)
+        monkeypatch.setattr(heartbeat, "PATIENCE", 60.0)
+        gate.set()
+        opened.set()
+        assert answers()[0].status_code == 200
+    assert healthy()
+
+
+def test_a_heartbeat_knows_what_is_overdue(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    beats = heartbeat.Heartbeat()
+    now[0] += 1000
+    assert beats.overdue == 0, "nothing to do"
+    with beats.beat():
+        now[0] += 59
+        assert beats.overdue == 0
+        with beats.beat():
+            now[0] += 2
+            assert beats.overdue == 61
+        assert beats.overdue == 0, "another one has ended"
+    with beats.beat():
+        now[0] += 600
+        assert beats.overdue == 0, "one took 61 seconds, so this one may take ten times as long"
+        now[0] += 11
+        assert beats.overdue == 611
+    assert beats.overdue == 0
 
 
 def test_a_draining_server(running, gate, monkeypatch):

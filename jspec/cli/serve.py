@@ -9,9 +9,10 @@ import typer
 
 from jspec.cli import options as o
 from jspec.cli.engines import compile_all, engine_of
-from jspec.cli.shared import UsageError, option, status_line
+from jspec.cli.shared import UsageError, option, status_line, wrong_options
 from jspec.cli.sources import sources
 
+_SOON = 10  # seconds for the engine to stop
 EPILOG = """\b
 Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics,
 /version, and / for a browser.
@@ -19,7 +20,28 @@ Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics,
 \b
 SIGTERM ends the server when all requests that it has accepted are answered;
 meanwhile new ones get the status 503. Ctrl-C ends it at once.
+
+\b
+Without --api-key, other names than its own and pages of other sites get
+the status 403, unless --allow-host or --allow-origin names them.
 """
+
+
+_Hosts = Annotated[
+    list[str] | None,
+    option(
+        "--allow-host", "NAME", "Another name of this server; may be given again. * allows any.", show_default=False
+    ),
+]
+_Origins = Annotated[
+    list[str] | None,
+    option(
+        "--allow-origin",
+        "ORIGIN",
+        "Pages that may use it, as https://a.org; may be given again. * for all.",
+        show_default=False,
+    ),
+]
 
 
 def serve(
@@ -63,6 +85,9 @@ def serve(
         str | None, option("--api-key", "KEY", "What clients must know [default: JSPEC_API_KEY].")
     ] = None,
     name: Annotated[str | None, option("--name", "NAME", "What clients call the model [default: TARGET].")] = None,
+    allow_host: _Hosts = None,
+    allow_origin: _Origins = None,
+    keep_alive: Annotated[int, option("--keep-alive", "SECONDS", "How long a connection may be idle.", min=1)] = 75,
     metrics_prefix: Annotated[str, option("--metrics-prefix", "TEXT", "Before the names of metrics.")] = "jspec_",
 ) -> None:
     """Answer clients of OpenAI's API over HTTP.
@@ -71,6 +96,7 @@ def serve(
     """
     api_key = os.environ.get("JSPEC_API_KEY") if api_key is None else api_key
     _check(api_key, metrics_prefix)
+    access = _access(host, allow_host, allow_origin)
     where = sources(target, draft, plain)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
@@ -80,8 +106,9 @@ def serve(
             far = "auto" if num_draft_tokens is None else num_draft_tokens
             engine, tokenizer = engine_of(where, say, dtype, quantize, lambda _: far, max_length, **wishes)
             compile_all(engine, say)
-        wishes = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix}
-        _run(engine, tokenizer, listener, name or target or "bundled", **wishes)
+        wishes = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix,
+                  "access": access}  # fmt: skip
+        _run(engine, tokenizer, listener, keep_alive, name or target or "bundled", **wishes)
 
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
@@ -97,6 +124,13 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
                          "digits, _ and :, not a digit first.")  # fmt: skip
 
 
+def _access(host: str, hosts: list[str] | None, origins: list[str] | None) -> Any:
+    from jspec.serve.access import Access
+
+    with wrong_options():
+        return Access(host, tuple(hosts or ()), tuple(origins or ()))
+
+
 def _listener(host: str, port: int) -> socket.socket:
     from jspec.serve.run import bound
 
@@ -109,11 +143,11 @@ def _listener(host: str, port: int) -> socket.socket:
         raise UsageError(f"--host {host} --port {port} cannot be listened on: {reason}; choose another.") from error
 
 
-def _run(engine: Any, tokenizer: Any, listener: socket.socket, name: str, **wishes: Any) -> None:
+def _run(engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, name: str, **wishes: Any) -> None:
     from jspec import __version__
     from jspec.model_sampling import described
     from jspec.serve.app import Server
-    from jspec.serve.run import run
+    from jspec.serve.run import ends_within, run
 
     with engine:
         server = Server(engine, tokenizer, name, version=__version__, **wishes)
@@ -124,4 +158,6 @@ def _run(engine: Any, tokenizer: Any, listener: socket.socket, name: str, **wish
         if defaults := described(engine.device.target):
             typer.echo(f"{defaults}; a request may set each field.", err=True)
         typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
-        run(server, listener)
+        run(server, listener, keep_alive)
+        with ends_within(_SOON):  # it has given up what it has not answered
+            engine.close(cancel=True)

@@ -40,6 +40,7 @@ class Device:
         commands: those calls, in order, for `replay`: the slots are a function of the weights and these.
         costs: of a piece of each size what it costs to read; alike until somebody knows better.
         compiling: seconds that were spent on programs that were compiled when they were met.
+        is_compiling: whether one is being compiled.
         is_lazy: whether all are, so that few of them should be needed.
         is_compiled: whether `compile` has been called.
     """
@@ -56,7 +57,7 @@ class Device:
         shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
         self._awaited: list[Key] = []
-        self.compiling, self.is_lazy, self.is_compiled = 0.0, False, False
+        self.compiling, self.is_compiling, self.is_lazy, self.is_compiled = 0.0, False, False, False
         self._slots: Any = None
         self.reset()
         self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # slots change hands while others compile
@@ -257,9 +258,11 @@ class Device:
 
     def _program(self, *key: Any) -> Any:
         if key not in self._programs:
-            begun = perf_counter()
-            self._programs[key] = self._lowered(key).compile()
-            self.compiling += perf_counter() - begun
+            begun, self.is_compiling = perf_counter(), True
+            try:
+                self._programs[key] = self._lowered(key).compile()
+            finally:
+                self.compiling, self.is_compiling = self.compiling + perf_counter() - begun, False
         return self._programs[key]
 
     def _lowered(self, key: Key) -> Any:

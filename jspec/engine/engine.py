@@ -22,6 +22,7 @@ from jspec.drafters.model import as_drafter
 from jspec.engine import arguments
 from jspec.engine.compiler import Compiler
 from jspec.engine.device import Device
+from jspec.engine.heartbeat import Heartbeat
 from jspec.engine.loop import Loop
 from jspec.engine.rehearsal import rehearse
 from jspec.engine.request import Request, Result
@@ -95,6 +96,7 @@ class Engine:
         self._loop = Loop(self.device, read_tokens, call_seconds)
         self._wake, self._closing, self._thread = threading.Condition(), False, None
         self._arrived: deque[Tenant] = deque()
+        self._heartbeat = Heartbeat()
         self._compiler = Compiler(self.device.later, self._look)  # for constrained requests
 
     def __enter__(self) -> Self:
@@ -161,6 +163,13 @@ class Engine:
     def seated(self) -> list[Tenant]:
         """Requests with a slot."""
         return self._loop.seated
+
+    def trouble(self) -> str:
+        """Return why requests make no progress, as a sentence, or nothing. Compiling may take its time."""
+        if self._thread is not None and not self._thread.is_alive() and not self._closing:
+            return "The engine's thread has ended."
+        seconds = 0.0 if self.device.is_compiling else self._heartbeat.overdue
+        return f"The engine has been in one call for {seconds:.0f} seconds." if seconds else ""
 
     def _queue(self, tenant: Tenant) -> None:
         with self._wake:
@@ -303,7 +312,8 @@ class Engine:
             for tenant in hopeless:
                 self._loop.fail(tenant, error)
             try:
-                self._loop.turn()
+                with self._heartbeat.beat():
+                    self._loop.turn()
             except BaseException as worse:  # what has no other thread to end must not end this one
                 self._loop.failed(worse)
 

@@ -17,6 +17,8 @@ from starlette.routing import Route
 
 from jspec.engine import Engine
 from jspec.engine.grammars import Grammars
+from jspec.engine.heartbeat import Heartbeat
+from jspec.serve.access import Access, Guard
 from jspec.serve.answers import Answer
 from jspec.serve.asked import Served, number_of_choices, understand
 from jspec.serve.body import as_json, check_key, read
@@ -29,6 +31,7 @@ from jspec.serve.text import Names
 from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")
+_HERE = Access()
 _UNREAD = 4  # times as many choices as may be under way may be so, or have ended and not been read to their end
 
 
@@ -44,11 +47,14 @@ class Server:
         api_key: what clients must know; None for none.
         metrics_prefix: before the names of metrics.
         max_body: bytes.
+        access: who may use it without a key.
 
     Attributes:
         app: the application.
+        room: choices that may run or wait.
         is_draining: whether new requests are refused.
         open: choices that the engine has not ended.
+        checks: each returns what keeps requests from making progress, as a sentence, or nothing.
     """
 
     def __init__(
@@ -62,16 +68,20 @@ class Server:
         api_key: str | None = None,
         metrics_prefix: str = "jspec_",
         max_body: int = 4 * 2**20,
+        access: Access = _HERE,
     ):
         target = engine.device.target
         self._served = Served(name, engine, tokenizer, Names(tokenizer), _grammars(target, tokenizer))
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
-        self._room = engine.device.sizes.slots + max_waiting
+        self.room = engine.device.sizes.slots + max_waiting
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self._unread, self.is_draining = 0, 0, False
-        self.app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
-        self.app.router.redirect_slashes = False  # to what the client says this host is
+        self._reading = Heartbeat()  # of requests, until they are queued
+        self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
+        app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
+        app.router.redirect_slashes = False  # to what the client says this host is
+        self.app = Guard(app, access, api_key is not None)
 
     def warm_up(self) -> None:
         """Answer one request, so that the first client does not wait for what is compiled when it is met.
@@ -82,6 +92,14 @@ class Server:
         self._served.engine.generate(understand(self._served, body).requests)
         if self._served.grammars is not None:
             self._served.engine.expect_constraints()
+
+    def trouble(self) -> str:
+        """Return what keeps requests from making progress, as a sentence, or nothing."""
+        return next(filter(None, (check() for check in self.checks)), "")
+
+    def _reading_trouble(self) -> str:
+        seconds = self._reading.overdue
+        return f"No request has been read to its end for {seconds:.0f} seconds." if seconds else ""
 
     def _routes(self) -> list[Route]:
         return [
@@ -99,14 +117,16 @@ class Server:
         async def answer(request: Request) -> Response:
             check_key(request, self._api_key)
             content = await read(request, self._max_body)
-            body = await to_thread.run_sync(_parsed, kind, content, limiter=self._two_at_a_time)  # it may be large
+            with self._reading.beat():  # it may be large
+                body = await to_thread.run_sync(_parsed, kind, content, limiter=self._two_at_a_time)
             if body.model != self._served.name:
                 raise _no_model(body.model, self._served.name)
             with contextlib.ExitStack() as ends:
                 job = self._enter(body)
                 ends.callback(job.delivered)
                 ends.callback(job.close)
-                await job.begin(body, self._one_at_a_time)
+                with self._reading.beat():
+                    await job.begin(body, self._one_at_a_time)
                 if body.stream:
                     ends.pop_all()  # with the stream instead
                     return Stream(job)
@@ -123,13 +143,13 @@ class Server:
         count = number_of_choices(body)
         if self.is_draining:
             raise draining()
-        if count > self._room:
+        if count > self.room:
             param = "n" if body.n > 1 else "prompt"
-            sentence = f"The request has {count} choices in all, and the server takes {self._room}; send fewer."
+            sentence = f"The request has {count} choices in all, and the server takes {self.room}; send fewer."
             raise wrong(sentence, param)
-        if self.open + count > self._room:
+        if self.open + count > self.room:
             raise busy(f"{self.open} requests are running or waiting already; try again later.")
-        if self._unread + count > _UNREAD * self._room:
+        if self._unread + count > _UNREAD * self.room:
             raise busy("Too many answers are waiting to be read by their clients; try again later.")
         self.open, self._unread = self.open + count, self._unread + count
 
@@ -158,6 +178,8 @@ class Server:
     async def _health(self, request: Request) -> Response:
         if self.is_draining:
             raise draining()
+        if trouble := self.trouble():
+            raise Refusal(503, trouble, code="stuck")
         return _json({"status": "ok"})
 
     async def _show_metrics(self, request: Request) -> Response:

@@ -1,17 +1,28 @@
 """A server process: a port, an engine, and an end that loses nothing."""
 
+import asyncio
+import contextlib
 import logging
+import os
 import socket
+import threading
+from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from sse_starlette.sse import AppStatus
 
+from jspec.serve.connections import Connection, Seldom, accept, most_connections
+
 if TYPE_CHECKING:  # it imports jax, and an address that is taken should be known before that
     from jspec.serve.app import Server
 
+_LOG = logging.getLogger("jspec")
+_DRAIN = 600  # seconds for accepted requests to be decoded, after a signal
 _PATIENCE = 30  # seconds, for answers that are complete to be taken
+_SELDOM = Seldom()
+_SOON = 5  # seconds for the rest of the end
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -42,29 +53,88 @@ def bound(host: str, port: int) -> socket.socket:
 class _Uvicorn(uvicorn.Server):
     """At the first signal new requests are refused, and the server ends when the others have; at the second, now."""
 
-    def __init__(self, server: "Server"):
+    def __init__(self, server: "Server", keep_alive: int):
         # A log_config would close the handlers of the whole process.
-        config = uvicorn.Config(server.app, loop="asyncio", lifespan="off", log_config=None, access_log=False,
+        config = uvicorn.Config(server.app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_config=None,
+                                access_log=False, timeout_keep_alive=keep_alive,
                                 timeout_graceful_shutdown=_PATIENCE)  # fmt: skip
         super().__init__(config)
-        self._server = server
+        self._server, self._has_signal, self._timers = server, False, contextlib.ExitStack()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections ourselves: uvicorn would accept more than there are file descriptors, and log each."""
+        await super().startup([])
+        listener = (sockets or [])[0]
+        listener.setblocking(False)
+        most = most_connections()
+        if most < self._server.room:
+            _LOG.warning("The limit of file descriptors leaves room for %d connections, and %d requests may run or "
+                         "wait; raise it (ulimit -n).", most, self._server.room)  # fmt: skip
+        connections: Any = self.server_state.connections
+        self._accepting = asyncio.create_task(accept(listener, self._connection, connections, most))
+
+    def _connection(self) -> Connection:
+        return Connection(self.config, self.server_state, self.lifespan.state)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and end."""
+        self._accepting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._accepting
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal. From then on the process ends in the end, whatever is stuck."""
+        self._has_signal = True
         self.should_exit = self.should_exit or self._server.is_draining
         if self.should_exit:
             self.force_exit, self.config.timeout_graceful_shutdown = True, 0
             logging.getLogger("uvicorn.error").disabled = True  # it would tell of every answer that is cut short
         self._server.is_draining = True
+        self._timers.enter_context(ends_within(_SOON if self.should_exit else _DRAIN + _PATIENCE + _SOON))
 
     async def on_tick(self, counter: int) -> bool:
-        if self._server.is_draining and not self._server.open:
-            self.should_exit = True
+        """Look whether the end has come; ten times a second."""
+        if self._accepting.done():
+            self._accepting.result()  # which is an error
+        if self._server.is_draining and not self.should_exit:
+            trouble = self._server.trouble()
+            if trouble:
+                _LOG.error("%s Its requests are given up.", trouble)
+            self.should_exit = bool(trouble) or not self._server.open
+        if self.should_exit and self._has_signal:
+            self._timers.enter_context(ends_within(_PATIENCE + _SOON))
         return await super().on_tick(counter)
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until the end."""
+        with self._timers:
+            super().run(sockets)
 
-def run(server: "Server", listener: socket.socket) -> None:
-    """Serve until a signal says to end."""
+
+@contextlib.contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """End the process with status 1 if the block takes longer: a thread that is stuck can be joined by nobody."""
+    timer = threading.Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def run(server: "Server", listener: socket.socket, keep_alive: int = 75) -> None:
+    """Serve until a signal says to end.
+
+    Args:
+        server: what to serve.
+        listener: a socket that listens.
+        keep_alive: seconds that a connection may be idle. Proxies and pools of clients keep theirs for 60, and the
+            server should not close one that they are about to use.
+    """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections should not hinder the next server
     # It would cut streams as soon as the engine is done with them, whether they have been read or not.
     AppStatus.disable_automatic_graceful_drain()
-    _Uvicorn(server).run(sockets=[listener])
+    logging.getLogger("uvicorn.error").addFilter(_SELDOM)
+    _Uvicorn(server, keep_alive).run(sockets=[listener])

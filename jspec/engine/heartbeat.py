@@ -1,0 +1,34 @@
+"""Heartbeats: whether work that ends soon, if all is well, does."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PATIENCE = 60.0  # seconds for a piece of work
+_TIMES = 10  # as long as the longest piece so far
+
+
+class Heartbeat:
+    """Times pieces of work. One thread or one loop of events does them; any may look."""
+
+    def __init__(self) -> None:
+        self._running, self._last, self._longest = 0, 0.0, 0.0
+
+    @contextmanager
+    def beat(self) -> Iterator[None]:
+        """Count the block as a piece of work. Pieces may overlap, if they end one after another."""
+        if not self._running:
+            self._last = time.monotonic()
+        self._running += 1
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._running -= 1
+            self._longest, self._last = max(self._longest, now - self._last), now
+
+    @property
+    def overdue(self) -> float:
+        """Seconds since the last piece has ended, if another should have ended by now; else 0."""
+        seconds = time.monotonic() - self._last if self._running else 0.0
+        return seconds if seconds > max(PATIENCE, _TIMES * self._longest) else 0.0

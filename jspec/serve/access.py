@@ -1,0 +1,102 @@
+"""Who may use the server: which hosts it answers to, and which web pages."""
+
+import dataclasses
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jspec.serve.errors import Refusal
+from jspec.serve.hosts import Names, is_same, name_of, origin_of
+
+ANY = "*"
+_PROBED = "/health"  # probes name the host as they like
+_PAGE = "/"  # other sites may link to it
+_ADVICE = "start it with --allow-origin for them"
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may use a server that has no key.
+
+    Attributes:
+        host: the address that it listens on.
+        hosts: further names that clients may know it by, or `*`.
+        origins: of pages on other sites that may use it, or `*`; with a key, too.
+
+    Raises:
+        ValueError: a name is not a host, or an origin is not one.
+    """
+
+    host: str = "127.0.0.1"
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        hosts = tuple(host if host == ANY else name_of(host) for host in self.hosts)
+        origins = tuple(origin if origin == ANY else origin_of(origin) for origin in self.origins)
+        object.__setattr__(self, "hosts", hosts)
+        object.__setattr__(self, "origins", origins)
+
+
+class Guard:
+    """Middleware that refuses foreign hosts and pages with 403 before it reads a body.
+
+    Without it, any web page could use a server on its visitor's machine: by its address, or by a name of the page's own
+    that is made to mean this machine (DNS rebinding). Where there is a key, whoever has it may ask. Pages of allowed
+    origins get the CORS headers that they need, on errors and streams as well.
+
+    Args:
+        app: the application behind it.
+        access: who may use it.
+        has_key: whether the application asks for a key.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, has_key: bool):
+        self._app, self._has_key, self._origins = app, has_key, access.origins
+        self._names = None if ANY in access.hosts else Names(access.host, access.hosts)
+        self._with_cors = CORSMiddleware(self._answer, access.origins, ("GET", "POST"), (ANY,),
+                                         allow_private_network=True, expose_headers=("Retry-After",))  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        allowed = scope["type"] == "http" and self._allows(Headers(scope=scope).getlist("origin"))
+        await (self._with_cors if allowed else self._answer)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = self._has_key or scope["type"] != "http" or scope["path"] == _PROBED
+        refusal = None if is_open else self._refusal(scope)
+        app: Any = self._app
+        if refusal is not None:
+            app = JSONResponse(refusal.as_json(), refusal.status)
+        await app(scope, receive, send)
+
+    def _allows(self, origins: list[str]) -> bool:
+        return len(origins) == 1 and (ANY in self._origins or origins[0] in self._origins)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        headers = Headers(scope=scope)
+        hosts, origins = _hosts(scope, headers), headers.getlist("origin")
+        if not any(hosts):
+            return Refusal(403, "The request names no host; send the header Host.", code="unknown_host")
+        if self._names is not None and (foreign := [host for host in hosts if host not in self._names]):
+            return Refusal(403, f"This server has no name {foreign[0]!r}; start it with --allow-host for that name, or "
+                           "with an API key.", code="unknown_host")  # fmt: skip
+        if self._allows(origins):
+            return None
+        if foreign := [origin for origin in origins if not is_same(origin, hosts[0])]:
+            return Refusal(403, f"Pages of {foreign[0]!r} may not use this server; {_ADVICE}.", code="cross_origin")
+        # Browsers send no origin with some requests, but say whether they are for a page of another site.
+        is_link = scope["method"] in ("GET", "HEAD") and scope["path"] == _PAGE
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link:
+            return Refusal(403, f"Pages of other sites may not use this server; {_ADVICE}.", code="cross_origin")
+        return None
+
+
+def _hosts(scope: Scope, headers: Headers) -> list[str]:
+    """Return the hosts that a request is for: by its header, and by its target where that is a whole URL."""
+    _, is_url, rest = scope["path"].partition("://")
+    target = [rest.partition("/")[0]] if is_url and not scope["path"].startswith("/") else []
+    return headers.getlist("host") + target

@@ -1,0 +1,171 @@
+"""Connections: how many there may be, how long each may keep the server waiting, and which makes room for others."""
+
+import asyncio
+import errno
+import heapq
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Collection
+
+import h11
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jspec.serve.errors import wrong
+
+_HEAD = 30.0  # seconds for the head of a request to come whole, once it has begun
+_FLUSH = 60.0  # seconds for the last answer to be taken, once a connection ends
+_MOST = 4096
+_NEW = 1.0  # seconds that a connection has, whatever happens, to send its request
+_LOG = logging.getLogger(__name__)
+
+
+class Seldom(logging.Filter):
+    """Passes a warning once a minute, because clients can cause it as often as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is shown."""
+        now, message = time.monotonic(), str(record.msg)
+        if record.levelno > logging.WARNING or now - self._last.get(message, -60.0) >= 60:
+            self._last[message] = now
+            return True
+        return False
+
+
+_LOG.addFilter(Seldom())
+
+
+class Connection(H11Protocol):
+    """A connection that ends if its client is idle for too long, or sends the head of a request too slowly."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self.waits_since, self._head_began, self._limit = time.monotonic(), False, None
+        self._end_after(self.timeout_keep_alive)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request."""
+        before = self.cycle
+        if self._is_idle and not self._head_began:
+            self._head_began = True
+            self._end_after(_HEAD)
+        super().data_received(data)
+        if self.cycle is not before:
+            self._has_begun()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or go on with one that came early."""
+        before = self.cycle
+        super().on_response_complete()
+        self.waits_since = time.monotonic()
+        self._head_began = False
+        self._end_after(self.timeout_keep_alive)
+        if self.cycle is not before:
+            self._has_begun()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self._end_after(None)
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, in the shape of all errors."""
+        answer = JSONResponse(wrong("The request is not valid HTTP/1.1.").as_json(), 400, {"Connection": "close"})
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else another answer is under way
+            head = h11.Response(status_code=400, headers=answer.raw_headers)
+            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: the request is answered without the upgrade."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client owes the server something: a request, or the rest of one."""
+        return not self.transport.is_closing() and (self._is_idle or self.cycle.more_body)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _has_begun(self) -> None:
+        """A request is whole but for its body, whose time the application limits."""
+        if not self._is_idle:
+            self.waits_since = time.monotonic()
+            self._end_after(None)
+
+    def _end_after(self, seconds: float | None) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = None if seconds is None else self.loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        self.transport.close()
+        self._limit = self.loop.call_later(_FLUSH, self.transport.abort)
+
+
+async def accept(
+    listener: socket.socket, make: Callable[[], Connection], connections: Collection[Connection], most: int
+) -> None:
+    """Accept connections for ever, at most `most` at once.
+
+    One more, and those whose clients have owed the server a request for longest make room. If all have sent theirs,
+    the others wait in the system's queue.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            client, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            _LOG.warning("A connection cannot be accepted: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # something else needs more files than usual
+                _make_room(connections)
+            await asyncio.sleep(0.1)
+            continue
+        try:
+            _, newest = await loop.connect_accepted_socket(make, client)
+        except OSError as error:  # it has gone already
+            _LOG.debug("A connection is lost: %s", error)
+            client.close()
+            continue
+        while len(connections) > most:
+            await asyncio.sleep(0 if _make_room(connections, newest) else 0.05)
+
+
+def _make_room(connections: Collection[Connection], newest: Connection | None = None) -> bool:
+    """End the connections that have waited longest: some at once, because looking for them costs time."""
+    waiting = (connection for connection in connections if connection.is_waiting and connection is not newest)
+    oldest = heapq.nsmallest(max(1, len(connections) // 16), waiting, key=lambda connection: connection.waits_since)
+    if not oldest and newest is not None and newest.is_waiting and time.monotonic() - newest.waits_since > _NEW:
+        oldest = [newest]
+    if oldest:
+        _LOG.warning("There are %d connections, more than fit; those that wait longest end.", len(connections))
+    else:
+        _LOG.warning("There are %d connections, and all have requests that run; others wait.", len(connections))
+    for connection in oldest:
+        connection.transport.abort()
+    return bool(oldest)
+
+
+def most_connections() -> int:
+    """Return how many connections leave the process enough file descriptors for everything else."""
+    try:
+        import resource
+    except ImportError:  # Windows, where sockets are not files
+        return _MOST
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST
+    try:
+        used = len(os.listdir("/dev/fd"))
+    except OSError:
+        used = 64
+    return max(1, min(_MOST, (limit - used) * 3 // 4))

@@ -1,0 +1,110 @@
+"""Hosts and origins as browsers write them, and the names of a server."""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+
+_PORTS = {"http": 80, "https": 443}
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\s\[\]:/?#@\\]+)(?::(\d{0,5}))?")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Names:
+    """The hosts that a server answers to, whatever the port: behind a proxy it may have another.
+
+    A name must be known, because its owner can make it mean this machine. An address must be one that the server
+    listens on, or any where it listens on all.
+
+    Args:
+        host: the address that the server listens on.
+        others: further names.
+
+    Raises:
+        ValueError: one of `others` is not a host.
+    """
+
+    def __init__(self, host: str, others: Iterable[str] = ()):
+        self._address = _address(host)
+        self._names = {"localhost", host.lower(), *map(name_of, others)}
+        if self._address is None or not self._address.is_loopback:
+            self._names.add(socket.gethostname().lower())
+
+    def __contains__(self, authority: str) -> bool:
+        try:
+            name, _ = split(authority)
+        except ValueError:
+            return False
+        if (address := _address(name)) is None:
+            return name in self._names
+        is_open = self._address is not None and self._address.is_unspecified
+        return is_open or address.is_loopback or address == self._address or name in self._names
+
+
+def name_of(host: str) -> str:
+    """Return a host in lower case and ASCII, without the root's dot; an address in its shortest form.
+
+    Raises:
+        ValueError: it is not a host.
+    """
+    if (address := _address(host)) is not None:
+        return str(address)
+    try:
+        name = host.removesuffix(".").encode("idna").decode().lower()
+    except UnicodeError:
+        name = ""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{host!r} is not a host; write a name such as example.com, without scheme, port and path.")
+    return name
+
+
+def split(authority: str) -> tuple[str, int | None]:
+    """Return the host of ``host:port`` as `name_of` does, and the port; None for a port that is left out.
+
+    Raises:
+        ValueError: it is not a host, or has more than a host and a port.
+    """
+    match = _AUTHORITY.fullmatch(authority.lower())
+    if match is None:
+        raise ValueError(f"{authority!r} is not a host and a port.")
+    return name_of(match[1]), int(match[2]) if match[2] else None
+
+
+def origin_of(text: str) -> str:
+    """Return an origin as browsers send it: in lower case and ASCII, without the usual port of its scheme.
+
+    Raises:
+        ValueError: it is not an origin.
+    """
+    match = _ORIGIN.fullmatch(text.lower())
+    try:
+        name, port = split(match[2]) if match else ("", None)
+    except ValueError:
+        name, port = "", None
+    if match is None or not name:
+        raise ValueError(f"{text!r} is not an origin; write it as in https://example.com, without a path.")
+    shown = f"[{name}]" if ":" in name else name
+    return f"{match[1]}://{shown}" + ("" if port in (None, _PORTS.get(match[1])) else f":{port}")
+
+
+def is_same(origin: str, authority: str) -> bool:
+    """Return whether a page of `origin` came from this ``host:port``; a proxy may have added TLS."""
+    match = _ORIGIN.fullmatch(origin.lower())
+    if match is None or match[1] not in _PORTS:
+        return False
+    usual = _PORTS[match[1]]
+    try:
+        (name, port), (host, its_port) = split(match[2]), split(authority)
+    except ValueError:
+        return False
+    return (name, port or usual) == (host, its_port or usual)
+
+
+def _address(host: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
