@@ -154,11 +154,19 @@ def against(
 
 
 @app.command()
-def startup(pair: Pair = "bundled", target: Target = None) -> None:
+def startup(
+    pair: Pair = "bundled",
+    target: Target = None,
+    server: Annotated[bool, typer.Option("--server", help="Only two starts of `jspec serve`.")] = False,
+) -> None:
     """First call and time to the first token, with and without the persistent cache; a --target drafts by lookup."""
     from bench import startup
 
-    startup.run(pair, target)
+    if server:
+        for start in startup.served(target):
+            typer.echo(start)
+    else:
+        startup.run(pair, target)
 
 
 @app.command()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,58 @@ print(json.dumps({"import, s": imported - began, "load, s": loaded - imported, "
                   "first token, s": warm, "weights, GB": weights, "peak memory, GB": peak, "constrained": constrained}))
 """
 
+# `jspec serve` until it listens: which of its programs the cache had.
+_SERVE = """
+from collections import Counter
+import jspec.serve.run
+from jspec.cli import main, serve
+events = Counter()
+def engine_of(*given, real=serve.engine_of, **options):
+    import jax
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+    return real(*given, **options)
+serve.engine_of = engine_of
+def ready(*_):
+    print("READY", *(events[f"/jax/compilation_cache/cache_{name}"] for name in ("hits", "misses")), flush=True)
+jspec.serve.run.run = ready
+main()
+"""
 
-def _child(subject: tuple[str, str | None, str], cache: str | None) -> dict[str, Any]:
-    """The times of one fresh process; `subject` is the pair, a target in its place, and the program."""
-    environment = {
+
+def served(target: str | None) -> list[dict[str, float]]:
+    """Return the seconds of two starts of `jspec serve`, and how many programs the cache had and had not.
+
+    A target is served with its usual draft.
+    """
+    starts: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = _environment() | {"XDG_CACHE_HOME": folder}
+        if "HF_HOME" not in environment:  # models stay where they are
+            environment["HF_HOME"] = str(Path.home() / ".cache" / "huggingface")
+        command = [sys.executable, "-c", _SERVE, "serve", *([target] if target else []), "--port", "0"]
+        for _ in range(2):
+            began = time.perf_counter()
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            seconds = time.perf_counter() - began
+            if done.returncode:
+                raise RuntimeError(done.stderr)
+            hits, misses = map(int, done.stdout.partition("READY ")[2].split())
+            starts.append({"start, s": seconds, "cache hits": hits, "cache misses": misses})
+    return starts
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's, without what it says of the cache."""
+    return {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))
     }
+
+
+def _child(subject: tuple[str, str | None, str], cache: str | None) -> dict[str, Any]:
+    """The times of one fresh process; `subject` is the pair, a target in its place, and the program."""
+    environment = _environment()
     if cache:
         environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = subprocess.run(
@@ -96,11 +141,14 @@ def run(pair: str, target: str | None) -> None:
                 if state != "filled":
                     constrained += [asked] * bool(asked)
                     rows.append({"program": program, "persistent cache": state} | times)
+    starts = served(target) if target or pair == "bundled" else []
     name = Path(target or pair).name
     publish(f"startup-{name}-{jax.default_backend()}", f"{name}: a fresh process, prompt of 64 tokens", rows,
             plots.startup,
             notes=["First call: of an engine of 8 slots all until it is ready, its rehearsal included.",
                    "Its first constrained request waits for programs that no cache keeps: "
                    + ", ".join(f"{one['waits, s']:.1f} s, another's tokens meanwhile at {one['others, share']:.2f} "
-                               "of their speed" for one in constrained) + "."],
-            constrained=constrained)  # fmt: skip
+                               "of their speed" for one in constrained) + ".",
+                   *(f"Start {i} of `jspec serve`: {start['start, s']:.1f} s, with {start['cache hits']:g} programs "
+                     f"from the cache and {start['cache misses']:g} others." for i, start in enumerate(starts, 1))],
+            constrained=constrained, served=starts)  # fmt: skip
