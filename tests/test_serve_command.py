@@ -157,6 +157,22 @@ def _post(url, body):
         httpx.post(url, json=body, timeout=120)
 
 
+def test_a_loop_of_events_that_is_stuck_ends_the_process():
+    """From a signal on; nothing ends the process of a server that has ended."""
+    code = """
+import queue, sys, threading, time
+from jspec.serve.run import _watch
+limits = queue.SimpleQueue()
+threading.Thread(target=_watch, args=(limits,), daemon=True).start()
+for limit in eval(sys.argv[1]):
+    time.sleep(0.3)
+    limits.put(limit)
+time.sleep(1)
+"""
+    for limits, status in (("[]", 0), ("[60, None]", 0), ("[60, 0.1]", 1), ("[0.1, None]", 1), ("[60]", 0)):
+        assert subprocess.run([sys.executable, "-c", code, limits], timeout=60).returncode == status, limits
+
+
 def test_a_block_that_does_not_end_ends_the_process():
     code = "from jspec.serve.run import ends_within; import threading\nwith ends_within(0.1): threading.Event().wait()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 1

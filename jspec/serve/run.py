@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ _LOG = logging.getLogger("jspec")
 _DRAIN = 600  # seconds for accepted requests to be decoded, after a signal
 _PATIENCE = 30  # seconds, for answers that are complete to be taken
 _SELDOM = Seldom()
-_SOON = 5  # seconds for the rest of the end
+_SOON = 10  # seconds for the rest of the end
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -59,7 +60,8 @@ class _Uvicorn(uvicorn.Server):
                                 access_log=False, timeout_keep_alive=keep_alive,
                                 timeout_graceful_shutdown=_PATIENCE)  # fmt: skip
         super().__init__(config)
-        self._server, self._has_signal, self._timers = server, False, contextlib.ExitStack()
+        self._server, self._has_signal = server, False
+        self._limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # which a signal handler may use
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections ourselves: uvicorn would accept more than there are file descriptors, and log each."""
@@ -91,7 +93,7 @@ class _Uvicorn(uvicorn.Server):
             self.force_exit, self.config.timeout_graceful_shutdown = True, 0
             logging.getLogger("uvicorn.error").disabled = True  # it would tell of every answer that is cut short
         self._server.is_draining = True
-        self._timers.enter_context(ends_within(_SOON if self.should_exit else _DRAIN + _PATIENCE + _SOON))
+        self._limits.put(_SOON if self.should_exit else _DRAIN + _PATIENCE + _SOON)
 
     async def on_tick(self, counter: int) -> bool:
         """Look whether the end has come; ten times a second."""
@@ -102,14 +104,31 @@ class _Uvicorn(uvicorn.Server):
             if trouble:
                 _LOG.error("%s Its requests are given up.", trouble)
             self.should_exit = bool(trouble) or not self._server.open
-        if self.should_exit and self._has_signal:
-            self._timers.enter_context(ends_within(_PATIENCE + _SOON))
+        if self.should_exit and self._has_signal and not self.force_exit:
+            self._limits.put(_PATIENCE + _SOON)
         return await super().on_tick(counter)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until the end."""
-        with self._timers:
+        threading.Thread(target=_watch, args=(self._limits,), name="jspec end", daemon=True).start()
+        try:
             super().run(sockets)
+        finally:
+            self._limits.put(None)
+
+
+def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
+    """End the process with status 1 if the next limit, None in the end, does not come within the seconds of the last.
+
+    It is a thread, for the loop of events may be what is stuck.
+    """
+    limit: float | None = None
+    with contextlib.suppress(queue.Empty):
+        limit = limits.get()
+        while limit is not None:
+            limit = limits.get(timeout=limit)
+        return
+    os._exit(1)
 
 
 @contextlib.contextmanager
