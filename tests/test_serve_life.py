@@ -68,7 +68,7 @@ def asking(running, body, count=1):
 
 def texts_of(stream):
     """What the events of a stream say, and the last of them."""
-    events = [event.removeprefix("data: ") for event in stream.strip().split("\n\n") if event.startswith("data: ")]
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]  # no pings
     parts = [json.loads(event) for event in events[:-1]]
     return "".join(choice["text"] for part in parts for choice in part.get("choices", [])), parts, events[-1]
 
