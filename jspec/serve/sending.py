@@ -21,7 +21,7 @@ _LOG = logging.getLogger("jspec")
 _PATIENCE = 600.0  # seconds for a client to take one piece
 _LEVELS, _FEW = 4, 64  # what is deeper in an answer is small, but for how much there is of it
 _PIECE = 2**16  # characters
-_PING = 15  # seconds between signs of life
+_PING = 15  # seconds between pings
 
 
 class Whole(StreamingResponse):
@@ -43,22 +43,33 @@ class Whole(StreamingResponse):
 
 
 class _Ping(ServerSentEvent):
-    """Keeps a connection alive while nothing is written.
+    """Keeps a connection alive while a request waits for its first token.
 
-    It is a comment without the blank line that ends an event: some clients take that for an event without data.
+    It is a comment without the blank line that ends an event, because some clients take that for an event without data.
+    Others take a comment and the event after it for one, which they drop. So no ping comes between two tokens.
     """
 
+    def __init__(self, is_needed: bool):
+        super().__init__()
+        self._line = b": ping\n" if is_needed else b""
+
     def encode(self) -> bytes:
-        """Return the comment's line."""
-        return b": ping\n"
+        """Return the line of the comment, or nothing."""
+        return self._line
 
 
 class Stream(EventSourceResponse):
     """A job's answer in events. Whatever happens to it, the job is over afterwards."""
 
     def __init__(self, job: Job):
-        self._job = job
-        super().__init__(_events(job), sep="\n", send_timeout=_PATIENCE, ping=_PING, ping_message_factory=_Ping)
+        self._job, self._has_begun = job, False
+        super().__init__(self._noted(_events(job)), sep="\n", send_timeout=_PATIENCE, ping=_PING,
+                         ping_message_factory=lambda: _Ping(not self._has_begun))  # fmt: skip
+
+    async def _noted(self, events: AsyncIterator[dict[str, str]]) -> AsyncIterator[dict[str, str]]:
+        async for event in events:
+            self._has_begun = True
+            yield event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
