@@ -12,6 +12,7 @@ import numpy as np
 from jspec import theory
 from jspec.checks import as_array, check_target
 from jspec.decode import generate, speculative_generate
+from jspec.detokenizer import pieces
 from jspec.draft_length import DEFAULT, UpTo, WhileConfident
 from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
 from jspec.drafters.asked import reach_of, says_how_sure
@@ -20,7 +21,7 @@ from jspec.drafters.model import positions
 from jspec.model_sampling import recommended
 from jspec.prompts import Batch, Prompt, encode, listed, room
 from jspec.sampling import SamplingParams
-from jspec.text import eos_ids, pieces, request_keys
+from jspec.text import eos_ids, request_keys
 from jspec.types import BONUS, NO_DRAFT, Output, check_count
 
 _DRAFTED = 4  # tokens a round, unless told otherwise

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
+from jspec.detokenizer import pieces
 from jspec.origins import ACCEPTED, COLOURS, KEPT, NAMES, NO_GUESS, REFUSED
-from jspec.text import pieces
 
-_CONTEXT = 8  # tokens before a guess, which decide how it is written
 _REFUSED = "strike bright_black"
 # A control character in a text could recolour or rewrite the terminal, and a new line would look like a round.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)]} | {ord("\n"): "⏎", ord("\t"): "→", ord("\r"): ""}
@@ -80,7 +79,7 @@ class _Guesses:
     """The tree of one round."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int], record: Any, number: int):
-        self.tokenizer, self.before = tokenizer, [*before[-_CONTEXT:]]
+        self.tokenizer, self.before = tokenizer, [*before]
         self.tokens, self.parents, self.fates = (
             np.asarray(part[number]) for part in (record.tokens, record.parents, record.fates)
         )

@@ -13,6 +13,8 @@ import numpy as np
 
 import convert
 from jspec import tokenizer_file
+from jspec.detokenizer import Pieces as Pieces
+from jspec.detokenizer import pieces as pieces
 
 if TYPE_CHECKING:
     from jax import Array
@@ -24,8 +26,6 @@ EXAMPLE_PROMPTS = [
     "import os\nimport sys\n\ndef main():\n",
     "for name in sorted(os.listdir(path)):\n",
 ]
-_PATIENCE = 32  # tokens that may wait for the rest of a character; four would do, but for tokens without text
-_CONTEXT = 8  # tokens decoded before a new one: enough for a space or a character that spans several
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
@@ -122,40 +122,3 @@ def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(int(seed), impl="threefry2x32"), first + np.arange(batch)
     )
-
-
-class Pieces:
-    """Tokens to text as they come: what each adds behind a prompt.
-
-    A token that ends inside a character adds nothing; the one that completes the character adds it. Special tokens
-    add nothing. What is no character, however many tokens of it there are, is added after `_PATIENCE` of them.
-    """
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        self._tokenizer, self._ids = tokenizer, list(prompt[-_CONTEXT:])
-        self._start, self._done = 0, len(self._ids)
-
-    def add(self, token: int, is_last: bool = False) -> str:
-        """What the next token adds; with what was held back, if it is the last."""
-        self._ids.append(token)
-        return self.rest(hold=not is_last)
-
-    def rest(self, hold: bool = False) -> str:
-        """What was held back, for no token follows; or still held if a character may be completed."""
-        end = len(self._ids)
-        text = _decode(self._tokenizer, self._ids[self._start :])
-        if hold and text.endswith("\ufffd") and end - self._done < _PATIENCE:
-            return ""
-        added = text[len(_decode(self._tokenizer, self._ids[self._start : self._done])) :]
-        self._start, self._done = max(self._start, end - _CONTEXT), end
-        return added
-
-
-def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """The text each of `tokens` adds after `prompt`, as by `Pieces`; joined, the new text."""
-    coming = Pieces(tokenizer, prompt)
-    return [coming.add(token, is_last=i == len(tokens)) for i, token in enumerate(tokens, 1)]
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -4,7 +4,7 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
-from jspec.text import Pieces
+from jspec.detokenizer import Pieces
 
 
 class Writer:

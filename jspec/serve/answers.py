@@ -14,7 +14,7 @@ from jspec.origins import NAMES
 from jspec.serve.choice import Choice
 from jspec.serve.job import Job
 from jspec.serve.schemas import ChatBody
-from jspec.text import pieces
+from jspec.detokenizer import pieces
 
 _LEAST = -9999.0  # for minus infinity, as others write it
 

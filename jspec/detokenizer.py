@@ -1,0 +1,131 @@
+"""Incremental detokenization: the text that each new token adds to a prompt."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+_UNKNOWN = "\ufffd"  # stands for bytes that are not, or not yet, a character
+_LONGEST = 4  # bytes of a character in UTF-8, and so the most tokens that it can be split over
+_PROMPT_WINDOW = 16  # tokens of the prompt that are decoded first in search of a place to begin
+
+
+class Pieces:
+    """Text that tokens add, one token at a time.
+
+    Joined, the pieces are ``decode(prompt + tokens)[len(decode(prompt)):]`` if the tokens' bytes are valid UTF-8. A
+    token that ends inside a character adds the text before that character; the token that completes it adds the rest.
+    Special tokens add nothing.
+
+    Invalid bytes become U+FFFD as in ``decode``, with one exception. A byte-fallback decoder replaces every byte of a
+    run that has an invalid byte anywhere. Characters of the run that were complete before that byte stay.
+
+    Only a window is decoded, so the time for a token does not depend on the length of the text. A window is a context
+    and the pending tokens after it. Decoders treat the start of a text in their own way: some drop a leading space.
+    So the context ends with a complete character and has text of its own, unless nothing before it has any.
+
+    Args:
+        tokenizer: the tokenizer of the tokens.
+        prompt: the tokens before.
+        shows_prompt: whether the reader has seen the prompt's text. If not, a character that the prompt leaves
+            incomplete is added with the first piece.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), shows_prompt: bool = True):
+        self._tokenizer = tokenizer
+        context, self._pending = self._split(list(prompt))
+        self._begin(context)
+        # If the prompt ends inside a character, its decoded text ends with U+FFFD; the whole character replaces it.
+        self._given = self._text() if shows_prompt else ""
+
+    def add(self, token: int, is_last: bool = False) -> str:
+        """Return the text that the next token adds, and also the text held back if it is the last token."""
+        before = self._text()
+        self._pending.append(int(token))
+        text = self._text()
+        if text == before and self._is_special(token):  # decoders never see it; it must not fill the window
+            self._pending.pop()
+        if is_last or not text.endswith(_UNKNOWN):
+            return self._give(text)
+        # Fewer tokens may be the start of a character. With more of them, at most the last U+FFFD may.
+        complete = text.rstrip(_UNKNOWN) if len(self._pending) < _LONGEST else text[:-1]
+        added = _after(self._given, complete)
+        self._given += added
+        self._drop_invalid(text)
+        return added
+
+    def rest(self) -> str:
+        """Return the text held back, for the end of the tokens."""
+        return self._give(self._text())
+
+    def _give(self, text: str) -> str:
+        """Return what is new of the pending tokens' text, and make them the context of the next ones."""
+        added, self._given = _after(self._given, text), ""
+        self._begin(self._pending if self._decode(self._pending) else self._context + self._pending)
+        self._pending = []
+        return added
+
+    def _begin(self, context: list[int]) -> None:
+        self._context, self._context_text = context, self._decode(context)
+
+    def _text(self) -> str:
+        return self._text_after(self._context, self._context_text, self._pending)
+
+    def _text_after(self, context: list[int], context_text: str, tokens: list[int]) -> str:
+        """Return the text that `tokens` add to a context."""
+        whole = self._decode(context + tokens)
+        if whole.startswith(context_text):
+            return whole[len(context_text) :]
+        # The tokens go on with a run of bytes that began in the context, and have made all of it invalid.
+        return self._decode(tokens)
+
+    def _drop_invalid(self, text: str) -> None:
+        """Shorten a long row of pending tokens that are no characters, if the text of the last ones stays the same."""
+        first, last = self._pending[: 1 - _LONGEST], self._pending[1 - _LONGEST :]
+        dropped = self._text_after(self._context, self._context_text, first) if first else text
+        if len(dropped) >= len(text) or not text.startswith(dropped):
+            return
+        for context in (first, self._context):
+            context_text = self._decode(context)
+            if context_text and self._text_after(context, context_text, last) == text[len(dropped) :]:
+                self._context, self._context_text, self._pending = context, context_text, last
+                self._given = self._given[len(dropped) :]
+                return
+
+    def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """Return the end of the prompt as a context and the tokens of a character that it leaves incomplete."""
+        size = _PROMPT_WINDOW
+        while size < len(prompt):
+            window = prompt[-size:]
+            for start in range(_LONGEST):
+                for end in range(size, size - _LONGEST, -1):
+                    text = self._decode(window[start:end])
+                    if text and not text.startswith(_UNKNOWN) and not text.endswith(_UNKNOWN):
+                        return window[start:end], window[end:]
+            size *= 4
+        ends = range(len(prompt), max(0, len(prompt) - _LONGEST), -1)
+        last = max(0, len(prompt) + 1 - _LONGEST)
+        end = next((end for end in ends if not self._decode(prompt[:end]).endswith(_UNKNOWN)), last)
+        return prompt[:end], prompt[end:]
+
+    def _is_special(self, token: int) -> bool:
+        return not self._decode([token]) and bool(_decode(self._tokenizer, [token], skip_special_tokens=False))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return _decode(self._tokenizer, tokens)
+
+
+def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """Return the text that each of `tokens` adds after `prompt`, as by `Pieces`."""
+    detokenizer = Pieces(tokenizer, prompt)
+    return [detokenizer.add(token, is_last=i == len(tokens)) for i, token in enumerate(tokens, 1)]
+
+
+def _after(given: str, text: str) -> str:
+    """Return `text` from where it differs from what was given of it."""
+    return text[len(os.path.commonprefix([given, text])) :]
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+    if not tokens:
+        return ""
+    return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
