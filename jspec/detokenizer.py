@@ -1,6 +1,6 @@
 """Incremental detokenization: the text that each new token adds to a prompt."""
 
-import os
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +35,8 @@ class Pieces:
         context, self._pending = self._split(list(prompt))
         self._begin(context)
         # If the prompt ends inside a character, its decoded text ends with U+FFFD; the whole character replaces it.
-        self._given = self._text() if shows_prompt else ""
+        text = self._text()
+        self._given = text if shows_prompt else self._complete(text)
 
     def add(self, token: int, is_last: bool = False) -> str:
         """Return the text that the next token adds, and also the text held back if it is the last token."""
@@ -46,9 +47,7 @@ class Pieces:
             self._pending.pop()
         if is_last or not text.endswith(_UNKNOWN):
             return self._give(text)
-        # Fewer tokens may be the start of a character. With more of them, at most the last U+FFFD may.
-        complete = text.rstrip(_UNKNOWN) if len(self._pending) < _LONGEST else text[:-1]
-        added = _after(self._given, complete)
+        added = _after(self._given, self._complete(text))
         self._given += added
         self._drop_invalid(text)
         return added
@@ -63,6 +62,13 @@ class Pieces:
         self._begin(self._pending if self._decode(self._pending) else self._context + self._pending)
         self._pending = []
         return added
+
+    def _complete(self, text: str) -> str:
+        """Return the pending tokens' text without what may still become a character."""
+        if not text.endswith(_UNKNOWN):
+            return text
+        # Few tokens may all be the start of one character. Of more tokens, at most the last U+FFFD stands for one.
+        return text.rstrip(_UNKNOWN) if len(self._pending) < _LONGEST else text[:-1]
 
     def _begin(self, context: list[int]) -> None:
         self._context, self._context_text = context, self._decode(context)
@@ -84,7 +90,8 @@ class Pieces:
         dropped = self._text_after(self._context, self._context_text, first) if first else text
         if len(dropped) >= len(text) or not text.startswith(dropped):
             return
-        for context in (first, self._context):
+        # A context of invalid bytes stays, so that later bytes of their run remain invalid.
+        for context in (self._context, first) if self._context_text.endswith(_UNKNOWN) else (first,):
             context_text = self._decode(context)
             if context_text and self._text_after(context, context_text, last) == text[len(dropped) :]:
                 self._context, self._context_text, self._pending = context, context_text, last
@@ -103,7 +110,7 @@ class Pieces:
                         return window[start:end], window[end:]
             size *= 4
         ends = range(len(prompt), max(0, len(prompt) - _LONGEST), -1)
-        last = max(0, len(prompt) + 1 - _LONGEST)
+        last = max(0, len(prompt) - _LONGEST)
         end = next((end for end in ends if not self._decode(prompt[:end]).endswith(_UNKNOWN)), last)
         return prompt[:end], prompt[end:]
 
@@ -122,7 +129,8 @@ def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list
 
 def _after(given: str, text: str) -> str:
     """Return `text` from where it differs from what was given of it."""
-    return text[len(os.path.commonprefix([given, text])) :]
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(given, text, strict=False))
+    return text[sum(1 for _ in same) :]
 
 
 def _decode(tokenizer: Any, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -16,6 +16,7 @@ class Writer:
         stop: strings that end the text.
         keeps_stop: whether the text ends with the string, not before it.
         min_tokens: so many tokens are not looked at for strings.
+        shows_prompt: whether the reader has seen the prompt's text, as for `jspec.detokenizer.Pieces`.
 
     Attributes:
         pieces: the text that each token adds.
@@ -31,8 +32,9 @@ class Writer:
         stop: Sequence[str] = (),
         keeps_stop: bool = False,
         min_tokens: int = 0,
+        shows_prompt: bool = True,
     ):
-        self._coming, self._stop, self._keeps_stop = Pieces(tokenizer, prompt), stop, keeps_stop
+        self._coming, self._stop, self._keeps_stop = Pieces(tokenizer, prompt, shows_prompt), stop, keeps_stop
         self._held = max(map(len, stop), default=1) - 1
         self._min_tokens, self._from, self._ended = min_tokens, 0, False
         self.pieces: list[str] = []
@@ -72,7 +74,7 @@ class Writer:
         if is_new:
             self.starts.append(known)
             self.pieces.append(piece)
-        elif piece:
+        elif piece and self.pieces:
             self.pieces[-1] += piece
         if len(self.pieces) <= self._min_tokens:
             self._from = len(self.text)

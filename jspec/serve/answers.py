@@ -10,11 +10,11 @@ from typing import Any
 
 from anyio import to_thread
 
+from jspec.detokenizer import Pieces
 from jspec.origins import NAMES
 from jspec.serve.choice import Choice
 from jspec.serve.job import Job
 from jspec.serve.schemas import ChatBody
-from jspec.detokenizer import pieces
 
 _LEAST = -9999.0  # for minus infinity, as others write it
 
@@ -129,7 +129,8 @@ class Answer:
 
     def _prompt_pieces(self, choice: Choice) -> list[str]:
         if choice.prompt not in self._read:
-            self._read[choice.prompt] = pieces(self._job.served.tokenizer, (), choice.request.tokens)
+            detokenizer = Pieces(self._job.served.tokenizer)
+            self._read[choice.prompt] = [detokenizer.add(token) for token in choice.request.tokens]
         return self._read[choice.prompt]
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:

@@ -25,7 +25,10 @@ class Choice:
     def __init__(self, served: Served, asked: Asked, index: int, arrived: float):
         self.index, self.prompt, self._asked = index, index // asked.body.n, asked
         body, prompt = asked.body, asked.prompts[self.prompt]
-        self.writer = Writer(served.tokenizer, prompt, asked.stop, body.include_stop_str_in_output, body.min_tokens)
+        # An echo of token ids leaves a character that they do not complete to the text after them.
+        shows_prompt = not asked.echoes or isinstance(getattr(body, "prompt", ())[self.prompt], str)
+        options = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
+        self.writer = Writer(served.tokenizer, prompt, asked.stop, **options, shows_prompt=shows_prompt)
         self.tenant: Tenant | None = None
         self.result = Result()
         self.count = 0

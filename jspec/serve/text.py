@@ -31,12 +31,13 @@ class Names:
         return self._known[token]
 
     def _found(self, token: int) -> tuple[str, list[int]]:
-        raw = self._raw.get(token, "")
-        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if raw.startswith("\u2581"):  # a space, which sentencepiece drops at the start of a text
-            text = raw.replace("\u2581", " ")
-        elif "\ufffd" in text and (part := _bytes(raw)) is not None:
+        alone, twice = (
+            self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for tokens in ([token], [token, token])
+        )
+        if "\ufffd" in alone and (part := _bytes(self._raw.get(token, ""))) is not None:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in part), list(part)
+        text = twice[len(alone) :]  # decoders treat the first token of a text in their own way: some drop its space
         return text, list(text.encode("utf-8", "replace"))
 
 
