@@ -116,7 +116,7 @@ def architecture(header: Header) -> Architecture:
 def raw_config(header: Header) -> dict[str, Any]:
     """The content of config.json, for `convert.parse_config` to check.
 
-    Ids of eot and eom end a text, too: the files know one eos only.
+    Tokens that end a turn end a text, too: the files name one EOS only.
 
     Raises:
         CheckpointError: a key is unknown, or says what config.json cannot.
@@ -134,7 +134,7 @@ def raw_config(header: Header) -> dict[str, Any]:
     head_dim = raw.get("head_dim")
     if head_dim != rotated and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
         raw["partial_rotary_factor"] = rotated / head_dim
-    ends = [i for i in dict.fromkeys(words.ids.get(name) for name in ("eos", "eot", "eom")) if i is not None]
+    ends = words.ends
     return raw | {
         "model_type": kind.model_type,
         "architectures": [kind.class_name],

@@ -1,42 +1,24 @@
-"""A GGUF file's tokenizer, as transformers makes it of the file, without torch.
+"""Build the tokenizer that a GGUF file describes.
 
-That is what a test holds it to. Three things come from llama.cpp instead, where transformers leaves the way of the
-models: vocabularies of Llama 3 start every text with BOS unless the file says otherwise, and take a word that is a
-token as it is; and "smollm" splits off every digit before anything else, so that white space before one stays whole.
-As in transformers, chat templates besides the first are left out.
+The tokenizer.json of the model is the truth: a vocabulary gives the same ids whichever file it is read from. Control
+tokens, BOS and the names of splits are understood as llama.cpp understands them. Only the default chat template is
+used.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from convert.errors import CheckpointError, brief
 from convert.gguf_header import Header
+from convert.gguf_splits import SPLITS
 from convert.gguf_vocabulary import Vocabulary, vocabulary
 
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = ("bos", "eos", "unk", "pad")
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_END}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_END}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-_DIGIT = r"\p{N}"  # what is left is split as by GPT-2
-_TEKKEN = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
-# tokenizer.ggml.pre -> the pattern of a word; None is GPT-2's own.
-_SPLITS: dict[str | None, str | None] = {
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2")),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA3),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN2),
-    "tekken": _TEKKEN,
-    "smollm": _DIGIT,
-}
-_AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"}
+_USUAL = {"gpt2": {"<|endoftext|>"}, "llama": {"<unk>", "<s>", "</s>"}}  # special, even if the file does not say so
 
 
 def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
@@ -46,19 +28,25 @@ def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
         CheckpointError: `header` has none, or one of a kind not known here.
     """
     words = vocabulary(header)
-    if words.kind == "gpt2" and words.pre not in _SPLITS:
+    if words.kind == "gpt2" and words.pre not in SPLITS:
         raise CheckpointError(
-            f"{header.file} has tokenizer.ggml.pre {words.pre!r}, a way to split texts that is not known here; use the "
-            "tokenizer of the model that the file was made of."
+            f"{header.file} has tokenizer.ggml.pre {words.pre!r}, a way to split texts that is not known here; give "
+            "the tokenizer of the model that the file was made of, its folder or hub id: --tokenizer SRC."
         )
     try:
-        tokenizer = (_byte_level if words.kind == "gpt2" else _sentencepiece)(words)
-        tokenizer.post_processor = _ends(words)
+        tokenizer = assemble(words)
     except Exception as error:  # the tokenizers library has no class for it
         raise CheckpointError(f"The tokenizer in {header.file} cannot be read: {brief(error)}.") from error
     named = {f"{name}_token": words.tokens[i] for name, i in words.ids.items() if name in _NAMED}
     config = {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend", **named}
     return tokenizer, config | ({} if words.chat_template is None else {"chat_template": words.chat_template})
+
+
+def assemble(words: Vocabulary) -> Tokenizer:
+    """Return the tokenizer of a vocabulary. Any exception means that the vocabulary is at odds with itself."""
+    tokenizer = (_byte_level if words.kind == "gpt2" else _sentencepiece)(words)
+    tokenizer.post_processor = _ends(words)
+    return tokenizer
 
 
 def write(header: Header, directory: Path) -> None:
@@ -76,20 +64,22 @@ def _byte_level(words: Vocabulary) -> Tokenizer:
     """BPE over bytes, each spelled as a character of its own."""
     spelling = _spelling()
     alphabet = set(spelling.values())
+    # Special tokens are written as they are; other characters of a token are spelled in bytes.
+    special = {words.tokens[i] for i in _special_ids(words)}
     vocab = {
-        token if alphabet.issuperset(token) else "".join(spelling[byte] for byte in token.encode()): i
+        token
+        if token in special or alphabet.issuperset(token)
+        else "".join(spelling[byte] for byte in token.encode()): i
         for i, token in enumerate(words.tokens)
     }
-    as_it_is = words.pre in _AS_LLAMA3
-    model = models.BPE(vocab=vocab, merges=_merges(words), fuse_unk=False, ignore_merges=as_it_is)
+    splits = SPLITS[words.pre or ""]
+    model = models.BPE(vocab=vocab, merges=_merges(words), fuse_unk=False, ignore_merges=splits.ignore_merges)
     tokenizer = Tokenizer(model)
-    pattern = _SPLITS[words.pre]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern in (None, _DIGIT))
-    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), behavior="isolated")]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level]) if split else byte_level
+    parts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splits.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    # A control token in other characters is not one of the vocabulary, which has it in bytes.
-    return _with_added(tokenizer, words, ("<|endoftext|>",), alphabet.issuperset)
+    return _with_added(tokenizer, words)
 
 
 def _spelling() -> dict[int, str]:
@@ -104,10 +94,15 @@ def _sentencepiece(words: Vocabulary) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(words.tokens)}
     merges = _merges(words) if words.merges is not None else _implied_merges(vocab, words.scores)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    # As in the tokenizer.json of Llama 2: a space before every part of a text that special tokens divide.
+    ends, runs = normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")
+    spaces = [ends, runs] if words.removes_spaces else []
+    prefix = [normalizers.Prepend("▁")] if words.add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, *prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(content=" ", left=1)] if words.add_space_prefix else []
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     tokenizer.decoder = decoders.Sequence(parts)
-    return _with_added(tokenizer, words, ("<unk>", "<s>", "</s>"), lambda token: True)
+    return _with_added(tokenizer, words)
 
 
 def _merges(words: Vocabulary) -> list[tuple[str, str]]:
@@ -128,23 +123,28 @@ def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[st
     return [(left, right) for _, left, right in merges]
 
 
-def _with_added(
-    tokenizer: Tokenizer, words: Vocabulary, usual: tuple[str, ...], spelled: Callable[[str], bool]
-) -> Tokenizer:
-    """With the tokens that are found whole in a text: control tokens, the usual ones, those that users have defined."""
-    vocab, typed = tokenizer.get_vocab(), list(zip(words.tokens, words.types, strict=False))
-    control = [token for token, kind in typed if kind == _CONTROL and spelled(token)]
-    named = [words.tokens[i] for name, i in words.ids.items() if name in _NAMED]
-    special = dict.fromkeys([*(token for token in usual if token in vocab), *control, *named])
+def _with_added(tokenizer: Tokenizer, words: Vocabulary) -> Tokenizer:
+    """Return the tokenizer with the tokens that are found whole in a text: special ones and those of users."""
+    special = [words.tokens[i] for i in _special_ids(words)]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    defined = [token for token, kind in typed if kind == _USER_DEFINED and token in vocab and token not in special]
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
+    typed = zip(words.tokens, words.types, strict=False)
+    defined = [token for token, kind in typed if kind == _USER_DEFINED and token not in special]
+    known = [token for token in defined if tokenizer.token_to_id(token) is not None]
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in known])
     return tokenizer
+
+
+def _special_ids(words: Vocabulary) -> list[int]:
+    """Return the ids of control tokens, of those that the file names and of those that end a text."""
+    control = [i for i, kind in enumerate(words.types) if kind == _CONTROL]
+    usual = [i for i, token in enumerate(words.tokens) if token in _USUAL[words.kind]]
+    named = [i for name, i in words.ids.items() if name in _NAMED]
+    return list(dict.fromkeys([*usual, *control, *named, *words.ends]))
 
 
 def _ends(words: Vocabulary) -> processors.TemplateProcessing:
     """Adds BOS and EOS where the file says so, or its kind does."""
-    add = {"bos": words.kind == "llama" or words.pre in _AS_LLAMA3, "eos": False} | words.add
+    add = {"bos": words.kind == "llama" or SPLITS[words.pre or ""].add_bos, "eos": False} | words.add
     before, after = ([words.tokens[words.ids[name]]] if add[name] and name in words.ids else [] for name in add)
     return processors.TemplateProcessing(
         single=[*before, "$A", *after],

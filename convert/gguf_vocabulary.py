@@ -9,6 +9,13 @@ from convert.gguf_header import Header
 
 _PREFIX = "tokenizer.ggml."
 _LONGEST_TOKEN = 4096
+# Texts of tokens that end a text for llama.cpp (llama-vocab.cpp, `special_eog_ids`), but for those of infilling.
+_END_TEXTS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
+    *("<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>", "[e~["),
+    *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
+}
+_OF_ANSWERS = {"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}  # with these, "<|end|>" only ends a message
 # Special tokens: ours -> the key's.
 IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
@@ -23,6 +30,8 @@ class Vocabulary:
         types: of each token: 3 is control, 4 user-defined.
         ids: of special tokens, by the names of `IDS`.
         add: "bos", "eos" -> whether every text gets it, where the file says so.
+        add_space_prefix: whether "llama" puts a space before every text.
+        removes_spaces: whether "llama" makes one space of several, and none at the ends of a text.
     """
 
     kind: str
@@ -34,6 +43,19 @@ class Vocabulary:
     ids: dict[str, int]
     add: dict[str, bool]
     chat_template: str | None
+    add_space_prefix: bool = True
+    removes_spaces: bool = False
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a text: EOS, EOT and EOM, and tokens that models end a turn with, by their texts.
+
+        Files name one EOS. In many files for chats it is not the token that ends an answer.
+        """
+        named = [self.ids[name] for name in ("eos", "eot", "eom") if name in self.ids]
+        has_messages = any(texts <= set(self.tokens) for texts in _OF_ANSWERS)
+        texts = _END_TEXTS - ({"<|end|>"} if has_messages else set())
+        return list(dict.fromkeys([*named, *(i for i, token in enumerate(self.tokens) if token in texts)]))
 
 
 def vocabulary(header: Header) -> Vocabulary:
@@ -55,6 +77,7 @@ def vocabulary(header: Header) -> Vocabulary:
         ids={name: i for name, key in IDS.items() if (i := known.get(f"{key}_token_id", int)) is not None},
         add={name: flag for name in ("bos", "eos") if (flag := known.get(f"add_{name}_token", bool)) is not None},
         chat_template=known.get("chat_template", str, "tokenizer."),
+        add_space_prefix=known.get("add_space_prefix", bool) is not False,
     )
     if fault := _fault(words, known):
         raise CheckpointError(f"{header.file} {fault}; download it again or choose another file.")
@@ -112,8 +135,6 @@ def _fault(words: Vocabulary, known: _Fields) -> str | None:
         return "has no tokenizer.ggml.merges"
     if words.kind == "llama" and words.merges is None and not words.scores:
         return "has neither scores nor merges for its tokens"
-    if words.kind == "llama" and known.get("add_space_prefix", bool) is False:
-        return "adds no space before a text, which is not supported for a tokenizer 'llama'"
     if known.get("remove_extra_whitespaces", bool) or known.get("precompiled_charsmap", list):
         return "changes texts before they are split, which is not supported"
     return None

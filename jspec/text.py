@@ -3,6 +3,7 @@
 Nothing that decodes imports this file; what takes and gives text does.
 """
 
+import importlib.util
 import numbers
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import convert
 from jspec import tokenizer_file
 from jspec.detokenizer import Pieces as Pieces
 from jspec.detokenizer import pieces as pieces
+from jspec.end_of_turn import end_of_turn
 
 if TYPE_CHECKING:
     from jax import Array
@@ -27,31 +29,71 @@ EXAMPLE_PROMPTS = [
     "for name in sorted(os.listdir(path)):\n",
 ]
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
-    """The tokenizer beside a checkpoint: that of transformers, or one that gives the same ids and texts in less time.
+    """Return the tokenizer of a checkpoint.
 
-    That of a GGUF file is inside, with its chat template.
+    Args:
+        source: a folder, a GGUF file, a name or a hub id. A folder's tokenizer.json is obeyed as it is. A GGUF file has
+            its tokenizer and chat template inside.
 
     Raises:
-        convert.CheckpointError: the source is no checkpoint, has no tokenizer files, or they cannot be read.
+        convert.CheckpointError: the source is not a checkpoint, has no tokenizer files, or they cannot be read.
     """
     directory = convert.resolve(source if isinstance(source, str) else os.fspath(source))
     if directory.is_file():
         return tokenizer_file.from_gguf(directory)
-    if not any(directory.glob("tokenizer*")):
+    files = sorted(directory.glob("tokenizer*"))
+    if not files:
         if not (directory / "config.json").exists():
             raise convert.CheckpointError(f"{directory} has no config.json; expected the directory of a checkpoint.")
         raise convert.CheckpointError(
             f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
         )
+    if pointer := next(filter(_is_pointer, files), None):
+        raise convert.CheckpointError(
+            f"{pointer} is a pointer of git-lfs, not the file itself; run `git lfs pull` in {directory}, or download "
+            "the file."
+        )
     try:
         if (tokenizer := tokenizer_file.read(directory)) is not None:
             return tokenizer
-        return tokenizer_file.transformers().AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return _without_tokenizer_json(directory)
     except Exception as error:  # the tokenizer libraries raise many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}") from error
+        reason = " ".join(str(error).split())[:400].rstrip(".")
+        raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}.") from error
+
+
+def _is_pointer(file: Path) -> bool:
+    """Whether git-lfs has left a pointer in place of the file."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
+
+
+def _without_tokenizer_json(directory: Path) -> Any:
+    """Return the tokenizer of a SentencePiece model, or the one that transformers makes of other files."""
+    if (directory / "tokenizer.model").is_file():
+        try:
+            return tokenizer_file.from_sentencepiece(directory)
+        except convert.CheckpointError as error:
+            _check_packages(str(error).rstrip("."))
+    return tokenizer_file.transformers().AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def _check_packages(reason: str) -> None:
+    """Raise ValueError if transformers lacks the packages that it reads a tokenizer.model with."""
+    packages = {"tiktoken": "tiktoken"}
+    if "is not a SentencePiece" not in reason:
+        packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+    if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
+        raise ValueError(
+            f"{reason}; transformers reads such a file with {' and '.join(missing)}: pip install {' '.join(missing)}, "
+            "or add the model's tokenizer.json"
+        )
 
 
 def check_same_tokenizer(target: Any, draft: Any) -> None:
@@ -71,8 +113,8 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a text, by the model's config or by the tokenizer."""
-    known = {*model.config.eos_token_ids, tokenizer.eos_token_id} - {None}
+    """Return the ids that end a text: those of the model and the tokenizer, and the chat template's end of a turn."""
+    known = {*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
     return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))
 
 

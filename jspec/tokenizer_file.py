@@ -1,25 +1,26 @@
-"""Tokenizers of which tokenizer.json or a GGUF file says all, read without transformers, whose import takes seconds."""
+"""Tokenizers as tokenizer.json or a GGUF file describes them.
 
+The tokenizers library reads them as they are. The tokenizer classes of transformers may not: some rebuild a tokenizer
+from the name of its class, which changes ids. Importing transformers also takes seconds.
+"""
+
+import dataclasses
 import importlib
-import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from convert import gguf_header, gguf_tokenizer
+from convert import gguf_header, gguf_tokenizer, sentencepiece
+from jspec import tokenizer_config
+from jspec.tokenizer_config import TokenizerConfig
 
-# What tokenizer_config.json may hold for that: a class that takes tokenizer.json as it is, tokens that are in there,
-# and what changes neither ids nor text. Of anything else transformers knows what it means.
-_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
-_TOKENS = {"bos_token", "eos_token", "pad_token", "unk_token"}
-_HARMLESS = {"backend", "chat_template", "model_input_names", "model_max_length", "tokenizer_class"}
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-_LEGACY_FILES = ("added_tokens.json", "special_tokens_map.json")
+_NO_TOKENS = frozenset({"unk_token"})  # stands for text that has no token; texts must show it
 
 
 def transformers() -> ModuleType:
@@ -39,15 +40,19 @@ class TokenizerFile:
     Attributes:
         bos_token_id, eos_token_id: None where there is no such token.
         chat_template: what makes one text of a conversation, if there is one.
+        special_tokens_map: "bos_token", "eos_token" and the like, each with its text.
     """
 
-    def __init__(self, inner: Tokenizer, config: dict[str, Any], chat_template: str | None) -> None:
+    def __init__(self, inner: Tokenizer, named: Mapping[str, Any], chat_template: str | None) -> None:
         inner.no_truncation()
         inner.no_padding()
         self._inner, self.chat_template = inner, chat_template
-        self._named = {name: config[name] for name in _TOKENS & config.keys() if config[name] is not None}
+        self.special_tokens_map = {
+            name: text for name, text in named.items() if name.endswith("_token") and isinstance(text, str)
+        }
         self.bos_token_id, self.eos_token_id = (
-            inner.token_to_id(self._named[name]) if name in self._named else None for name in ("bos_token", "eos_token")
+            inner.token_to_id(self.special_tokens_map[name]) if name in self.special_tokens_map else None
+            for name in ("bos_token", "eos_token")
         )
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
@@ -60,7 +65,7 @@ class TokenizerFile:
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """The text of `ids`; spaces stay as they are, for `read` leaves other tokenizers to transformers."""
+        """Return the text of `ids`. Spaces stay as the model wrote them."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -68,12 +73,15 @@ class TokenizerFile:
         conversation: list[dict[str, Any]],
         add_generation_prompt: bool = False,
         tokenize: bool = True,
-        **variables: Any,
+        **template: Any,
     ) -> dict[str, Any] | str:
-        """The messages ("role", "content") as one text, or its ids; with the start of the answer, if wanted.
+        """Return the messages ("role", "content") as one text, or its ids.
 
         Args:
-            variables: of the template; they take precedence over the tokenizer's own tokens.
+            conversation: the messages.
+            add_generation_prompt: whether the start of an answer follows.
+            tokenize: whether to return ids.
+            **template: variables of the template. They replace special tokens of the same name.
 
         Raises:
             ValueError: there is no template.
@@ -82,7 +90,7 @@ class TokenizerFile:
             raise ValueError("The tokenizer has no chat template; use a checkpoint that was made for chats.")
         render = transformers().utils.chat_template_utils.render_jinja_template
         options = {"chat_template": self.chat_template, "add_generation_prompt": add_generation_prompt}
-        (text,), _ = render([conversation], **options, **self._named | variables)
+        (text,), _ = render([conversation], **options, **{**self.special_tokens_map, **template})
         return self(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:
@@ -99,19 +107,60 @@ class TokenizerFile:
 
 
 def read(directory: Path) -> TokenizerFile | None:
-    """The tokenizer in `directory`, or None where transformers may make something else of its files.
+    """Return the tokenizer in `directory` as its tokenizer.json describes it, or None if there is no such file.
 
     Raises:
-        Exception: tokenizer.json is damaged; the library has no class for that.
+        Exception: a file is damaged; the tokenizers library has no class for that.
     """
-    config = _config(directory)
-    if config is None or any((directory / name).exists() for name in _LEGACY_FILES):
+    if not (directory / "tokenizer.json").is_file():
         return None
-    inner = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    inner, config = Tokenizer.from_file(str(directory / "tokenizer.json")), tokenizer_config.read(directory)
+    _add_tokens(inner, config)
+    named = config.named | {name: token for name, i in config.ids.items() if (token := inner.id_to_token(i))}
+    _make_special(inner, named)
+    return TokenizerFile(inner, named, config.chat_template)
+
+
+def _add_tokens(inner: Tokenizer, config: TokenizerConfig) -> None:
+    """Add the tokens that only the other files have."""
+    for i, token in sorted(config.added.items()):
+        if inner.token_to_id(token.content) is None:
+            inner.add_tokens([token])
+            if inner.token_to_id(token.content) != i:
+                raise ValueError(
+                    f"the token {token.content!r} has the id {i}, and the next one of tokenizer.json is "
+                    f"{inner.token_to_id(token.content)}; get the files of one version of the model"
+                )
+
+
+def _make_special(inner: Tokenizer, named: Mapping[str, str]) -> None:
+    """Make named tokens special: a chat template writes them as text, and texts do not show them."""
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
-    if not {config[name] for name in _TOKENS & config.keys()} <= special | {None}:
-        return None  # transformers would add the token, find it in texts, and leave it out of them
-    return TokenizerFile(inner, config, config.get("chat_template"))
+    others = {text for name, text in named.items() if name not in _NO_TOKENS} - special
+    known = sorted(text for text in others if inner.token_to_id(text) is not None)
+    inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
+
+
+def from_sentencepiece(directory: Path) -> TokenizerFile:
+    """Return the tokenizer of the SentencePiece model in `directory`, which has no tokenizer.json.
+
+    Every text starts with BOS and does not end with EOS, as for the LlamaTokenizer of transformers, unless
+    tokenizer_config.json says otherwise.
+
+    Raises:
+        convert.CheckpointError: it is not a BPE model, or it changes texts before it splits them.
+    """
+    config = tokenizer_config.read(directory)
+    add = {name: config.adds.get(name, name == "bos") for name in ("bos", "eos")}
+    words = sentencepiece.read(directory / "tokenizer.model", add)
+    named = {f"{name}_token": words.tokens[i] for name, i in words.ids.items()} | config.named
+    ids = {
+        name: words.tokens.index(named[f"{name}_token"]) for name in words.ids if named[f"{name}_token"] in words.tokens
+    }
+    inner = gguf_tokenizer.assemble(dataclasses.replace(words, ids=words.ids | ids))
+    _add_tokens(inner, config)
+    _make_special(inner, named)
+    return TokenizerFile(inner, named, config.chat_template)
 
 
 def from_gguf(file: Path) -> TokenizerFile:
@@ -122,19 +171,3 @@ def from_gguf(file: Path) -> TokenizerFile:
     """
     inner, config = gguf_tokenizer.build(gguf_header.read(file))
     return TokenizerFile(inner, config, config.get("chat_template"))
-
-
-def _config(directory: Path) -> dict[str, Any] | None:
-    """tokenizer_config.json, if it leaves everything to a tokenizer.json beside it; the chat template is in it."""
-    try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or not (directory / "tokenizer.json").is_file():
-        return None
-    if config.pop("clean_up_tokenization_spaces", False) or config.get("tokenizer_class") not in _CLASSES:
-        return None
-    if (template := directory / "chat_template.jinja").is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    strings = all(isinstance(config[name], str | None) for name in (_TOKENS | {"chat_template"}) & config.keys())
-    return config if strings and config.keys() <= _TOKENS | _HARMLESS else None

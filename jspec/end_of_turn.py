@@ -1,0 +1,56 @@
+"""The token that a chat template puts after an assistant's message.
+
+A model that is made for chats ends its answers with this token, whether or not its files call it an EOS.
+"""
+
+import functools
+import re
+from typing import Any
+
+_ANSWER = "jspec-answer"
+_CHAT = [{"role": "user", "content": "jspec-question"}, {"role": "assistant", "content": _ANSWER}]
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # marks answers for training; jinja2 does not know it
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the id of the special token with which the chat template ends an answer, or None."""
+    template = getattr(tokenizer, "chat_template", None)
+    return _end_of_turn(tokenizer, template) if isinstance(template, str) else None
+
+
+@functools.lru_cache(maxsize=16)
+def _end_of_turn(tokenizer: Any, template: str) -> int | None:
+    try:
+        text = _rendered(tokenizer, template)
+    except Exception:  # templates may raise anything, and may refuse this conversation
+        return None
+    _, found, after = text.rpartition(_ANSWER)
+    ids = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"] if found else []
+    return ids[0] if ids and _is_special(tokenizer, ids[0]) and after.strip() else None
+
+
+def _rendered(tokenizer: Any, template: str) -> str:
+    """Return the conversation as the template writes it.
+
+    Transformers would render it the same, but importing transformers takes seconds.
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: ""}
+    options = {"messages": _CHAT, "add_generation_prompt": False, **tokenizer.special_tokens_map}
+    return environment.from_string(_GENERATION.sub("", template)).render(options)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _is_special(tokenizer: Any, token: int) -> bool:
+    shown, whole = (
+        tokenizer.decode([token], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        for skip in (True, False)
+    )
+    return not shown and bool(whole)

@@ -1,0 +1,99 @@
+"""The files beside tokenizer.json: named special tokens, added tokens and the chat template."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+_NO_DEFAULT = "{{{{ raise_exception('the tokenizer has the chat templates {names}, and none is the default') }}}}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """What tokenizer.json does not say.
+
+    Attributes:
+        named: "bos_token", "eos_token" and the like, each with its text.
+        ids: the ids of named tokens whose text no file says.
+        adds: "bos", "eos" -> whether every text gets it. tokenizer.json has its own answer to that.
+        added: id -> token, for tokens that tokenizer.json may lack.
+        chat_template: the Jinja template of a conversation, if there is one.
+    """
+
+    named: dict[str, str]
+    ids: dict[str, int]
+    adds: dict[str, bool]
+    added: dict[int, AddedToken]
+    chat_template: str | None
+
+
+def read(directory: Path) -> TokenizerConfig:
+    """Read the files as transformers does for a class that takes tokenizer.json as it is.
+
+    `clean_up_tokenization_spaces` is ignored: it would remove spaces that the model wrote.
+
+    Raises:
+        ValueError: a file is not what it should be.
+    """
+    config = _object(directory / "tokenizer_config.json")
+    fields, added = dict(config), config.get("added_tokens_decoder")
+    if not isinstance(added, dict):  # older folders have two more files instead
+        fields |= _object(directory / "special_tokens_map.json")
+        added = {i: {"content": text} for text, i in _object(directory / "added_tokens.json").items()}
+    named = {name: text for name, value in fields.items() if name.endswith("_token") and (text := _text(value))}
+    # A folder may leave both to its tokenizer's class; config.json has their ids.
+    model = {} if {"bos_token", "eos_token"} <= fields.keys() else _object(directory / "config.json")
+    ids = {name: model.get(f"{name}_id") for name in ("bos_token", "eos_token") if name not in fields}
+    special = {*named.values(), *map(_text, fields.get("additional_special_tokens") or [])}
+    return TokenizerConfig(
+        named=named,
+        ids={name: i for name, i in ids.items() if type(i) is int},
+        adds={name: flag for name in ("bos", "eos") if isinstance(flag := config.get(f"add_{name}_token"), bool)},
+        added={int(i): _added(value, special) for i, value in added.items()},
+        chat_template=_chat_template(directory, config),
+    )
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, or an empty object if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} is not a JSON object")
+    return content
+
+
+def _text(token: Any) -> str | None:
+    """Return the text of a token, which may be an object with flags."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _added(value: Any, special: set[str | None]) -> AddedToken:
+    flags = {
+        name: value[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in value
+    }
+    content = value["content"]
+    return AddedToken(content, **{"special": content in special, "normalized": content not in special} | flags)
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """Return the default of the chat templates; those in files of their own replace those of the config."""
+    given = config.get("chat_template")
+    if isinstance(given, list):
+        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+    files = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if (file := directory / "chat_template.jinja").is_file():
+        files["default"] = file
+    if files:
+        given = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if isinstance(given, dict) and given:
+        only = next(iter(given.values())) if len(given) == 1 else None
+        given = given.get("default", only) or _NO_DEFAULT.format(names=", ".join(map(str, given)))
+    return given if isinstance(given, str) else None
