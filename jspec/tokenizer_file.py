@@ -62,6 +62,10 @@ class TokenizerFile:
         ids = [one.ids for one in self._inner.encode_batch(several, add_special_tokens=add_special_tokens)]
         return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text."""
+        return self(text, add_special_tokens)["input_ids"]
+
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:

@@ -42,6 +42,7 @@ MISTAKES = {
     "file and prompt": (["x", "--file", "PROMPTS"], 2, "leave out one of them"),
     "draft alone": (["x", "--draft", "DRAFT"], 2, "A draft that is a model needs a target"),
     "no such draft": (["x", "--draft", "loookup"], 2, "lists, did you mean 'lookup'; hub ids have the form"),
+    "tokenizer alone": (["x", "--tokenizer", "TARGET"], 2, "--tokenizer is for a target that is named"),
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder is neither a directory nor"),
     "a name of the hub's first days": (["x", "--target", "gpt2", "--plain"], 1, "hub ids have the form 'org/model'"),

@@ -15,6 +15,8 @@ import jspec
 from convert import CheckpointError
 from convert.gguf_splits import SPLITS
 from jspec import text, tokenizer_file
+from jspec.cli.shared import UsageError
+from jspec.cli.sources import sources
 
 END, START, TOOL = "<|endoftext|>", "<|start|>", "<|tool call|>"
 SENTENCE_KEYS = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": None, "tokenizer.ggml.merges": None}
@@ -266,6 +268,22 @@ def test_an_unknown_split_is_refused_with_a_way_out(tmp_path, byte_level):
     file, _ = gguf_files.model(tmp_path / "x.gguf", keys, vocab_size=len(byte_level["tokens"]), num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"'new', a way to split texts that is not known here; .*--tokenizer SRC"):
         text.load_tokenizer(file)
+
+
+def test_the_tokenizer_of_another_checkpoint(tmp_path, byte_level):
+    """For a file whose own cannot be read, as `--tokenizer` gives it; one with more tokens is another model's."""
+    size = len(byte_level["tokens"])
+    file, _ = gguf_files.model(
+        tmp_path / "x.gguf", prefixed(byte_level | {"pre": "new"}), vocab_size=size, num_hidden_layers=1
+    )
+    other, _ = gguf_files.model(tmp_path / "y.gguf", prefixed(byte_level), vocab_size=size, num_hidden_layers=1)
+    ours = sources(str(file), "none", tokenizer_source=str(other)).tokenizer()
+    assert ours("the")["input_ids"] == text.load_tokenizer(other)("the")["input_ids"]
+    with pytest.raises(CheckpointError, match="not known here"):
+        sources(str(file), "none").tokenizer()
+    small, _ = gguf_files.model(tmp_path / "z.gguf", num_hidden_layers=1)
+    with pytest.raises(UsageError, match=rf"--tokenizer .*y.gguf has {size} tokens, and the target"):
+        sources(str(small), "none", tokenizer_source=str(other)).tokenizer()
 
 
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|end|>"])

@@ -11,7 +11,7 @@ import jspec
 
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
-ORDER = ["head_data", "tokenizer_file", "text", "template_variables",
+ORDER = ["head_data", "detokenizer", "tokenizer_config", "tokenizer_file", "end_of_turn", "text", "template_variables",
          "origins", "picture", "tree", "types", "devices", "sharding",
          "keys", "probs", "rows", "tree_yield", "theory", "sampling", "model_sampling",
          "cache", "rope", "kernels", "layers", "attention", "llama", "eagle",

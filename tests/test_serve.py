@@ -149,6 +149,19 @@ def test_echo(complete):
     assert [stream[i]["text"] for i in range(2)] == [choice.text for choice in echo.choices]
 
 
+def test_a_prompt_that_ends_inside_a_character(running, complete):
+    """The token that completes the character gives its text, and an echo has the whole character."""
+    ids = running.tokenizer("a🙂")["input_ids"]
+    options = {"prompt": [ids[:-1]], "max_tokens": 1, "temperature": 0, "logit_bias": {str(ids[-1]): 100}}
+    assert complete(**options).choices[0].text == "🙂"
+    for more in ({}, {"logprobs": 1}):
+        assert complete(**options, **more, echo=True).choices[0].text == "a🙂"
+    (streamed, _) = joined(complete(**options, echo=True, stream=True, stream_options={"include_usage": True}))
+    assert streamed[0]["text"] == "a🙂"
+    only = complete(prompt=[ids[:-1]], max_tokens=0, echo=True).choices[0]
+    assert only.text == "a\ufffd"
+
+
 def test_stop_strings(running, complete):
     biased = {
         "logit_bias": {str(i): 25 for i in running.tokenizer("abc")["input_ids"]},

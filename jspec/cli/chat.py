@@ -33,6 +33,7 @@ def chat(
         str | None,
         typer.Argument(metavar="TARGET", help="Path, name or hub id [default: smollm2 if it is here, or the bundled]."),
     ] = None,
+    tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
     plain: o.Plain = False,
     dtype: o.Dtype = None,
@@ -74,7 +75,7 @@ def chat(
     if system is not None:
         check_text(system, "--system")
     variables = template_variables(template or [])
-    where = sources(_target(target), draft, plain)
+    where = sources(_target(target), draft, plain, tokenizer_source)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     with status_line() as say:

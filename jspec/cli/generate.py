@@ -54,6 +54,7 @@ def generate(
     chat: o.Chat = False,
     system: o.System = None,
     target: o.Target = None,
+    tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
     plain: o.Plain = False,
     dtype: o.Dtype = None,
@@ -80,7 +81,7 @@ def generate(
     go to standard error.
     """
     check_texts(stop := stop or [], "--stop", may_be_empty=False)
-    where = sources(target, draft, plain)
+    where = sources(target, draft, plain, tokenizer_source)
     _check(top_p, show, as_json)
     drafting = _drafting(where, num_draft_tokens, tree, accept, show)
     asked = gather(prompts, file, chat, system, may_be_empty=target is not None)

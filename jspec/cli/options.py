@@ -53,6 +53,15 @@ Stop = Annotated[
     option("--stop", "TEXT", "End before it; decoding goes on behind it. May be given again.", show_default=False),
 ]
 Target = Annotated[str | None, option("--target", "SRC", "Path, name or hub id [default: bundled one].")]
+TargetArgument = Annotated[
+    str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
+]
+Tokenizer = Annotated[
+    str | None,
+    option(
+        "--tokenizer", "SRC", "Model whose tokenizer target and draft have, with its chat template [default: target's]."
+    ),
+]
 Draft = Annotated[
     str | None,
     option(

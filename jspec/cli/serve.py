@@ -48,6 +48,7 @@ def serve(
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
     ] = None,
+    tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
     plain: o.Plain = False,
     num_draft_tokens: Annotated[
@@ -97,7 +98,7 @@ def serve(
     api_key = os.environ.get("JSPEC_API_KEY") if api_key is None else api_key
     _check(api_key, metrics_prefix)
     access = _access(host, allow_host, allow_origin)
-    where = sources(target, draft, plain)
+    where = sources(target, draft, plain, tokenizer_source)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     wishes = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}

@@ -26,11 +26,13 @@ class Sources:
         draft: the same, or a trained head's directory, a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for
             `jspec tune` also "exit".
         looks_up: whether `draft` drafts only where lookup has no guess.
+        tokenizer_source: the checkpoint whose tokenizer the models have; the target, if None.
     """
 
     target: str
     draft: str
     looks_up: bool = False
+    tokenizer_source: str | None = None
 
     @property
     def name(self) -> str:
@@ -53,13 +55,19 @@ class Sources:
         return head_kind(self.draft) in _TREES
 
     def tokenizer(self) -> Any:
-        """The tokenizer of the target, which is the draft's, too."""
+        """Return the tokenizer of the target, which is also the draft's.
+
+        Raises:
+            UsageError: the tokenizer of `tokenizer_source` has more tokens than the target.
+        """
         from convert import loading
         from jspec import text
 
         loading.check(self.target)
-        tokenizer = text.load_tokenizer(self.target)
-        if is_model(self.draft) and head_kind(self.draft) is None:
+        tokenizer = text.load_tokenizer(self.tokenizer_source or self.target)
+        if self.tokenizer_source is not None:
+            self._check_vocabulary(len(tokenizer))
+        if is_model(self.draft) and head_kind(self.draft) is None and self.tokenizer_source is None:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
@@ -77,6 +85,14 @@ class Sources:
         elif is_model(self.draft):
             drafter = load(self.draft, dtype, quantize)
         return target, behind_lookup(drafter) if self.looks_up else drafter
+
+    def _check_vocabulary(self, size: int) -> None:
+        import convert
+
+        known = convert.read_config(convert.resolve(self.target)).vocab_size
+        if size > known:
+            raise UsageError(f"--tokenizer {self.tokenizer_source} has {size} tokens, and the target {known}; give the "
+                             "tokenizer of the same model.")  # fmt: skip
 
     def _check_layers(self) -> None:
         import convert
@@ -124,10 +140,17 @@ def exit_name(drafter: Any) -> str:
     return f"exit:{'-'.join(map(str, (drafter.num_layers, *drafter.skipped)))}"
 
 
-def sources(target: str | None, draft: str | None, plain: bool = False, may_search: bool = False) -> Sources:
+def sources(
+    target: str | None,
+    draft: str | None,
+    plain: bool = False,
+    tokenizer_source: str | None = None,
+    may_search: bool = False,
+) -> Sources:
     """What the options mean: the bundled pair without any; a target alone drafts by lookup, and behind it by its head.
 
     Args:
+        tokenizer_source: the checkpoint whose tokenizer the models have.
         may_search: whether the draft may be "exit", the layers to be found.
 
     Raises:
@@ -136,6 +159,8 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
     """
     if plain and draft not in (None, NONE):
         raise UsageError("--plain decodes without a draft; leave out --draft.")
+    if tokenizer_source is not None and target is None:
+        raise UsageError("--tokenizer is for a target that is named; the bundled one has its own.")
     draft = NONE if plain else _usual(target) if draft is None else draft
     looks_up = draft.startswith(BESIDE)
     draft = draft.removeprefix(BESIDE)
@@ -155,7 +180,7 @@ def sources(target: str | None, draft: str | None, plain: bool = False, may_sear
         raise UsageError("exit stands for layers that jspec tune finds; write exit:N, as it answers.")
     if draft.endswith(STORE) and not Path(draft).is_file():
         raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
-    return Sources(target or BUNDLED_TARGET, draft, looks_up)
+    return Sources(target or BUNDLED_TARGET, draft, looks_up, tokenizer_source)
 
 
 def _check_found(draft: str, may_search: bool) -> None:

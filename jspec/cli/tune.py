@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jspec.cli import options as o
 from jspec.cli.shared import (
     UsageError,
     check_texts,
@@ -21,15 +22,14 @@ if TYPE_CHECKING:
 
 
 def tune(
-    target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
-    ] = None,
+    target: o.TargetArgument = None,
     draft: Annotated[
         str | None,
         typer.Argument(
             metavar="DRAFT", help="Smaller model, same tokenizer; head's folder; datastore; lookup; exit:N; or exit."
         ),
     ] = None,
+    tokenizer_source: o.Tokenizer = None,
     prompts: Annotated[
         list[str] | None,
         option("--prompt", "TEXT", "Text to continue; may be given again [default: some Python].", show_default=False),
@@ -63,7 +63,7 @@ def tune(
     if (target and not draft) or draft == "none":
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer, a trained head's folder, a "
                          "datastore, lookup, exit:N or exit.")  # fmt: skip
-    where = sources(target, draft, may_search=True)
+    where = sources(target, draft, may_search=True, tokenizer_source=tokenizer_source)
     if where.has_tree:
         raise UsageError(f"{where.draft} drafts a tree of its own, so there is nothing to tune.")
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
