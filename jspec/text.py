@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import convert
+from convert import placeholders
 from jspec import tokenizer_file
 from jspec.detokenizer import Pieces as Pieces
 from jspec.detokenizer import pieces as pieces
@@ -28,8 +29,6 @@ EXAMPLE_PROMPTS = [
     "import os\nimport sys\n\ndef main():\n",
     "for name in sorted(os.listdir(path)):\n",
 ]
-
-_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
@@ -52,11 +51,8 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         raise convert.CheckpointError(
             f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
         )
-    if pointer := next(filter(_is_pointer, files), None):
-        raise convert.CheckpointError(
-            f"{pointer} is a pointer of git-lfs, not the file itself; run `git lfs pull` in {directory}, or download "
-            "the file."
-        )
+    for file in files:
+        placeholders.check(file)
     try:
         if (tokenizer := tokenizer_file.read(directory)) is not None:
             return tokenizer
@@ -64,14 +60,6 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     except Exception as error:  # the tokenizer libraries raise many kinds
         reason = " ".join(str(error).split())[:400].rstrip(".")
         raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}.") from error
-
-
-def _is_pointer(file: Path) -> bool:
-    """Whether git-lfs has left a pointer in place of the file."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as stream:
-        return stream.read(len(_POINTER)) == _POINTER
 
 
 def _without_tokenizer_json(directory: Path) -> Any:
