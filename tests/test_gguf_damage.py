@@ -136,7 +136,7 @@ def test_flipped_bits_of_the_structure_are_refused_or_change_nothing(tmp_path, r
 
 def test_a_damaged_tokenizer_is_refused_when_it_is_asked_for(tmp_path):
     for key, value, message in (
-        ("tokenizer.ggml.pre", "deepseek-llm", "tokenizer.ggml.pre 'deepseek-llm', a way to split texts"),
+        ("tokenizer.ggml.pre", "unheard-of", "tokenizer.ggml.pre 'unheard-of', a way to split texts"),
         ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre None, a way to split texts"),
         ("tokenizer.ggml.merges", ["a b c"], "the merge 'a b c' is not of two tokens"),
         ("tokenizer.ggml.merges", ["a z"], "cannot be read: .*z"),
