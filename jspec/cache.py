@@ -110,7 +110,7 @@ def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
     """All slots anew: those that are written, and the others as they were."""
     size, count = slots.shape[axis], new.shape[axis]
     start = jnp.where((start >= 0) & (start + count <= size), start, size)  # dropped as a whole, as there
-    at = jnp.expand_dims(jnp.arange(size) - start[:, None], [i for i in (1, 2, 3) if i != axis])
+    at = jnp.expand_dims(jnp.arange(size)[None] - start[:, None], [i for i in (1, 2, 3) if i != axis])
     placed = new if count == 1 else jnp.take_along_axis(new, jnp.clip(at, 0, count - 1), axis=axis)
     return jnp.where((at >= 0) & (at < count), placed, slots)
 
@@ -157,14 +157,14 @@ def copy_slots(cache: KVCache, source: Array, target: Array, start: Array, count
 
 def visible(positions: Array, num_slots: int) -> Array:
     """``bool[B, S, T]``: the slots a query at ``positions[B, S]`` looks at."""
-    return jnp.arange(num_slots) <= positions[:, :, None]
+    return jnp.arange(num_slots)[None, None] <= positions[:, :, None]
 
 
 def visible_branches(start: Array, branches: Branches, num_slots: int) -> Array:
     """``bool[B, S, T]``: all slots before ``start[b]``, where node 0 lies, and what `branches` says of those after."""
     seen = jnp.asarray(branches.visible)
     seen = jnp.broadcast_to(seen, (start.size, *seen.shape[-2:]))
-    index = jnp.arange(num_slots) - start[:, None]
+    index = jnp.arange(num_slots)[None] - start[:, None]
     at = jnp.clip(index, 0, seen.shape[-1] - 1)
     among = jnp.take_along_axis(seen, jnp.broadcast_to(at[:, None], (*seen.shape[:2], num_slots)), axis=2)
     return (index < 0)[:, None] | ((index < seen.shape[-1])[:, None] & among)

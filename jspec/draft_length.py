@@ -217,19 +217,20 @@ class ByAcceptance(AtMost):
     def budget(self, state: tuple[Array, Array], batch: int) -> Array:
         accepted, judged = state
         rate = (accepted + 1) / (judged + 2)
-        drafts = jnp.arange(self.max_draft_tokens + 1)
+        drafts = jnp.arange(self.max_draft_tokens + 1).astype(jnp.float32)[None]
         tokens = jnp.cumsum(rate[:, None] ** drafts, axis=1)
         speedup = tokens / (1 + drafts * self.cost_ratio)
         return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # without a draft nothing would be learnt
 
     def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
-        sums = 0.9 * state[0] + accepted, 0.9 * state[1] + _judged(drafted, accepted)
+        counts = (count.astype(jnp.float32) for count in (accepted, _judged(drafted, accepted)))
+        sums = tuple(0.9 * old + count for old, count in zip(state, counts, strict=True))
         return jax.tree.map(lambda new, old: jnp.where(drafted > 0, new, old), sums, state)
 
 
 def _judged(drafted: Array, accepted: Array) -> Array:
     """Drafts of a round that were looked at: the accepted ones, and one that was refused."""
-    return accepted + (accepted < drafted)
+    return accepted + (accepted < drafted).astype(jnp.int32)
 
 
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:

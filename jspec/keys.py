@@ -52,7 +52,7 @@ def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
 
 def positions_from(start: Array, count: int) -> Array:
     """``int32[B, count]``, the positions from ``start[B]`` on."""
-    return start[:, None] + jnp.arange(count)
+    return start[:, None] + jnp.arange(count)[None]
 
 
 TRAINING = 2**16  # number of the trials whose texts drafters learn from, or are measured by; tuning has small ones

@@ -32,7 +32,7 @@ def _project(weight: Array, scale: nnx.Param | Array | None, x: Array, dtype: An
     """
     if scale is not None:
         product = _project(weight.astype(x.dtype), None, x, jnp.float32)
-        return (product * scale[...]).astype(dtype or x.dtype)
+        return (product * lax.broadcast_to_rank(scale[...], product.ndim)).astype(dtype or x.dtype)
     product = functools.partial(_product, dtype=dtype)
     if math.prod(x.shape[:-1]) != 1:
         return product(weight, x)
@@ -94,7 +94,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         y = _project(self.weight[...], self.scale, x)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...], y.ndim)
 
 
 class Embed(nnx.Module):
@@ -149,7 +149,7 @@ class RMSNorm(nnx.Module):
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return weight * wide.astype(x.dtype)
+    return lax.broadcast_to_rank(weight, x.ndim) * wide.astype(x.dtype)
 
 
 class MLP(nnx.Module):

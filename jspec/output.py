@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.recording import empty_record, with_round
-from jspec.rows import slice_rows, write_rows
+from jspec.rows import prefix_mask, slice_rows, write_rows
 from jspec.state import DecodeState, RoundOutput
 from jspec.types import PADDING, Output, Record, Stats, pytree
 
@@ -55,13 +55,13 @@ def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Arra
 
 def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
     """`stats` after a round in rows that were not done."""
-    depths = jnp.arange(stats.accepted_at.shape[1])
+    depths = stats.accepted_at.shape[1]
     return Stats(
-        rounds=stats.rounds + ~done,
+        rounds=stats.rounds + (~done).astype(jnp.int32),
         drafted=stats.drafted + new.drafted,
         accepted=stats.accepted + new.accepted,
-        accepted_at=stats.accepted_at + (depths < new.accepted[:, None]),
-        judged_at=stats.judged_at + (depths < new.judged[:, None]),
+        accepted_at=stats.accepted_at + prefix_mask(new.accepted, depths).astype(jnp.int32),
+        judged_at=stats.judged_at + prefix_mask(new.judged, depths).astype(jnp.int32),
         invalid=stats.invalid | new.invalid,
         distortion=stats.distortion + new.distortion,
     )
@@ -73,7 +73,7 @@ def cut_to_size(
     """The new tokens out of the text, and what lies past each row's end blanked."""
     new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
     lengths = state.lengths - prompt_lengths
-    kept = jnp.arange(max_new_tokens) < lengths[:, None]
+    kept = prefix_mask(lengths, max_new_tokens)
     return Output(
         tokens=jnp.where(kept, new, pad_id).astype(jnp.int32),
         lengths=lengths,

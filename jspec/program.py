@@ -18,6 +18,7 @@ from jspec.drafters.checked import CheckedDrafter
 from jspec.llama import Llama
 from jspec.output import OutputBuffers, collect, cut_to_size, empty_buffers
 from jspec.round import play_round
+from jspec.rows import prefix_mask
 from jspec.sampling import (
     LogitsTransforms,
     SamplingParams,
@@ -114,7 +115,7 @@ def decode_program(
         draft_transforms=broadcast_rows(drafter_transforms, batch),
         min_tokens=None if min_tokens is None else jnp.broadcast_to(min_tokens, (batch,)),
     )
-    inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    inside = prefix_mask(lengths, tokens.shape[1])
     tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
     began = start(target, drafter, params, tokens, max_new_tokens, draft_length, record)
 

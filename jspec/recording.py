@@ -9,7 +9,7 @@ from jax import Array
 
 from jspec.acceptance.path import whole_branches
 from jspec.origins import KEPT, NO_GUESS, REFUSED
-from jspec.rows import write_rows
+from jspec.rows import prefix_mask, write_rows
 from jspec.types import Draft, Record, Verdict
 
 
@@ -21,10 +21,10 @@ def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> R
         count: ``int32[B]``, how many tokens.
     """
     batch, size = draft.tokens.shape
-    nodes = jnp.arange(1, size + 1)
+    nodes = jnp.arange(1, size + 1)[None]
     path = jnp.broadcast_to(nodes, (batch, size)) if verdict.path is None else verdict.path
-    written = jnp.arange(path.shape[1]) < accepted[:, None]
-    kept = ((path[:, :, None] == nodes) & written[:, :, None]).any(1)
+    written = prefix_mask(accepted, path.shape[1])
+    kept = ((path[:, :, None] == nodes[:, None]) & written[:, :, None]).any(1)
     guessed = whole_branches(draft) & (count > 0)[:, None]
     fates = jnp.where(kept, KEPT, jnp.where(guessed, REFUSED, NO_GUESS)).astype(jnp.int8)
     parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, size))

@@ -47,7 +47,7 @@ def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 def rope_tables(positions: Array, rope: RopeConfig, head_dim: int) -> tuple[Array, Array]:
     """Cosines and sines ``float32[B, 1, S, D / 2]`` for ``positions[B, S]``."""
-    angles = positions[:, None, :, None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+    angles = positions[:, None, :, None].astype(jnp.float32) * rope_frequencies(rope, head_dim)[None, None, None]
     tables = jnp.cos(angles), jnp.sin(angles)
     if rope.attention_factor != 1:
         tables = tables[0] * rope.attention_factor, tables[1] * rope.attention_factor

@@ -19,10 +19,10 @@ from jspec.draft_length import DraftLength
 from jspec.drafters.asked import embeddings_of, features_of, num_likeliest_of
 from jspec.drafters.base import Context, Drafter, TargetView, as_draft, is_foreign, only, outside, tree_of
 from jspec.drafters.reading import read_on
-from jspec.keys import draft_noise, target_noise
+from jspec.keys import draft_noise, positions_from, target_noise
 from jspec.probs import at_tokens
 from jspec.recording import of_round
-from jspec.rows import write_rows
+from jspec.rows import prefix_mask, write_rows
 from jspec.sampling import add_tokens, raw_logprobs, top_logprobs
 from jspec.state import DecodeState, RequestParams, RoundOutput
 from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
@@ -87,8 +87,8 @@ def _allowed(params: RequestParams, state: DecodeState, draft: Draft, vocab_size
     """``bool[B, N + 1, V]``, without the ends of text where it is too early for one; None for all tokens."""
     if params.min_tokens is None:
         return None
-    new = (state.lengths - params.prompt_lengths)[:, None] + jnp.asarray(draft.topology.offsets)
-    ends = (params.eos_ids[:, :, None] == jnp.arange(vocab_size)).any(1)
+    new = (state.lengths - params.prompt_lengths)[:, None] + jnp.atleast_2d(jnp.asarray(draft.topology.offsets))
+    ends = (params.eos_ids[:, :, None] == jnp.arange(vocab_size)[None, None]).any(1)
     return (new >= params.min_tokens[:, None])[:, :, None] | ~ends[:, None]
 
 
@@ -107,7 +107,7 @@ def _propose(
         return Draft(jnp.zeros((batch, 0), jnp.int32), empty), jnp.zeros(batch, bool), state.drafter
     k = draft_length.max_draft_tokens
     with jax.named_scope("draft"):
-        noise = _noise(rule, params, state.lengths[:, None] + jnp.arange(k), vocab_size, tree_of(drafter, k))
+        noise = _noise(rule, params, positions_from(state.lengths, k), vocab_size, tree_of(drafter, k))
         context = Context(state.tokens, state.lengths, noise, params.draft_transforms, state.token_counts,
                           TargetView(target, state.cache, unread=1), vocab_size)  # fmt: skip
         budget = draft_length.budget(state.draft_length, batch)
@@ -203,7 +203,7 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
     limit = params.limits - (state.lengths - params.prompt_lengths)
     is_eos = (tokens[:, :, None] == params.eos_ids[:, None, :]).any(-1)
     to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1).astype(jnp.int32) + 1, width)
-    possible = num_accepted + ~no_mass
+    possible = num_accepted + (~no_mass).astype(jnp.int32)
     count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, limit)))
     last_is_eos = jnp.take_along_axis(is_eos, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     ended = last_is_eos & (count > 0) | (count == limit)
@@ -217,7 +217,8 @@ def _output(
     num_accepted = verdict.num_accepted
     stop = _stop(params, state, num_accepted, path)
     accepted = jnp.minimum(num_accepted, stop.gained)
-    refused = (num_accepted < path.num_guessed) & (num_accepted < stop.gained)  # and its correction is written
+    # Where the correction of a refused guess is written.
+    refused = ((num_accepted < path.num_guessed) & (num_accepted < stop.gained)).astype(jnp.int32)
     # An accepted end of text ends the draft with it.
     depth = jnp.minimum(jnp.where(stop.to_eos <= accepted, stop.to_eos, stop.limit), path.guesses.shape[1] - 1)
     drafted = jnp.take_along_axis(path.guesses, depth[:, None], axis=1)[:, 0]
@@ -255,7 +256,7 @@ def _distortion(verdict: Verdict, count: Array) -> Array:
     """That of the tokens a row has gained, ``float32[B]``."""
     if verdict.distortion is None:
         return jnp.zeros(count.shape, jnp.float32)
-    kept = jnp.arange(verdict.distortion.shape[1]) < count[:, None]
+    kept = prefix_mask(count, verdict.distortion.shape[1])
     return jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
 
 
@@ -263,7 +264,7 @@ def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> 
     """The state with the new tokens in it."""
     counts = state.token_counts
     if counts is not None:
-        counts = add_tokens(counts, new.tokens, jnp.arange(new.tokens.shape[1]) < new.count[:, None])
+        counts = add_tokens(counts, new.tokens, prefix_mask(new.count, new.tokens.shape[1]))
     return dataclasses.replace(
         state,
         tokens=write_rows(state.tokens, new.tokens, state.lengths),
@@ -277,4 +278,4 @@ def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
     """Where the tokens of a `Path` come from, ``int8[B, K + 1]``."""
     none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, where nothing was to be drafted
     after = jnp.where(num_accepted < guessed, CORRECTED, jnp.where(guessed > 0, BONUS, none))
-    return jnp.where(jnp.arange(width) < num_accepted[:, None], ACCEPTED, after[:, None]).astype(jnp.int8)
+    return jnp.where(prefix_mask(num_accepted, width), ACCEPTED, after[:, None]).astype(jnp.int8)

@@ -10,6 +10,11 @@ from jax import Array, lax
 _UNROLLED = 32
 
 
+def prefix_mask(lengths: Array, size: int) -> Array:
+    """Return ``bool[B, size]``: which of `size` columns are among the first ``lengths[b]`` of row b."""
+    return jnp.arange(size)[None] < lengths[:, None]
+
+
 def slice_rows(rows: Array, start: Array, size: int) -> Array:
     """``rows[b, start[b] : start[b] + size]`` of every row."""
 
@@ -54,7 +59,7 @@ def tally(counts: Array, tokens: Array, more: Array) -> Array:
         return jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))(counts, tokens, more)
 
     def by_token(counts: Array, tokens: Array, more: Array) -> Array:
-        meant = tokens[..., None] == jnp.arange(counts.shape[-1])
+        meant = tokens[..., None] == jnp.arange(counts.shape[-1])[None, None]
         return counts + jnp.where(meant, more[..., None], 0).sum(axis=1, dtype=counts.dtype)
 
     return lax.platform_dependent(counts, tokens, more, tpu=by_token, default=together)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from jspec.probs import at_tokens
-from jspec.rows import tally
+from jspec.rows import prefix_mask, tally
 from jspec.sharding import vary_like
 from jspec.types import pytree
 
@@ -127,7 +127,7 @@ def broadcast_rows(transforms: LogitsTransforms, batch: int) -> LogitsTransforms
 
 def count_prompt(tokens: Array, lengths: Array, vocab_size: int) -> TokenCounts:
     """`TokenCounts` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
-    inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    inside = prefix_mask(lengths, tokens.shape[1])
     prompt = jax.vmap(lambda tokens, inside: jnp.zeros(vocab_size, bool).at[tokens].max(inside))(tokens, inside)
     return TokenCounts(prompt, jnp.zeros(prompt.shape, jnp.int32))
 
@@ -203,9 +203,9 @@ def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTra
         penalised = jnp.where(logits < 0, logits * transforms.repetition, logits / transforms.repetition)
         logits = jnp.where(prompt | (counts > 0), penalised, logits)
     if transforms.frequency is not None:
-        logits = logits - transforms.frequency * counts
+        logits = logits - transforms.frequency * counts.astype(jnp.float32)
     if transforms.presence is not None:
-        logits = logits - transforms.presence * (counts > 0)
+        logits = logits - transforms.presence * (counts > 0).astype(jnp.float32)
     return logits
 
 
@@ -234,7 +234,7 @@ def _kth_largest(values: Array, k: Array) -> Array:
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     # Flip negative floats entirely and positive ones in the sign, so that unsigned order is float order.
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-    threshold = _largest_where(lambda candidate: jnp.sum(order >= candidate) >= k, order)
+    threshold = _largest_where(lambda candidate: jnp.sum(order >= candidate).astype(jnp.float32) >= k, order)
     kth = jnp.min(jnp.where(order >= threshold, values, jnp.inf))
     return jnp.where((k > 0) & (k <= values.size), kth, -jnp.inf)
 

@@ -43,10 +43,10 @@ class Branches:
     @staticmethod
     def places(start: Array, size: int, branches: "Branches | None") -> tuple[Array, Array]:
         """Slots and positions ``int32[B, S]`` of a pass of `size` tokens, whose node 0 or first token is at `start`."""
-        slots = start[:, None] + jnp.arange(size)
+        slots = start[:, None] + jnp.arange(size)[None]
         if branches is None:
             return slots, slots
-        return slots + branches.read, start[:, None] + branches.offsets
+        return slots + branches.read, start[:, None] + jnp.atleast_2d(branches.offsets)
 
     @staticmethod
     def argument(branches: "Branches | None") -> dict[str, "Branches"]:
@@ -225,7 +225,7 @@ class DynamicTree:
         reached = jnp.broadcast_to(own, (len(self.parents), *own.shape))
         above = jnp.pad(self.parents, ((0, 0), (1, 0)))[..., None]  # node 0 counts as its own parent
         for _ in range(self.max_depth):
-            reached = own | jnp.take_along_axis(reached, above, axis=1)
+            reached = own[None] | jnp.take_along_axis(reached, above, axis=1)
         return reached
 
     @property

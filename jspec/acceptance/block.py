@@ -32,7 +32,8 @@ class Block(Rule):
         uniforms = uniform(stream(round_keys, positions_from(start, num_draft_tokens), Purpose.ACCEPT))
         weights = block_weights(draft, target_probs)
         kept = uniforms < block_chances(weights, draft, target_probs)
-        num_accepted = (kept * jnp.arange(1, num_draft_tokens + 1)).max(axis=1, initial=0).astype(jnp.int32)
+        depths = jnp.arange(1, num_draft_tokens + 1)[None]
+        num_accepted = jnp.where(kept, depths, 0).max(axis=1, initial=0).astype(jnp.int32)
         weight = jnp.take_along_axis(weights, num_accepted[:, None], axis=1)
         law = next_probs(num_accepted, draft, target_probs, weight)
         return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))

@@ -63,7 +63,7 @@ def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Arr
     """
     tree = draft.static_tree
     children = tree.children
-    there = (children > 0) & is_guess(draft)[:, np.maximum(children - 1, 0)]
+    there = (children > 0)[None] & is_guess(draft)[:, np.maximum(children - 1, 0)]
     q = jnp.zeros_like(target_probs)
     for rank in range(tree.max_children):
         probs = draft.probs[:, np.maximum(children[:, rank] - 1, 0)]
@@ -104,7 +104,7 @@ def shared_factor(p: Array, q: Array, count: Array, most: int) -> Array:
         return jnp.where(below, low, middle), jnp.where(below, middle, high)
 
     least = jnp.ones_like(p[..., 0])
-    bounds: tuple[Array, Array] = vary_like((least, least * jnp.maximum(count, 1)), p)
+    bounds: tuple[Array, Array] = vary_like((least, least * jnp.maximum(count, 1).astype(least.dtype)), p)
     _, found = cast(tuple[Array, Array], lax.fori_loop(0, _STEPS, halve, bounds))
     return jnp.where(enough(least), least, found)  # p = q is accepted at 1, and hardly at a number above it
 

@@ -37,7 +37,7 @@ def tokens_along(draft: Draft, verdict: Verdict) -> Array:
     if verdict.path is not None:
         tokens = jnp.take_along_axis(tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
     tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
-    follows = jnp.arange(tokens.shape[1]) == verdict.num_accepted[:, None]
+    follows = jnp.arange(tokens.shape[1])[None] == verdict.num_accepted[:, None]
     return jnp.where(follows, verdict.next_token[:, None], tokens)
 
 
@@ -46,13 +46,15 @@ def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
     tree = draft.topology
     if verdict.path is None:
         guessed = num_guessed(draft)
-        guesses = jnp.minimum(guessed[:, None], jnp.arange(tree.size + 1, dtype=jnp.int32))
+        guesses = jnp.minimum(guessed[:, None], jnp.arange(tree.size + 1, dtype=jnp.int32)[None])
     else:
         path, guess = verdict.path, whole_branches(draft)
         target_probs = at_path(target_probs, verdict)
         end = end_of(verdict.num_accepted, path)
-        guessed = verdict.num_accepted + (guess & (jnp.asarray(tree.parents) == end[:, None])).any(1)
-        down_to = jnp.asarray(tree.offsets)[..., None, 1:] <= jnp.arange(tree.max_depth + 1)[:, None]
+        follows = guess & (jnp.atleast_2d(jnp.asarray(tree.parents)) == end[:, None])
+        guessed = verdict.num_accepted + follows.any(1).astype(jnp.int32)
+        depths = jnp.atleast_2d(jnp.asarray(tree.offsets))[:, None, 1:]
+        down_to = depths <= jnp.arange(tree.max_depth + 1)[None, :, None]
         guesses = (guess[:, None, :] & down_to).sum(-1, dtype=jnp.int32)
     return Path(tokens_along(draft, verdict), target_probs, guessed, guesses)
 

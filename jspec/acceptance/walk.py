@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jspec.keys import Purpose, of_sibling, positions_from, stream, uniform
 from jspec.probs import at_tokens, residual
@@ -44,19 +44,19 @@ def follow(kept: Array, tree: AnyTree) -> tuple[Array, Array]:
     Returns:
         ``int32[B]``, how many nodes it has; and ``int32[B, max_depth]``, those by their depths, then 0.
     """
-    parents, depths = jnp.asarray(tree.parents), jnp.asarray(tree.offsets)[..., 1:]
-    elder = jnp.tril(parents[..., :, None] == parents[..., None, :], -1)
+    parents, depths = (jnp.atleast_2d(jnp.asarray(part)) for part in (tree.parents, tree.offsets))
+    elder = jnp.tril(parents[:, :, None] == parents[:, None, :], -1)
     kept = kept & ~(kept[:, None, :] & elder).any(-1)
     reached = (kept[:, None, :] | ~above(tree)).all(-1)
-    at_depth = reached[:, None, :] & (depths[..., None, :] == jnp.arange(1, tree.max_depth + 1)[:, None])
-    path = jnp.where(at_depth, jnp.arange(1, tree.size + 1), 0).sum(-1)
+    at_depth = reached[:, None, :] & (depths[:, None, 1:] == jnp.arange(1, tree.max_depth + 1)[None, :, None])
+    path = jnp.where(at_depth, jnp.arange(1, tree.size + 1)[None, None], 0).sum(-1)
     return reached.sum(-1, dtype=jnp.int32), path.astype(jnp.int32)
 
 
 def follow_longest(kept: Array, tree: Tree) -> tuple[Array, Array]:
     """As `follow`, but of siblings the one behind which most is kept; of equal branches that of the first leaf."""
     reached = (kept[:, None, :] | ~above(tree)).all(-1)
-    depths = jnp.where(reached, tree.offsets[1:], 0)
+    depths = jnp.where(reached, tree.offsets[None, 1:], 0)
     end = jnp.where(reached.any(-1), jnp.argmax(depths, axis=-1) + 1, 0)
     return jnp.asarray(tree.offsets)[end], jnp.asarray(tree.paths)[end]
 
@@ -135,8 +135,8 @@ def is_guess(draft: Draft) -> Array:
 
 
 def above(tree: AnyTree) -> Array:
-    """``bool[N, N]`` or ``bool[B, N, N]``: row n has node n + 1 and the guesses before it."""
-    return jnp.asarray(tree.ancestors)[..., 1:, 1:]
+    """Return ``bool[1, N, N]``, or ``bool[B, N, N]`` of a dynamic tree: row n has node n + 1 and its ancestors."""
+    return lax.broadcast_to_rank(jnp.asarray(tree.ancestors)[..., 1:, 1:], 3)
 
 
 def length_of_prefix(kept: Array) -> Array:

@@ -17,7 +17,7 @@ from jax import Array
 from jspec.draft_length import DraftLength
 from jspec.drafters.asked import embeddings_of
 from jspec.probs import sample_with_noise
-from jspec.rows import slice_rows
+from jspec.rows import prefix_mask, slice_rows
 from jspec.sampling import LogitsTransforms, TokenCounts
 from jspec.tree import DynamicTree, Tree
 from jspec.types import Draft, Verdict, longer_by_padding, same_but_for_padding
@@ -197,7 +197,7 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
     if draft.valid is not None:
         draft = only(draft, draft.valid, draft.tokens)
     if context.budget is not None:
-        draft = only(draft, jnp.arange(num_draft_tokens) < context.budget[:, None])
+        draft = only(draft, prefix_mask(context.budget, num_draft_tokens))
     if is_foreign(drafter):
         embeddings = embeddings_of(drafter)
         readable = context.vocab_size + (0 if embeddings is None else len(embeddings))
@@ -242,7 +242,7 @@ def as_tree(tree: Any) -> Tree:
 def certain(tokens: Array, guessed: Array, context: Context, tree: Tree | None = None) -> Draft:
     """A draft of ``tokens[B, K]`` that the text alone decides: one-hot laws, or zeros where not ``guessed[B, K]``."""
     laws = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32)
-    return Draft(tokens, laws * guessed[..., None], tree)
+    return Draft(tokens, laws * guessed[..., None].astype(laws.dtype), tree)
 
 
 def outside(tokens: Array, vocab_size: int) -> Array:

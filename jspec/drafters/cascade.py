@@ -14,7 +14,8 @@ from jspec.cache import KVCache, prefill, whole_tiles
 from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
 from jspec.drafters.model import ModelDrafter, as_part
 from jspec.drafters.reading import read_on
-from jspec.rows import slice_rows, write_rows
+from jspec.keys import positions_from
+from jspec.rows import prefix_mask, slice_rows, write_rows
 from jspec.sampling import TokenCounts, add_tokens, token_probs
 from jspec.sharding import vary_like
 from jspec.types import Draft, Verdict, check_count, pytree
@@ -128,14 +129,14 @@ class CascadeDrafter:
         tokens = write_rows(progress.tokens, guess.tokens, lengths)
         block, start, last = last_tokens(tokens, lengths, context.unread, k)
         hidden, cache = self.middle.forward(block, progress.cache, start)
-        hidden = jnp.take_along_axis(hidden, (last[:, None] + jnp.arange(k + 1))[..., None], axis=1)
+        hidden = jnp.take_along_axis(hidden, positions_from(last, k + 1)[..., None], axis=1)
         logits = fit_vocabulary(self.middle.logits(hidden), context.vocab_size)
         probs = token_probs(logits, context.transforms, progress.token_counts, guess.tokens)
         verdict = accept_coupled(noise[:, :, 0], guess, probs)
         tokens = write_rows(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted)
         emitted = slice_rows(tokens, lengths, k + 1)
         gained = jnp.minimum(verdict.num_accepted + 1, num_draft_tokens - counts)
-        kept = jnp.arange(k + 1) < gained[:, None]
+        kept = prefix_mask(gained, k + 1)
         return _Progress(
             counts=counts + gained,
             tokens=write_rows(progress.tokens, emitted, lengths),

@@ -112,8 +112,8 @@ class DynamicTreeDrafter(Around):
             scores, best = lax.top_k(found, min(width, found.shape[1]))
             # Without a scatter over rows, which on TPUs is a loop. The last level is not read.
             numbers = 1 + read.shape[1] + jnp.arange(best.shape[1])
-            chosen = (best[..., None] == jnp.arange(found.shape[1])) & (depth + 1 < self.max_depth)
-            slots = jnp.where(chosen, numbers[:, None], 0).sum(1, dtype=jnp.int32)
+            chosen = (best[..., None] == jnp.arange(found.shape[1])[None, None]) & (depth + 1 < self.max_depth)
+            slots = jnp.where(chosen, numbers[None, :, None], 0).sum(1, dtype=jnp.int32)
             pools.append(_Pool(found, tokens, jnp.repeat(beams, count, axis=1), slots))
             if depth + 1 == self.max_depth:
                 break

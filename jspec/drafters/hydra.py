@@ -47,7 +47,7 @@ class HydraHead(nnx.Module):
             x = block(x)
         if self.lm_head is None or self.bias is None:
             return target.head.logits(x.astype(target.dtype))
-        return self.lm_head.logits(x) + self.bias[...].astype(jnp.float32)
+        return self.lm_head.logits(x) + self.bias[...].astype(jnp.float32)[None, None]
 
 
 @pytree

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jspec.drafters.base import Context, certain
 from jspec.drafters.ngram import NGramDrafter, trie
 from jspec.drafters.reading import ReadsNothing
+from jspec.keys import positions_from
 from jspec.tree import Tree
 from jspec.types import Draft, Verdict, check_count, pytree
 
@@ -81,10 +82,10 @@ class LookaheadDrafter(ReadsNothing):
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         tokens, found = self._guesses(state.pool, last, context)
         count = (self.ngram - 1) * self.window
-        places = jnp.arange(count) * context.lengths[:, None] // count  # of the text, evenly: any tokens will do
+        places = jnp.arange(count)[None] * context.lengths[:, None] // count  # of the text, evenly: any tokens will do
         some = jnp.take_along_axis(context.tokens, places, axis=1).reshape(state.window.shape)
         window = jnp.where(state.window < 0, some, state.window)
-        window = jnp.where(nodes == 0, last[..., None], window)
+        window = jnp.where(nodes[None] == 0, last[..., None], window)
         ahead = window.reshape(len(last), -1)[:, 1:]
         tokens = jnp.concatenate([tokens, ahead], axis=1)
         found = jnp.pad(found, ((0, 0), (0, nodes.size - 1)))
@@ -94,7 +95,7 @@ class LookaheadDrafter(ReadsNothing):
         """Nodes of the guesses' branches, and which of them there are."""
         count = min(4 * self.guesses, pool.shape[1])  # some begin alike
         same = pool[:, :, 0] == last
-        order = lax.top_k(jnp.where(same, pool.shape[1] - jnp.arange(pool.shape[1]), 0), count)[1]
+        order = lax.top_k(jnp.where(same, pool.shape[1] - jnp.arange(pool.shape[1])[None], 0), count)[1]
         pooled = jnp.take_along_axis(pool, order[..., None], axis=1)[..., 1:]
         copied, there = NGramDrafter().matches(context, count, self.ngram - 1)
         followed = jnp.concatenate([pooled, copied], axis=1)
@@ -109,7 +110,7 @@ class LookaheadDrafter(ReadsNothing):
         grams = jnp.swapaxes(columns, 1, 2)
         again = (state.pool[:, :, None] == grams[:, None]).all(-1).any(-1)  # those are remembered once
         pool = jnp.concatenate([grams, jnp.where(again[..., None], -1, state.pool)], axis=1)
-        further = (jnp.arange(self.window) + verdict.num_accepted[:, None]) % self.window
+        further = positions_from(verdict.num_accepted, self.window) % self.window
         window = jnp.take_along_axis(columns[:, 1:], further[:, None], axis=2)
         return _State(window, pool[:, : state.pool.shape[1]])
 

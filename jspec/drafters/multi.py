@@ -19,6 +19,7 @@ from jspec.drafters.asked import features_of, features_of_all, least, num_likeli
 from jspec.drafters.base import Context, as_draft, only, shared_vocabulary
 from jspec.drafters.model import ModelDrafter, as_part
 from jspec.drafters.reading import read_on
+from jspec.rows import prefix_mask
 from jspec.tree import Tree
 from jspec.types import Draft, Verdict, check_count
 
@@ -139,7 +140,7 @@ class MultiDrafter:
         Those that read states of the target need them of the whole text, and are told of the path, whosever it is.
         """
         assert verdict.path is not None, "a rule that takes no trees is refused"
-        text, before = tokens_along(draft, verdict), jnp.arange(self.num_draft_tokens) < verdict.num_accepted[:, None]
+        text, before = tokens_along(draft, verdict), prefix_mask(verdict.num_accepted, self.num_draft_tokens)
         nodes = jnp.maximum(verdict.path - 1, 0)[..., None]
         laws = None if draft.probs is None else jnp.take_along_axis(draft.probs, nodes, axis=1)
         path = only(Draft(text[:, :-1], laws, valid=before), before, text[:, :-1])

@@ -69,12 +69,12 @@ class NGramDrafter(Stateless):
         same, matched = (ends < length - 1), jnp.zeros(tokens.size, jnp.int32)
         for back in range(self.max_ngram):
             same &= (jnp.roll(tokens, back) == tokens[length - 1 - back]) & (ends >= back)
-            matched += same
+            matched += same.astype(jnp.int32)
         matched = jnp.where(matched >= self.min_ngram, matched, 0)
         scores = matched * tokens.size + ends  # the longest, and of those the last
         best = jnp.argmax(scores)[None] if count == 1 else lax.top_k(scores, count)[1]
         period = jnp.maximum(length - 1 - best, 1)[:, None]
-        source = best[:, None] + 1 + jnp.arange(num_draft_tokens) % period
+        source = best[:, None] + 1 + jnp.arange(num_draft_tokens)[None] % period
         return tokens[source].astype(jnp.int32), matched[best] > 0
 
 

@@ -113,9 +113,9 @@ def _followers(table: _Table, tokens: Array, context: Context) -> Array:
     """What comes behind ``tokens[B, S]``, ``int32[B, S, R]``: as the table says, else as the text last went on."""
     same = tokens[..., None] == table.tokens[:, None]
     row = jnp.take_along_axis(table.followers, jnp.argmax(same, axis=-1)[..., None], axis=1)
-    places = jnp.arange(context.tokens.shape[1])
+    places = jnp.arange(context.tokens.shape[1])[None, None]
     earlier = (tokens[..., None] == context.tokens[:, None]) & (places < context.lengths[:, None, None] - 1)
     place = jnp.where(earlier, places, -1).max(-1)
     copied = jnp.where(place >= 0, jnp.take_along_axis(context.tokens, place + 1, axis=1), -1)
-    known, first = same.any(-1, keepdims=True), jnp.arange(row.shape[-1]) == 0
+    known, first = same.any(-1, keepdims=True), jnp.arange(row.shape[-1])[None, None] == 0
     return jnp.where(known, row, jnp.where(first, copied[..., None], -1))

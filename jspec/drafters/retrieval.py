@@ -80,10 +80,10 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
         Of each of the S tokens of a level, for the tokens before them differ.
         """
-        at = context.lengths[:, None] - 1 - jnp.arange(self.max_ngram)
+        at = context.lengths[:, None] - 1 - jnp.arange(self.max_ngram)[None]
         last = jnp.where(at >= 0, jnp.take_along_axis(context.tokens, jnp.maximum(at, 0), axis=1), -1)
         matches = jax.vmap(self._matches)(last)
-        followed = _read(self.tokens, matches[:, :, None] + jnp.arange(tree.max_depth))
+        followed = _read(self.tokens, matches[:, :, None] + jnp.arange(tree.max_depth)[None, None])
         return self._law(followed[:, :, 0]), followed[:, None]
 
     def extend(self, carry: Array, tokens: Array, level: Level, context: Context) -> tuple[Array, Array]:
@@ -127,7 +127,8 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
     def _before(self, positions: Array) -> Array:
         """The tokens before ``positions[...]``, the nearest first: ``int32[..., max_ngram]``."""
-        return _read(self.tokens, positions[..., None] - 1 - jnp.arange(self.max_ngram))
+        back = lax.broadcast_to_rank(jnp.arange(self.max_ngram), positions.ndim + 1)
+        return _read(self.tokens, positions[..., None] - 1 - back)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, which appears whole or not at all.
@@ -182,7 +183,8 @@ def _read(tokens: Array, positions: Array) -> Array:
 
 def _common(before: Array, last: Array) -> Array:
     """How many tokens ``before[..., n]`` and ``last[n]`` have in common at their start; -1 is no token."""
-    return jnp.min(jnp.where((before != last) | (last < 0), jnp.arange(last.size), last.size), axis=-1)
+    index, last = (lax.broadcast_to_rank(part, before.ndim) for part in (jnp.arange(last.size), last))
+    return jnp.min(jnp.where((before != last) | (last < 0), index, last.size), axis=-1)
 
 
 def _sorted(tokens: np.ndarray, max_ngram: int) -> np.ndarray:

@@ -121,7 +121,7 @@ def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replace
     """
     if count == 1 or spare is None:
         return sample_with_noise(noise[:, :, 0], law)[:, :, None], law[:, :, None]
-    index, left = jnp.arange(law.shape[-1]), law
+    index, left = jnp.arange(law.shape[-1])[None, None], law
     tokens: list[Array] = []
     laws: list[Array] = []
     for rank in range(count):
