@@ -8,7 +8,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from jspec.acceptance import RULES, Rule
-from jspec.checks import as_arrays, check_arguments, check_measurable, check_rule, check_tuning
+from jspec.checks import as_arrays, check_arguments, check_rule
 from jspec.draft_length import Fixed
 from jspec.drafters.asked import reach_of
 from jspec.drafters.autoregressive import AutoregressiveDrafter
@@ -19,13 +19,16 @@ from jspec.keys import trial_keys
 from jspec.llama import Llama
 from jspec.program import run_program
 from jspec.sampling import SamplingParams
+from jspec.transfers import explicit_transfers
 from jspec.tree import Tree
 from jspec.tree_checks import check_chain
 from jspec.tree_tuning import with_trees
 from jspec.tuning import TRIALS, Setting, Tuning, measure, remembered, tuning_key
+from jspec.tuning_checks import check_measurable, check_tuning
 from jspec.types import Output
 
 
+@explicit_transfers()
 def tune(
     target: Llama,
     draft: Llama | Drafter | AskingDrafter,

@@ -1,6 +1,7 @@
 """What `generate` and `speculative_generate` refuse, before any device work, and what they say.
 
-Inside a caller's `jax.jit` arguments are tracers without values; then only their shapes and dtypes can be checked.
+Values are checked where they are known. Inside a caller's `jax.jit` there are none yet, and a call must not wait for
+arrays that a device still computes; of those only shapes and dtypes are checked.
 """
 
 import dataclasses
@@ -10,7 +11,6 @@ import reprlib
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +18,7 @@ from jspec.acceptance import RULES, Rule
 from jspec.drafters.asked import embeddings_of, features_of, says_how_sure
 from jspec.left_padding import check_right_padded
 from jspec.sampling import SamplingParams
+from jspec.transfers import values, values_if_known
 from jspec.types import same_but_for_padding
 
 # Name: what is allowed, the test of a NumPy array of values.
@@ -55,15 +56,15 @@ def check_arguments(
     """
     check_target(target)
     vocab_size = target.config.vocab_size
-    _check_whole("max_new_tokens", max_new_tokens)
+    check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
         _check_drafter(drafter, vocab_size)
         _check_asked(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
     batch = _check_prompts(tokens, lengths, target.config)
     _check_keys(keys, batch)
-    _check_positions(target, drafter, lengths, max_new_tokens)
     _check_sampling(sampling, batch, vocab_size)
+    _check_positions(target, drafter, lengths, max_new_tokens, sampling.max_tokens)
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
@@ -87,32 +88,10 @@ def _check_asked(target: Any, drafter: Any) -> None:
 
 def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
     """Raise ValueError where ``strange[B]`` says of a row that its drafts had ids outside the vocabulary."""
-    rows = _values(strange)
+    rows = values(strange)
     if rows is not None and rows.any():
         raise ValueError(f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
                          f"{np.argmax(rows)}; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
-
-
-def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> None:
-    """Raise ValueError where texts of `max_new_tokens` cannot tell what rounds of `max_draft_tokens` yield."""
-    _check_whole("max_new_tokens", max_new_tokens)
-    _check_whole("max_draft_tokens", max_draft_tokens)
-    if isinstance(max_nodes, bool) or not isinstance(max_nodes, numbers.Integral) or max_nodes < 0:
-        raise ValueError(f"max_nodes must be an int of at least 0, which is for chains alone; got {max_nodes!r}.")
-    least = 4 * (max_draft_tokens + 1)
-    if max_new_tokens < least:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is too short a text to measure {max_draft_tokens} drafts a "
-                         f"round; use at least {least}, or a smaller max_draft_tokens.")  # fmt: skip
-
-
-def check_measurable(*arguments: Any) -> None:
-    """Raise ValueError where there is nothing to time, or several hosts might come to several answers."""
-    # Inside a caller's transformation even a new array is traced.
-    leaves = jax.tree.leaves((arguments, jnp.zeros(())))
-    if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise ValueError('jspec.tune, jspec.best_exit and num_draft_tokens="auto" measure, which cannot be done inside '
-                         "jax.jit or another transformation, nor by several processes at once; call jspec.tune "
-                         "beforehand and pass what it finds.")  # fmt: skip
 
 
 def as_array(name: str, value: Any, remedy: str = "pad them on the right to one length") -> Any:
@@ -137,13 +116,6 @@ def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[A
         arrays = {name: as_array(name, value, "give one number for each row") for name, value in lists.items()}
         sampling = dataclasses.replace(sampling, **arrays)
     return as_array("tokens", tokens), as_array("lengths", lengths), eos_ids, sampling
-
-
-def _values(x: Any) -> np.ndarray | None:
-    """`x` on the host; None while it is being traced, or where other hosts hold parts of it."""
-    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return None
-    return np.asarray(x)
 
 
 def check_rule(accept: Any) -> Rule:
@@ -178,7 +150,8 @@ def _check_hashable(name: str, value: Any) -> None:
                         "make it a frozen dataclass of plain numbers.") from None  # fmt: skip
 
 
-def _check_whole(name: str, value: Any, or_else: str = "") -> None:
+def check_whole(name: str, value: Any, or_else: str = "") -> None:
+    """Raise ValueError unless `value` is a whole number of at least 1; `or_else` names what else it may be."""
     try:
         if not isinstance(value, bool) and operator.index(value) >= 1:
             return
@@ -191,14 +164,14 @@ def _check_whole(name: str, value: Any, or_else: str = "") -> None:
 def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
     if isinstance(num_draft_tokens, type) or not hasattr(num_draft_tokens, "budget"):
         if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
-            _check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
+            check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
         return
     kind = type(num_draft_tokens).__name__
     missing = [name for name in ("max_draft_tokens", "needs_confidence", "init", "continues", "update")
                if not hasattr(num_draft_tokens, name)]  # fmt: skip
     if missing:
         raise TypeError(f"num_draft_tokens is of type {kind}, without {', '.join(missing)}; see jspec.draft_length.")
-    _check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
+    check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
     if embeddings_of(drafter) is not None:  # what stands behind the guesses of the longest row is not read
         raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
@@ -234,6 +207,9 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
 
 def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
     """The batch size, if the prompts are as they should be."""
+    if not all(isinstance(size, int) for size in (*tokens.shape, *lengths.shape)):
+        raise ValueError(f"tokens has the symbolic shape {tokens.shape}, and a decoding program has one fixed shape; "
+                         "export it once for each batch size and width.")  # fmt: skip
     if tokens.size == 0:
         raise ValueError(f"tokens has shape {tokens.shape}, so there is nothing to continue; "
                          "pass at least one prompt of at least one token.")  # fmt: skip
@@ -244,7 +220,7 @@ def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths must be integers of shape [{batch}], one for each row of tokens; "
                          f"got {lengths.dtype} of shape {lengths.shape}.")  # fmt: skip
-    lengths, tokens = _values(lengths), _values(tokens)
+    lengths, tokens = values_if_known(lengths), values_if_known(tokens)
     if lengths is not None and (bad := np.flatnonzero((lengths < 1) | (lengths > width))).size:
         raise ValueError(f"lengths[{bad[0]}] is {lengths[bad[0]]}, but a prompt has 1 to {width} tokens (P = {width}); "
                          "an empty prompt needs at least a start-of-text token.")  # fmt: skip
@@ -264,24 +240,31 @@ def _check_keys(keys: Any, batch: int) -> None:
                         f"jax.random.split(jax.random.key(seed), {batch}); raw jax.random.PRNGKey arrays and plain "
                         "numbers are not accepted.")  # fmt: skip
     if "rbg" in str(jax.random.key_impl(keys)):
-        raise ValueError(f"keys are of kind {jax.random.key_impl(keys)}, which gives every row of a batch the same "
-                         'numbers; use jax.random.key(seed, impl="threefry2x32").')  # fmt: skip
+        raise ValueError(f"keys are of kind {jax.random.key_impl(keys)}, of which jax.vmap draws for all rows from the "
+                         "first row's key, so that a text would depend on the batch; use "
+                         'jax.random.key(seed, impl="threefry2x32").')  # fmt: skip
     if keys.shape != (batch,):
         raise ValueError(f"keys has shape {keys.shape}; expected ({batch},), one key for each row of tokens: "
                          f"jax.random.split(key, {batch}).")  # fmt: skip
 
 
-def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int) -> None:
-    if (lengths := _values(lengths)) is None:
-        return
-    longest = int(lengths.max()) + max_new_tokens
+def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int, max_tokens: Any) -> None:
+    """Raise where a row may outgrow a model; what is not known yet counts as the least that it can be, one token."""
+    lengths, wanted = values_if_known(lengths), values_if_known(max_tokens)
+    known = np.ones(1, np.int64) if lengths is None else lengths.astype(np.int64)
+    wanted = np.ones(1, np.int64) if wanted is None else wanted.astype(np.int64)
+    new = np.where(wanted > 0, np.minimum(wanted, max_new_tokens), max_new_tokens)
+    known, new = np.broadcast_arrays(known, new)
+    row = int(np.argmax(known + new))
+    longest = int(known[row] + new[row])
     limits = {"target": target.config.max_position_embeddings, "draft": getattr(drafter, "max_positions", None)}
     for name, limit in limits.items():
         if limit is not None and longest > limit:
-            raise ValueError(f"The longest prompt ({int(lengths.max())} tokens) and max_new_tokens={max_new_tokens} "
-                             f"make {longest} positions, but the {name} model has {limit}; "
-                             "shorten one of them (the limit is its max_position_embeddings, or its sliding window "
-                             "if that is shorter).")  # fmt: skip
+            prompt = "A prompt of at least 1 token" if lengths is None else f"Prompt {row} of {known[row]} tokens"
+            limited = "max_new_tokens" if new[row] == max_new_tokens else "max_tokens"
+            raise ValueError(f"{prompt} and {limited}={new[row]} make {longest} positions, but the {name} model has "
+                             f"{limit}; shorten one of them (the limit is its max_position_embeddings, or its sliding "
+                             "window if that is shorter).")  # fmt: skip
 
 
 def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
@@ -294,7 +277,7 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
         if not _is_number(value) or np.shape(value) not in ((), (batch,)):
             raise ValueError(f"{name} must be a number, or a list or array of shape [{batch}] with one for each row; "
                              f"got {_describe(value)}.")  # fmt: skip
-        values = _values(value)
+        values = values_if_known(value)
         if values is not None and not (good := np.atleast_1d(test(_rounded(name, values)))).all():
             raise ValueError(f"{name} must be {allowed}; got {np.atleast_1d(values)[~good][0]}.")
     bias = sampling.logit_bias
@@ -304,7 +287,7 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
         raise ValueError(f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V); "
                          f"got {_describe(bias)}; for a few tokens set their entries of "
                          f"np.zeros({vocab_size}).")  # fmt: skip
-    values = _values(bias)
+    values = values_if_known(bias)
     if values is not None:
         values = _rounded("logit_bias", values)
     if values is not None and (np.isnan(values).any() or np.isposinf(values).any()):
@@ -339,12 +322,12 @@ def _check_ids(eos_ids: Any, pad_id: Any, batch: int, vocab_size: int) -> None:
                          f"got shape {eos_ids.shape}.")  # fmt: skip
     if eos_ids.size and not jnp.issubdtype(eos_ids.dtype, jnp.integer):
         raise ValueError(f"eos_ids must be integers, the ids of tokens; got {eos_ids.dtype}.")
-    values = _values(eos_ids)
+    values = values_if_known(eos_ids)
     if values is not None:
         bad = values[(values < (0 if values.ndim == 1 else -1)) | (values >= vocab_size)]
         if bad.size:
             raise ValueError(f"eos_ids holds {bad.flat[0]}, outside the vocabulary of {vocab_size} tokens; "
                              "take the ids from the target's tokenizer.")  # fmt: skip
-    pad = _values(pad_id)
+    pad = values_if_known(pad_id)
     if pad is not None and not (pad.shape == () and pad.dtype.kind in "iu" and -(2**31) <= pad < 2**31):
         raise ValueError(f"pad_id must be one int32; got {pad_id!r}.")

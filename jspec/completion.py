@@ -22,6 +22,7 @@ from jspec.model_sampling import recommended
 from jspec.prompts import Batch, Prompt, encode, listed, room
 from jspec.sampling import SamplingParams
 from jspec.text import eos_ids, request_keys
+from jspec.transfers import explicit_transfers
 from jspec.types import BONUS, NO_DRAFT, Output, check_count
 
 _DRAFTED = 4  # tokens a round, unless told otherwise
@@ -90,11 +91,12 @@ class Task:
         size = room(max_new_tokens, self.batch, positions(target, draft))
         sampling = recommended(target) if sampling is None else sampling
         sampling = self._limited(sampling, min(max_new_tokens, 2**31 - 1))
-        request = self.batch.tokens, self.batch.lengths, request_keys(seed, len(self.prompts))
         options |= {"max_new_tokens": size, "sampling": sampling, "eos_ids": self.ends(target)}
-        if draft is None:
-            return generate(target, *request, **options)
-        return speculative_generate(target, draft, *request, **options)
+        with explicit_transfers():
+            request = self.batch.tokens, self.batch.lengths, request_keys(seed, len(self.prompts))
+            if draft is None:
+                return generate(target, *request, **options)
+            return speculative_generate(target, draft, *request, **options)
 
     def _limited(self, sampling: SamplingParams, most: int) -> SamplingParams:
         """`sampling` with limits of at most `most` tokens; what is no such thing stays, for the function to refuse."""
@@ -111,9 +113,9 @@ class Task:
         Raises:
             ValueError: the target's logits were not finite.
         """
+        out = jax.device_get(out)
         if out.stats.invalid.any():
             raise ValueError("The target's logits are not finite: its weights are damaged, or too large for the dtype.")
-        out = jax.device_get(out)
         return [self._completion(target, out, row) for row in range(len(self.prompts))]
 
     def reason(self, target: Any, stopped: Any, last: int) -> str:

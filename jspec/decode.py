@@ -58,8 +58,8 @@ def speculative_generate(
 
     Speculative decoding, after Leviathan et al. 2023 and Chen et al. 2023.
 
-    Can be called inside a caller's own `jax.jit`; then only shapes are checked, for there are no values yet. Arguments
-    may lie on any mesh of devices, see docs/sharding.md.
+    Can be called inside a caller's own `jax.jit`. There, and where arguments are still being computed, only shapes are
+    checked, because there are no values yet. Arguments may lie on any mesh of devices, see docs/sharding.md.
 
     Args:
         target: the model whose law the text has.
@@ -71,10 +71,10 @@ def speculative_generate(
         max_new_tokens: most tokens to add to each prompt; fixes shapes, so each value compiles once.
         num_draft_tokens: K, tokens guessed a round, 4 unless given; fixes shapes. Left out for a drafter with a tree.
             An object such as ``jspec.UpTo(8)`` lets each row decide, round by round (`jspec.draft_length`). "auto" is
-            the K that `tune` measures at the first call, which takes a while; the process remembers it by weights,
-            batch size, sampling and bucketed length (`jspec.tuning`). K then depends on timing, so with one key the
-            text may differ between processes; its law does not. Where drafting does not pay it decodes as `generate`
-            does; ``stats.accepted_at`` has no columns.
+            the K that `tune` measures at the first call, which takes a while; the process remembers it by the models'
+            shapes, whatever their weights, batch size, sampling and bucketed length (`jspec.tuning`). K then depends
+            on timing, so with one key the text may differ between processes; its law does not. Where drafting does
+            not pay it decodes as `generate` does; ``stats.accepted_at`` has no columns.
         sampling: temperature, filters, penalties; values for all or per request, as numbers, lists or arrays.
         accept: the acceptance rule. Exact are "rejection"; "block", which keeps as much or more in expectation;
             "traversal", the same for trees; "k-seq", for trees whose children are drawn independently; and "coupled",

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from jspec import theory
 from jspec.acceptance import RULES
 from jspec.cache import KVCache
-from jspec.checks import as_arrays, check_arguments, check_measurable, check_tuning
+from jspec.checks import as_arrays, check_arguments
 from jspec.draft_length import Fixed
 from jspec.drafters.early_exit import EarlyExitDrafter, check_layers
 from jspec.keys import trial_keys
@@ -38,6 +38,7 @@ from jspec.sampling import (
 )
 from jspec.sharding import on_any_mesh
 from jspec.tuning import TRIALS
+from jspec.tuning_checks import check_measurable, check_tuning
 
 log = logging.getLogger(__name__)
 _STEPS = 4  # of climbing, each of which scores as many choices as there are layers

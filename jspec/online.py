@@ -18,11 +18,14 @@ from jspec.training.kinds import check_fits, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
 from jspec.training.rows import Row, of_answer, parts
+from jspec.transfers import explicit_transfers
 from jspec.types import Output, check_count
 
 
 class Learner:
     """A drafter and what it has learned so far.
+
+    `pickle` saves and restores all of it, the target and the texts that wait for a step included.
 
     Attributes:
         drafter: for the next request; a new object after every step.
@@ -59,12 +62,25 @@ class Learner:
         if loss not in LOSSES:
             raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}.")
         self.drafter, self.scores = drafter, list[Score]()
-        self._target, self._trainee = target, trainee_of(drafter)
-        self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, drafter)
+        self._target, self._schedule = target, Schedule(None, depth, loss, rate)
+        self._prepare()
         check_fits(drafter, target, depth)
-        self._training = begin(self._trainee, Schedule(None, depth, loss, rate))
         self._state = jax.tree.map(jnp.copy, self._training.state)
         self._batch, self._length, self._waiting = batch, length, list[Row]()
+
+    def _prepare(self) -> None:
+        """Make the functions that train, which a pickle leaves out."""
+        self._trainee = trainee_of(self.drafter)
+        self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, self.drafter)
+        self._training = begin(self._trainee, self._schedule)
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("_trainee", "_dtypes", "_training")
+        return {name: value for name, value in vars(self).items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._prepare()
 
     def learn(self, prompts: Sequence[Sequence[int]], out: Output) -> None:
         """Learn from finished requests: the target reads each text once, in one pass, and its laws are the lesson.
@@ -84,6 +100,7 @@ class Learner:
             ready, self._waiting = self._waiting[: self._batch], self._waiting[self._batch :]
             self._step(ready)
 
+    @explicit_transfers()
     def _step(self, rows: list[Row]) -> None:
         batch = side_by_side(rows, self._batch, self._length)  # as wide as texts may be: one program
         self._state, score = self._training.scored_step(self._state, self._target, batch.tokens, batch.learned, None)

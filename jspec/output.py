@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jspec.derivatives import forward_mode_only
 from jspec.recording import empty_record, with_round
 from jspec.rows import prefix_mask, slice_rows, write_rows
 from jspec.state import DecodeState, RoundOutput
@@ -77,8 +78,8 @@ def cut_to_size(
     return Output(
         tokens=jnp.where(kept, new, pad_id).astype(jnp.int32),
         lengths=lengths,
-        logprobs=jnp.where(kept, buffers.logprobs[:, :max_new_tokens], 0),
-        raw_logprobs=jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0),
+        logprobs=forward_mode_only(jnp.where(kept, buffers.logprobs[:, :max_new_tokens], 0)),
+        raw_logprobs=forward_mode_only(jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0)),
         origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
         stats=buffers.stats,
         record=jax.tree.map(lambda part: part[:, :max_new_tokens], buffers.record),

@@ -1,5 +1,6 @@
 """The program: one XLA program from prompts to tokens, in which rounds are played until every row is done."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -29,6 +30,7 @@ from jspec.sampling import (
 )
 from jspec.sharding import on_any_mesh, vary_like
 from jspec.state import DecodeState, RequestParams
+from jspec.transfers import explicit_transfers
 from jspec.types import Output
 
 
@@ -54,10 +56,15 @@ def run_program(
     """
     if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
-    out, strange = decode_program(
-        target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
-        *traced(sampling, eos_ids, pad_id),
-        max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record)  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # else the guard is for these, too
+            stack.enter_context(explicit_transfers())
+        if not rule.exact:  # without a receipt its distortion is NaN
+            stack.enter_context(jax.debug_nans(False))
+        out, strange = decode_program(
+            target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
+            *traced(sampling, eos_ids, pad_id),
+            max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record)  # fmt: skip
     if is_foreign(drafter):
         check_drafted(drafter, strange, target.config.vocab_size)
     return out

@@ -6,9 +6,13 @@ the bits of a float: exact, and without sorting the vocabulary.
 """
 
 import dataclasses
+import json
+import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -19,12 +23,14 @@ from jspec.sharding import vary_like
 from jspec.types import pytree
 
 
-@pytree
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How each request is sampled. Every field is one number for all requests, or an array or list of one a request.
 
     A field left at its default is left out of the program, so using it for the first time compiles once more. Beyond
-    that values are traced: changing them never recompiles.
+    that values are traced: changing them never recompiles. The same holds for parameters passed to a caller's own
+    `jax.jit`: as a pytree they have the temperature and the fields that differ from their defaults as children.
 
     Attributes:
         temperature: 0 is greedy decoding.
@@ -53,6 +59,33 @@ class SamplingParams:
     min_tokens: Any = 0
     draft_temperature: Any = None
     draft_top_p: Any = None
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[str, ...]]:
+        """Return the temperature and the fields that are not at their defaults: a trace knows which filters are off."""
+        fields = {"temperature": self.temperature}
+        fields |= {name: value for name, value in vars(self).items() if not _is_default(name, value)}
+        return tuple((jax.tree_util.GetAttrKey(name), value) for name, value in fields.items()), tuple(fields)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "SamplingParams":
+        """Return the parameters of which these are the children; all others have their defaults."""
+        return cls(**dict(zip(names, values, strict=True)))
+
+
+jax.export.register_pytree_node_serialization(
+    SamplingParams,
+    serialized_name="jspec.SamplingParams",
+    serialize_auxdata=lambda names: json.dumps(names).encode(),
+    deserialize_auxdata=lambda names: tuple(json.loads(names)),
+)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Return whether a field holds its default, as a plain number or None: an array on a device is not looked at."""
+    default = getattr(SamplingParams, name)
+    if value is None or default is None:
+        return value is default
+    return isinstance(value, numbers.Number | np.ndarray) and np.ndim(value) == 0 and bool(value == default)
 
 
 @pytree
@@ -255,7 +288,8 @@ def _largest_where(holds: Any, values: Array) -> Array:
     """The largest uint32 for which `holds`, a test of `values`, is true; true up to some number and false after."""
 
     def try_bit(i: Array, found: Array) -> Array:
-        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        # With jax.disable_jit the loop counts in Python.
+        candidate = found | (jnp.uint32(1 << 31) >> jnp.asarray(i).astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, found)
 
     return lax.fori_loop(0, 32, try_bit, vary_like(jnp.uint32(0), values))

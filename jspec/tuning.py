@@ -5,7 +5,7 @@ Nothing in this file decodes: it is handed a function that does (`jspec.auto.tun
 
 import dataclasses
 import logging
-import weakref
+import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -185,30 +185,27 @@ def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
     return np.divide(accepted, reached, out=np.zeros(accepted.size), where=reached > 0)
 
 
-_answers: dict[Any, tuple[list[Callable[[], Any]], Tuning]] = {}
+_answers: dict[Any, Tuning] = {}
+_measuring = threading.Lock()
 
 
 def remembered(models: Any, key: Any, find: Callable[[], Tuning]) -> Tuning:
-    """``find()``, called once in a process for `key` and the weights of `models` (the very same arrays)."""
+    """Return ``find()``, called once in a process for `key` and models of these shapes, dtypes and devices.
+
+    Weights that change, as in reinforcement learning, are not measured again. Threads that need the same measurement
+    wait for one of them to make it.
+    """
     leaves, structure = jax.tree.flatten(models)
-    key = structure, tuple(map(id, leaves)), key
-    if key in _answers:
-        weights, answer = _answers[key]
-        if all(weight() is leaf for weight, leaf in zip(weights, leaves, strict=True)):  # ids are used again
-            return answer
-    for old in [old for old, (weights, _) in _answers.items() if any(weight() is None for weight in weights)]:
-        del _answers[old]
-    answer = find()
-    _answers[key] = [_reference(leaf) for leaf in leaves], answer
-    return answer
+    key = structure, tuple(map(_description, leaves)), key
+    with _measuring:
+        if key not in _answers:
+            _answers[key] = find()
+        return _answers[key]
 
 
-def _reference(leaf: Any) -> Callable[[], Any]:
-    """A weak reference, so that remembering keeps no weights alive; numbers cannot have one."""
-    try:
-        return weakref.ref(leaf)
-    except TypeError:
-        return lambda: leaf
+def _description(leaf: Any) -> Any:
+    """Return what of a leaf decides how long a program takes; of a plain number itself."""
+    return (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) if hasattr(leaf, "shape") else leaf
 
 
 def tuning_key(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tuple:

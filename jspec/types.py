@@ -16,6 +16,7 @@ import operator
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import jax.export
 from jax import Array
 
 from jspec.origins import ACCEPTED as ACCEPTED
@@ -23,6 +24,7 @@ from jspec.origins import BONUS as BONUS
 from jspec.origins import CORRECTED as CORRECTED
 from jspec.origins import NO_DRAFT as NO_DRAFT
 from jspec.origins import PADDING as PADDING
+from jspec.transfers import explicit_transfers
 from jspec.tree import DynamicTree, Tree
 
 Class = TypeVar("Class", bound=type[Any])
@@ -59,6 +61,15 @@ def pytree(cls: Class) -> Class:
     frozen = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(frozen)]
     return jax.tree_util.register_dataclass(frozen, data_fields=names, meta_fields=[])
+
+
+def exportable(cls: Class) -> Class:
+    """Let `jax.export` serialise functions that take or return a `pytree` of this class."""
+    name, nothing = f"jspec.{cls.__name__}", b""
+    jax.export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=lambda _: nothing, deserialize_auxdata=lambda _: ()
+    )
+    return cls
 
 
 @pytree
@@ -111,6 +122,7 @@ class Verdict:
     path: Array | None = None
 
 
+@exportable
 @pytree
 class Stats:
     """What happened, per request; counted over tokens that were committed.
@@ -160,11 +172,13 @@ class Stats:
 
 
 def _quotient(part: Any, whole: Any) -> Any:
-    """``part / whole`` in float32, NaN where `whole` is 0; NumPy of NumPy, JAX of JAX."""
+    """Return ``part / whole`` in float32, NaN where `whole` is 0; NumPy of NumPy, JAX of JAX."""
     numpy = whole.__array_namespace__()
-    return numpy.where(whole > 0, part / numpy.maximum(whole, 1), numpy.nan).astype("float32")
+    with jax.debug_nans(False), explicit_transfers():  # here NaN is an answer
+        return numpy.where(whole > 0, part / numpy.maximum(whole, 1), numpy.nan).astype("float32")
 
 
+@exportable
 @pytree
 class Record:
     """What was guessed in each of R rounds, N guesses a round, and what became of it; shapes are those of all rounds.
@@ -182,6 +196,7 @@ class Record:
     counts: Array
 
 
+@exportable
 @pytree
 class Output:
     """What `generate` and `speculative_generate` return.

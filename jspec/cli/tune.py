@@ -72,8 +72,8 @@ def tune(
         from rich.console import Console
 
         from jspec import report, text
-        from jspec.checks import check_tuning
         from jspec.prompts import encode
+        from jspec.tuning_checks import check_tuning
 
         check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
         say("Loading")

@@ -118,7 +118,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         steps, index = self.order.size.bit_length(), jnp.arange(self.max_ngram)
 
         def try_bit(i: Array, rank: Array) -> Array:
-            more = rank + (jnp.int32(1 << (steps - 1)) >> i.astype(jnp.int32))
+            more = rank + (jnp.int32(1 << (steps - 1)) >> jnp.asarray(i, jnp.int32))
             before = self._before(_read(self.order, more - 1))
             smaller = jnp.any((index == _common(before, last)) & (before < last))
             return jnp.where((more <= self.order.size) & smaller, more, rank)

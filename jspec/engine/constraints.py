@@ -130,7 +130,7 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
         return jnp.full(shape.shape, 0xFFFFFFFF, jnp.uint32)
 
     bits = lax.cond(numbers.any(), asked, anything)
-    each = bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    each = bits[..., None] >> lax.broadcast_to_rank(jnp.arange(32, dtype=jnp.uint32), bits.ndim + 1) & 1
     return each.reshape(batch, nodes, -1)[..., :vocab_size] != 0
 
 

@@ -17,7 +17,9 @@ from jspec.engine.constraints import Constraints, Matcher, allowed
 from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.room import give_back
 from jspec.engine.slots import Needs, Sizes, empty_slots, take
+from jspec.engine.weights import check_exist, check_unchanged
 from jspec.state import RequestParams
+from jspec.transfers import explicit_transfers
 
 Number = np.int32
 _MARGIN = 1.1  # by which a larger piece must be cheaper
@@ -63,8 +65,17 @@ class Device:
         self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # slots change hands while others compile
 
     def reset(self) -> None:
-        """Empty slots: after a call that has failed what it was given is gone."""
+        """Empty slots: after a call that has failed what it was given is gone.
+
+        Raises:
+            RuntimeError: weights were deleted, so that every other call would fail, too.
+        """
+        check_exist(self._weights)
         self._do("reset")
+
+    def check_weights(self) -> None:
+        """Raise RuntimeError unless the models still hold the weights that the programs read."""
+        check_unchanged(self.target, self.drafter, self._weights)
 
     def _models(self, weights: Any) -> tuple[Any, Any]:
         return jax.tree.unflatten(self._structure, weights)
@@ -152,6 +163,7 @@ class Device:
         """Until all is done that was called."""
         jax.block_until_ready(self._slots.given)
 
+    @explicit_transfers()
     def _do(self, name: str, *arguments: Any) -> Any:
         found = getattr(self, f"_{name}")(*arguments)
         if self.commands is not None:

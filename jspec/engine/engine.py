@@ -30,6 +30,7 @@ from jspec.engine.room import check_room
 from jspec.engine.scheduler import Tenant
 from jspec.engine.slots import Needs, Sizes
 from jspec.llama import Llama
+from jspec.transfers import explicit_transfers
 from jspec.types import check_count
 
 _MOST_TOP = 20  # log-probabilities of the likeliest tokens, as much as clients of others may ask for
@@ -40,7 +41,8 @@ class Engine:
 
     Args:
         target: the model whose law the texts have.
-        draft: a model or a drafter; None for plain decoding.
+        draft: a model or a drafter; None for plain decoding. An engine reads the weights that both have when it is
+            made. After an update of either it refuses requests; make a new one, which finds its programs compiled.
         slots: how many requests at once; others wait.
         max_length: the longest text, prompt included; room for that is reserved in every slot. None: 1,024 tokens, or
             what the models know where that is less.
@@ -88,7 +90,8 @@ class Engine:
         sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, arguments.fewer(target, slots))
         self._target, self._drafter, self._num_draft_tokens = target, drafter, lengths[-1] or None
         self._sizes, self._max_waiting = sizes, max_waiting
-        self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
+        with explicit_transfers():
+            self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
         self._check(Request((0,), 1))  # what is wrong with the models
         arguments.check_one_device((target, drafter))
         check_room(target, drafter, sizes)
@@ -147,7 +150,7 @@ class Engine:
 
         Raises:
             queue.Full: too many wait.
-            RuntimeError: the engine is not running.
+            RuntimeError: the engine is not running, or the models' weights have changed or were deleted.
             ValueError, TypeError: something about the request cannot be; nothing was queued.
         """
         tenant = self._tenant(request, listen)
@@ -242,7 +245,7 @@ class Engine:
         Of lengths of drafts it chooses between two at most, unless all programs have been compiled.
 
         Raises:
-            RuntimeError: it runs.
+            RuntimeError: it runs, or the models' weights have changed or were deleted.
             ValueError, TypeError: something about the request cannot be.
         """
         if self._thread is not None:
@@ -269,7 +272,9 @@ class Engine:
                 tenant.cancelled = True
                 self._loop.turn()
 
+    @explicit_transfers()
     def _tenant(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
+        self.device.check_weights()
         self._check(request)
         return Tenant(request, request.row(self._sizes.eos_ids, self._target.config.vocab_size), listen)
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -124,7 +125,7 @@ def unpack(packed: Any, slots: Iterable[int], num_top: int = 0, wanted: Containe
         num_top: how many of the likeliest tokens it looked for.
         wanted: slots of which those are wanted.
     """
-    integers, floats = np.asarray(packed.integers), np.asarray(packed.floats)
+    integers, floats = jax.device_get((packed.integers, packed.floats))
     integers, last = integers[:-1], integers[-1]
     width, end = (integers.shape[2] - len(_NUMBERS)) // (2 + num_top), len(_NUMBERS)
     tokens, origins, others = integers[..., :width], integers[..., width : 2 * width], integers[..., 2 * width :]
@@ -168,7 +169,7 @@ def of_prompt(pieces: Iterable[Piece], length: int, num_top: int) -> tuple[list[
     """Of each token of a prompt, read by `pieces`, its log-probability and so many of the likeliest there; waits."""
     logprobs, tops = [float("nan")] * length, [[] for _ in range(length)]
     for piece in pieces:
-        told, ids, highest = (np.asarray(part).tolist() for part in vars(piece.scores).values())
+        told, ids, highest = (part.tolist() for part in jax.device_get(tuple(vars(piece.scores).values())))
         for i, place in enumerate(range(piece.start + 1, min(piece.end + 1, length))):
             logprobs[place] = told[i]
             tops[place] = list(zip(ids[i][:num_top], highest[i][:num_top], strict=True))

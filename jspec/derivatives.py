@@ -1,0 +1,39 @@
+"""Results that can be differentiated in forward mode only, with an error that says so in reverse mode."""
+
+from typing import Any
+
+import jax
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_ERROR = ("Log-probabilities of a generation have no reverse-mode derivative, as jax.grad asks for, because the "
+          "decoding loop stops by itself; pass prompt and new tokens through the model, logits = target(tokens), and "
+          "differentiate the log-softmax of these.")  # fmt: skip
+
+
+@jax.custom_jvp
+def forward_mode_only(x: Array) -> Array:
+    """Return `x`; raise ValueError where its derivative is asked for in reverse mode.
+
+    Without this `jax.grad` reports the loop that decodes, of which a caller knows nothing.
+    """
+    return x
+
+
+@forward_mode_only.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return primals[0], _tangent_p.bind(tangents[0])
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError(_ERROR)
+
+
+# The identity, on tangents alone; reverse mode begins with its transpose.
+_tangent_p = Primitive("forward_mode_only")
+_tangent_p.def_impl(lambda x: x)
+_tangent_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_tangent_p, lambda context, x: [x])
+batching.defvectorized(_tangent_p)
+ad.deflinear2(_tangent_p, _refuse)
