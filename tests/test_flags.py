@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import text_pair
 import toys
+from few import by_default
 
 import jspec
 from jspec.engine import Engine, Request
@@ -97,20 +98,13 @@ def test_no_implicit_promotion(pair, batch, name):
         jax.eval_shape(lambda *batch: decode(pair, batch, drafter, options), *batch)
 
 
-FEW = ("plain", "rejection", "lookup", "tree", "without a receipt")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in PATHS]
-)
+@pytest.mark.parametrize("name", by_default(list(PATHS), ["plain", "rejection", "lookup", "tree", "without a receipt"]))
 def test_no_implicit_transfer_and_no_surprising_nan(pair, batch, name):
     out = check(pair, batch, name, strict())
     assert (np.asarray(out.lengths) > 0).all() and not np.asarray(out.stats.invalid).any()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in PATHS]
-)
+@pytest.mark.parametrize("name", by_default(list(PATHS), ["plain", "coupled"]))
 def test_without_jit(pair, batch, name):
     """The text is the same, too."""
     out = check(pair, batch, name, jax.disable_jit())

@@ -1,6 +1,10 @@
 """How many tokens to draft: the choice is arithmetic, the counts are exact, and the clock is a fake one."""
 
 import gc
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -248,7 +252,8 @@ def test_what_is_measured_anew(toy, prompts, answers, only_lengths):
     assert news() == 1
     assert news() == news(seed=1, lengths=(1, 5), max_new_tokens=9, max_tokens=5) == 0
     assert news(draft=jspec.ModelDrafter(draft)) == 0
-    assert news(draft=toy(1)) == 1  # the same numbers in other arrays: weights are not compared
+    assert news(draft=toy(2)) == 0  # other weights of the same shapes
+    assert news(draft=toy(1, num_hidden_layers=2)) == 1
     assert news(lengths=(4, 2, 2)) == news(max_new_tokens=150) == 1
     assert news(temperature=0) == news(temperature=0.5) == news(top_k=4) == news(draft_temperature=1.0) == 1
     assert news(temperature=0.0) == 0
@@ -256,15 +261,30 @@ def test_what_is_measured_anew(toy, prompts, answers, only_lengths):
     assert news(temperature=jnp.array([0.1, 0.0])) == news() == 0
 
 
-def test_no_weights_are_kept_alive():
+def test_new_weights_of_the_same_shapes_are_not_measured_and_none_are_kept_alive():
     first, second, calls = [np.zeros(3), 0.5], [np.ones(3), 0.5], []
-    for weights in (first, first, second):
-        tuning.remembered(weights, "here", lambda: calls.append(1) or len(calls))
-    assert [answer for _, answer in tuning._answers.values()] == [1, 2]
-    del first, weights
+
+    def measured(weights, key="here"):
+        return tuning.remembered(weights, key, lambda: calls.append(1) or len(calls))
+
+    kept = weakref.ref(first[0])
+    assert measured(first) == measured(second) == 1
+    del first
     gc.collect()
-    assert tuning.remembered(second, "there", lambda: 3) == 3 and tuning.remembered(second, "here", lambda: 4) == 2
-    assert [answer for _, answer in tuning._answers.values()] == [2, 3]
+    assert kept() is None
+    assert measured([np.ones(4), 0.5]) == 2 and measured([np.ones(3, np.float32), 0.5]) == 3
+    assert measured([np.ones(3), 0.25]) == 4 and measured(second, "there") == 5
+
+
+def test_threads_wait_for_the_one_that_measures():
+    calls, all_there = [], threading.Barrier(3)
+
+    def measured(_):
+        all_there.wait()
+        return tuning.remembered([np.zeros(3)], "here", lambda: time.sleep(0.05) or calls.append(1) or len(calls))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(measured, range(3))] == [1, 1, 1]
 
 
 def test_too_little_room_to_measure_is_plain_decoding(toy, prompts, answers, only_lengths):
