@@ -7,7 +7,6 @@ the bits of a float: exact, and without sorting the vocabulary.
 
 import dataclasses
 import json
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,7 +84,7 @@ def _is_default(name: str, value: Any) -> bool:
     default = getattr(SamplingParams, name)
     if value is None or default is None:
         return value is default
-    return isinstance(value, numbers.Number | np.ndarray) and np.ndim(value) == 0 and bool(value == default)
+    return isinstance(value, int | float | np.generic | np.ndarray) and np.ndim(value) == 0 and bool(value == default)
 
 
 @pytree

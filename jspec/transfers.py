@@ -2,32 +2,32 @@
 """Values that cross between host and devices, with respect for JAX's transfer guards and without waiting."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 
 @contextlib.contextmanager
-def explicit_transfers() -> Iterator[None]:
+def explicit_transfers() -> Generator[None]:
     """Treat all transfers within as explicit: the guard "disallow" permits them, "disallow_explicit" does not.
 
     For numbers that a call adds itself, such as a temperature. `jax.device_put` would be as explicit, and takes twenty
     times as long for a handful of numbers.
     """
     with contextlib.ExitStack() as stack:
-        for guard in (jax.transfer_guard_host_to_device, jax.transfer_guard_device_to_host):
-            if getattr(jax.config, f"jax_{guard.__name__}", None) in ("disallow", "log"):
-                stack.enter_context(guard("allow"))
+        for guard in ("transfer_guard_host_to_device", "transfer_guard_device_to_host"):
+            if getattr(jax.config, f"jax_{guard}") in ("disallow", "log"):
+                stack.enter_context(getattr(jax, guard)("allow"))
         yield
 
 
 def values_if_known(x: Any) -> np.ndarray | None:
     """Return `x` as a NumPy array; None where its values are traced, still being computed, or partly elsewhere."""
-    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not (x.is_fully_addressable and x.is_ready())):
-        return None
-    return values(x)
+    on_device: Any = x if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
+    return None if on_device is not None and not on_device.is_ready() else values(x)
 
 
 def values(x: Any) -> np.ndarray | None:
