@@ -11,6 +11,7 @@ from jspec.model_sampling import recommended
 from jspec.prompts import room
 from jspec.sampling import SamplingParams
 from jspec.text import request_keys
+from jspec.transfers import explicit_transfers
 from jspec.types import check_count
 from jspec.writer import Writer
 
@@ -57,7 +58,9 @@ def stream(
     # One slot; of few lengths, so that another prompt finds the programs compiled.
     engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
     sampling = recommended(target) if sampling is None else sampling
-    request = Request(task.ids, max_new_tokens, sampling, request_keys(seed, 1)[0], task.ends(target))
+    with explicit_transfers():
+        key = request_keys(seed, 1)[0]
+    request = Request(task.ids, max_new_tokens, sampling, key, task.ends(target))
     return parts(target, task, request, engine.here(request))
 
 

@@ -16,7 +16,6 @@ import toys
 from few import by_default
 
 import jspec
-from jspec.engine import Engine, Request
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 EVERYTHING = {
@@ -113,16 +112,13 @@ def test_without_jit(pair, batch, name):
 
 @pytest.mark.parametrize("flag", [strict, explicit_types])
 def test_texts_and_an_engine(flag):
+    """The one decodes in a single call, the other with an engine."""
     target = toys.tiny_llama(0, vocab_size=text_pair.RAW["vocab_size"])
-    tokenizer, greedy = text_pair.tokenizer(), jspec.SamplingParams(temperature=0.0)
+    tokenizer, how = text_pair.tokenizer(), {"max_new_tokens": 4, "sampling": jspec.SamplingParams(0.8, top_k=3)}
     with flag():
-        (text,) = jspec.complete(target, jspec.NGramDrafter(), tokenizer, "the", max_new_tokens=4, sampling=greedy)
-        engine = Engine(target, slots=1, max_length=32, chunks=(8,))
-        request = Request(
-            tuple(tokenizer("the")["input_ids"]), 4, jspec.SamplingParams(**{"temperature": 0.0, "top_k": 3})
-        )
-        *_, last = engine.here(request)
-    assert last.tokens == text.tokens or len(text.tokens) < 4
+        (text,) = jspec.complete(target, jspec.NGramDrafter(), tokenizer, "the", accept="coupled", **how)
+        parts = list(jspec.stream(target, None, tokenizer, "the", **how))
+    assert "".join(part.text for part in parts) == text.text
 
 
 def test_a_transfer_guard_is_for_the_callers_arrays(pair, batch):

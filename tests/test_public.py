@@ -12,12 +12,12 @@ import jspec
 ROOT = Path(jspec.__file__).parent
 # Each file imports only from those before it. Of `convert`, any part may be used by any file.
 ORDER = ["head_data", "detokenizer", "tokenizer_config", "tokenizer_file", "end_of_turn", "text", "template_variables",
-         "origins", "picture", "tree", "types", "devices", "sharding",
+         "origins", "picture", "tree", "transfers", "types", "devices", "sharding",
          "keys", "probs", "rows", "tree_yield", "theory", "sampling", "model_sampling",
          "cache", "rope", "kernels", "layers", "attention", "llama", "eagle",
          "layout", "quantizer", "half", "weights", "eagle_weights", "acceptance", "rules", "draft_length", "lengths",
-         "drafters", "left_padding", "checks", "tree_checks",
-         "recording", "state", "verify", "round", "output", "program", "tuning",
+         "drafters", "left_padding", "checks", "tuning_checks", "tree_checks",
+         "recording", "state", "verify", "round", "derivatives", "output", "program", "tuning",
          "tree_tuning", "exit_tuning", "auto", "decode", "footprint", "engine", "roofline", "planning", "prompts",
          "names", "completion", "writer", "streaming", "training", "online", "report", "serve", "cli"]  # fmt: skip
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
