@@ -115,7 +115,6 @@ def exported(*shapes):
 
 
 def test_a_program_is_exported_and_serialised():
-    pytest.importorskip("flatbuffers")
     again = jax.export.deserialize(exported(TOKENS, LENGTHS, KEYS).serialize())
     out = again.call(TOKENS, LENGTHS, KEYS, jspec.SamplingParams(top_k=2))
     assert isinstance(out, jspec.Output)
