@@ -77,6 +77,7 @@ def running(sources, keep_alive=75, **options):
         finally:
             server.is_draining = True
             thread.join()
+            server.close()
 
 
 def swapped(sources, folder):

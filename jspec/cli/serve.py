@@ -159,6 +159,9 @@ def _run(engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, 
         if defaults := described(engine.device.target):
             typer.echo(f"{defaults}; a request may set each field.", err=True)
         typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
-        run(server, listener, keep_alive)
+        try:
+            run(server, listener, keep_alive)
+        finally:
+            server.close()
         with ends_within(_SOON):  # it has given up what it has not answered
             engine.close(cancel=True)

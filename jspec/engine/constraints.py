@@ -4,11 +4,12 @@ The target's law is masked at every place of a draft by what may follow there, s
 constrained model, however far and by whom it was drafted.
 """
 
+import abc
 import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jspec.engine.grammar_worker import DeadEnd, tree_masks
 from jspec.state import DecodeState, RequestParams
 from jspec.types import Draft
 
 _LOG = logging.getLogger("jspec")
+_ALL = 0xFFFFFFFF  # 32 tokens that may follow
 # Those of all engines by numbers of this process: compiled programs, which engines share, find them here.
 _asked: "weakref.WeakValueDictionary[int, _Followed]" = weakref.WeakValueDictionary()
 _process_numbers = itertools.count(1)
@@ -28,7 +31,7 @@ _process_numbers = itertools.count(1)
 class Matcher(Protocol):
     """Where a text is in its constraint; at first before the first new token."""
 
-    def allowed(self) -> np.ndarray:
+    def allowed(self) -> Any:
         """Which tokens may follow: ``uint32[ceil(V / 32)]``, token t at bit ``t % 32`` of word ``t // 32``."""
         ...
 
@@ -41,46 +44,105 @@ class Matcher(Protocol):
         ...
 
 
-class _Followed:
-    """A matcher, its number in the process, how many new tokens it has consumed, and what has gone wrong with it."""
+class ConstraintError(Exception):
+    """A constraint that cannot be kept.
 
-    def __init__(self, make: Callable[[], Matcher], vocab_size: int):
-        self.make, self.matcher, self.vocab_size, self.consumed, self.error = make, make(), vocab_size, 0, ""
+    Attributes:
+        code: a word for programs.
+    """
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
+
+
+class MaskSource(abc.ABC):
+    """Computes the masks of one text, possibly while other sources compute theirs."""
+
+    @abc.abstractmethod
+    def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
+        """Begin to compute the masks after `text`, the new tokens, and after each drafted node.
+
+        Args:
+            text: all new tokens so far; begins with those of the previous call.
+            drafted: the token of each node.
+            parents: of each node, 0 for the text and i for node i - 1.
+        """
+
+    @abc.abstractmethod
+    def masks(self) -> np.ndarray:
+        """Wait for the masks, ``uint32[N + 1, ceil(V / 32)]``; all zeros if no token may follow the text.
+
+        Raises:
+            ConstraintError: they cannot be computed.
+        """
+
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
+        """Release what the source holds."""
+
+
+Constraint = Callable[[], Matcher | MaskSource]  # for each text anew
+
+
+class _InProcess(MaskSource):
+    """The masks of a `Matcher`, computed in this process."""
+
+    def __init__(self, make: Callable[[], Any], matcher: Matcher, vocab_size: int):
+        self._make, self._matcher, self._vocab_size, self._consumed = make, matcher, vocab_size, 0
+        self._question: tuple[Sequence[int], Sequence[int], Sequence[int]] = (), (), ()
+
+    def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
+        self._question = text, drafted, parents
+
+    def masks(self) -> np.ndarray:
+        text, drafted, parents = self._question
+        size = -(-self._vocab_size // 32)
+        masks = np.full((len(drafted) + 1, size), _ALL, np.uint32)
+        self._follow(text)
+
+        def reset(path: list[int]) -> Matcher:
+            self._matcher, self._consumed = self._make(), 0
+            self._follow([*text, *path])
+            self._consumed = len(text)
+            return self._matcher
+
+        try:
+            computed = tree_masks(self._matcher, drafted, parents, self._vocab_size, reset)
+        except DeadEnd:
+            return np.zeros_like(masks)
+        for mask, bits in zip(masks, computed, strict=True):
+            if bits is not None:
+                mask[:] = np.frombuffer(bits, np.uint32)[:size] if len(bits) else 0
+        return masks
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        while self._consumed < len(tokens):
+            if not self._matcher.consume(tokens[self._consumed]):
+                raise ValueError(f"The constraint refuses token {tokens[self._consumed]}, which it has allowed.")
+            self._consumed += 1
+
+
+class _Followed:
+    """A constraint of a running text, its number in the process, and what has gone wrong with it."""
+
+    def __init__(self, make: Constraint, vocab_size: int):
+        made = make()
+        self.source = made if isinstance(made, MaskSource) else _InProcess(make, made, vocab_size)
+        self.error: ConstraintError | None = None
         self.number = next(_process_numbers)
         _asked[self.number] = self
 
-    def bits(self, new: list[int], drafted: list[int], parents: list[int], size: int) -> np.ndarray:
-        """What may follow the text, of these `new` tokens, and behind it every node of a draft."""
-        self._follow(new)
-        found = np.full((len(drafted) + 1, size), 0xFFFFFFFF, np.uint32)
-        children: list[list[int]] = [[] for _ in found]
-        for node, parent in enumerate(parents, 1):
-            children[parent].append(node)
-
-        def visit(node: int, guessed: list[int]) -> None:
-            found[node] = self.matcher.allowed()
-            for child in children[node]:
-                token = drafted[child - 1]
-                if token >= self.vocab_size:
-                    continue  # a vector to be read, which is no guess
-                try:
-                    if self.matcher.consume(token):  # else it is forbidden, and what is behind
-                        visit(child, [*guessed, token])
-                        self.matcher.rollback(1)
-                except Exception:  # behind a guess, to which the text may never come; if it does, it ends there
-                    found[child] = 0
-                    self.matcher, self.consumed = self.make(), 0
-                    self._follow([*new, *guessed])
-                    self.consumed = len(new)
-
-        visit(0, [])
-        return found
-
-    def _follow(self, tokens: list[int]) -> None:
-        while self.consumed < len(tokens):
-            if not self.matcher.consume(tokens[self.consumed]):
-                raise ValueError(f"The constraint refuses token {tokens[self.consumed]}, which it has allowed.")
-            self.consumed += 1
+    def attempt(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of `compute`; None, and keep the error, if it raises."""
+        try:
+            return compute(*arguments)
+        except ConstraintError as error:
+            self.error = error
+        except BaseException as error:  # in a thread of XLA's, which would end the call of all
+            _LOG.exception("A constraint has failed; its request ends.")
+            self.error = ConstraintError(f"The constraint has failed: {type(error).__name__}: {error}",
+                                         "constraint_failed")  # fmt: skip
+        return None
 
 
 class Constraints:
@@ -91,7 +153,7 @@ class Constraints:
         self._followed: dict[int, _Followed] = {}
         self._numbers = itertools.count(1)
 
-    def add(self, make: Callable[[], Matcher]) -> int:
+    def add(self, make: Constraint) -> int:
         """Follow another text; its number."""
         followed = _Followed(make, self._vocab_size)
         number = next(self._numbers)  # of those that could be made, as a journal has them
@@ -100,15 +162,30 @@ class Constraints:
 
     def drop(self, number: int) -> None:
         """No longer."""
-        self._followed.pop(number, None)
+        if followed := self._followed.pop(number, None):
+            followed.source.close()
 
     def clear(self) -> None:
         """None any longer."""
-        self._followed.clear()
+        for number in [*self._followed]:
+            self.drop(number)
 
-    def error(self, number: int) -> str:
+    def error(self, number: int) -> ConstraintError | None:
         """What has gone wrong with one; of 0, which is none, nothing."""
-        return self._followed[number].error if number else ""
+        return self._followed[number].error if number else None
+
+    def why_nothing_follows(self, number: int, text: Sequence[int]) -> ConstraintError:
+        """Explain why no token may follow `text`, the new tokens of a constrained request."""
+        followed = self._followed[number]
+        followed.attempt(followed.source.ask, text, (), ())
+        masks = None if followed.error else followed.attempt(followed.source.masks)
+        if masks is None:
+            return followed.error or ConstraintError("The constraint has failed.", "constraint_failed")
+        if masks.any():
+            return ConstraintError("No token may follow: logit_bias or min_tokens forbid what the constraint allows; "
+                                   "relax one of the two.", "constraint_conflict")  # fmt: skip
+        return ConstraintError("The constraint reached a state in which no token may follow; try again with another "
+                               "seed, or simplify the constraint.", "constraint_dead_end")  # fmt: skip
 
     def in_process(self, number: int) -> int:
         """The number by which programs ask for one, which a row carries, for slots change hands; 0 is none."""
@@ -127,7 +204,7 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
                                  state.tokens, draft.tokens, parents)  # fmt: skip
 
     def anything() -> Array:
-        return jnp.full(shape.shape, 0xFFFFFFFF, jnp.uint32)
+        return jnp.full(shape.shape, _ALL, jnp.uint32)
 
     bits = lax.cond(numbers.any(), asked, anything)
     each = bits[..., None] >> lax.broadcast_to_rank(jnp.arange(32, dtype=jnp.uint32), bits.ndim + 1) & 1
@@ -136,15 +213,17 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
 
 def _bits(size: int, *arrays: Any) -> np.ndarray:
     numbers, starts, ends, tokens, drafted, parents = map(np.asarray, arrays)
-    found = np.full((len(numbers), drafted.shape[1] + 1, size), 0xFFFFFFFF, np.uint32)
+    found = np.full((len(numbers), drafted.shape[1] + 1, size), _ALL, np.uint32)
+    waiting: list[tuple[int, _Followed]] = []
     for row in np.flatnonzero(numbers):
         followed = _asked.get(int(numbers[row]))
         if followed is None or followed.error:
             continue  # it has been cancelled, or ends with its error
-        try:
-            new = tokens[row, starts[row] : ends[row]].tolist()
-            found[row] = followed.bits(new, drafted[row].tolist(), parents[row].tolist(), size)
-        except BaseException as error:  # in a thread of XLA's, which would end the call of all
-            _LOG.exception("A constraint has failed; its request ends.")
-            followed.error = f"The constraint has failed: {type(error).__name__}: {error}"
+        text = tokens[row, starts[row] : ends[row]].tolist()
+        followed.attempt(followed.source.ask, text, drafted[row].tolist(), parents[row].tolist())
+        waiting.append((int(row), followed))
+    for row, followed in waiting:  # all compute at once
+        masks = None if followed.error else followed.attempt(followed.source.masks)
+        if masks is not None:
+            found[row] = masks
     return found

@@ -13,7 +13,7 @@ import numpy as np
 
 from jspec.acceptance.base import Rule
 from jspec.engine import programs
-from jspec.engine.constraints import Constraints, Matcher, allowed
+from jspec.engine.constraints import Constraint, Constraints, allowed
 from jspec.engine.news import Packed, Piece, Scores
 from jspec.engine.room import give_back
 from jspec.engine.slots import Needs, Sizes, empty_slots, take
@@ -80,7 +80,7 @@ class Device:
     def _models(self, weights: Any) -> tuple[Any, Any]:
         return jax.tree.unflatten(self._structure, weights)
 
-    def constrain(self, make: Callable[[], Matcher] | None) -> int:
+    def constrain(self, make: Constraint | None) -> int:
         """Follow another constraint: its number in `constraints`; 0 for none."""
         return 0 if make is None else self._do("constrain", make)
 
@@ -175,7 +175,7 @@ class Device:
         self._slots = None  # the old ones first, for there may not be room for both
         self._slots = self._program("empty")(self._weights)
 
-    def _constrain(self, make: Callable[[], Matcher]) -> int:
+    def _constrain(self, make: Constraint) -> int:
         return self.constraints.add(make)
 
     def _release(self, number: int) -> None:

@@ -1,22 +1,22 @@
-# pyright: reportMissingImports=false
 """Constraints from JSON schemas, regular expressions and grammars, by llguidance."""
 
 import json
-import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Self
 
-import numpy as np
-
-from jspec.engine.constraints import Matcher
-
-_LOG = logging.getLogger("jspec")
+from jspec.engine import grammar_worker as worker
+from jspec.engine.constraints import Constraint
+from jspec.engine.grammar_pool import GrammarPool
+from jspec.engine.schema_limits import check_regex, check_schema
 
 
 class Grammars:
     """Makes constraints for requests: ``Request(..., constraint=grammars.json_schema({...}))``.
 
+    Grammars are compiled and followed in processes of their own, which are limited in time and memory. A grammar that
+    exceeds the limits is refused, or ends its own request. (On Windows everything runs in this process, unlimited.)
     The grammar ends a text with an end of text, which the request's `eos_ids` should have, too.
 
     Args:
@@ -30,69 +30,63 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int] = ()):
-        try:
-            from llguidance import LLMatcher, LLTokenizer
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError("Grammars need llguidance: pip install llguidance.") from None
-        self._make, self._vocab_size = LLMatcher, vocab_size
+        if find_spec("llguidance") is None:
+            raise ModuleNotFoundError("Grammars need llguidance: pip install llguidance.")
         ends = [i for i in (*eos_ids, *([] if eos_ids else [tokenizer.eos_token_id])) if i is not None]
         if not ends:
             raise ValueError("The tokenizer has no end of text, with which a grammar ends; give eos_ids.")
-        self._tokenizer = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends)
+        make = GrammarPool if hasattr(os, "fork") else _InProcess
+        self._pool = make(tokenizer.backend_tokenizer.to_str(), vocab_size, ends)
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Callable[[], Matcher]:
+    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
         """A JSON value for which `schema` holds, without needless white space.
 
         Raises:
-            ValueError: it is no schema, or asks for what cannot be promised.
+            ValueError: it is not a schema, asks for what cannot be promised, or is too complex.
         """
-        compact: Any = {"whitespace_flexible": False}
-        return self._constraint("schema", self._make.grammar_from_json_schema(json.dumps(schema), overrides=compact))
+        check_schema(schema)
+        return self._compiled("schema", json.dumps(schema))
 
-    def regex(self, pattern: str) -> Callable[[], Matcher]:
-        """A text all of which matches. ValueError: it is no regular expression."""
-        return self._constraint("regular expression", self._make.grammar_from_regex(pattern))
+    def regex(self, pattern: str) -> Constraint:
+        """A text all of which matches. ValueError: it is not a regular expression, or it is too complex."""
+        check_regex(pattern)
+        return self._compiled("regular expression", pattern)
 
-    def lark(self, grammar: str) -> Callable[[], Matcher]:
-        """A text of a grammar in Lark's notation, as llguidance reads it. ValueError: it is no such grammar."""
-        return self._constraint("grammar", self._make.grammar_from_lark(grammar))
+    def lark(self, grammar: str) -> Constraint:
+        """A text of a grammar in Lark's notation, as llguidance reads it.
 
-    def _constraint(self, kind: str, grammar: str) -> Callable[[], Matcher]:
-        first = self._make(self._tokenizer, grammar, log_level=0)
-        tried = first if first.is_error() else first.deep_copy()
-        if not tried.is_error():
-            tried.compute_bitmask()  # some limits are met here
-        if tried.is_error():
-            raise ValueError(f"The {kind} cannot be used: {_sentence(tried.get_error())}")
-        return lambda: _Matcher(first.deep_copy(), -(-self._vocab_size // 32))
+        Raises:
+            ValueError: it is not such a grammar, or it is too complex.
+        """
+        return self._compiled("grammar", grammar)
+
+    def _compiled(self, kind: str, text: str) -> Constraint:
+        try:
+            return self._pool.compile(kind, text)
+        except ValueError as error:
+            raise ValueError(f"The {kind} cannot be used: {str(error).rstrip('.')}.") from None
+
+    def close(self) -> None:
+        """End the processes at once. Constraints that still run fail."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _sentence(error: str) -> str:
-    """What llguidance says, without the state of its parser; of a failure of its own nothing but that."""
-    said = " ".join(re.split("<(?:state|backtrace)>", error)[0].split())
-    if "panic: " not in said:
-        return said
-    _LOG.warning("llguidance has failed: %s", said)
-    return "llguidance does not understand it."
+class _InProcess:
+    """A `GrammarPool` for platforms that cannot fork."""
 
+    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]):
+        self._tokenizer = worker.make_tokenizer(tokenizer, vocab_size, eos_ids)
+        self._num_bytes = 4 * -(-vocab_size // 32)
 
-class _Matcher:
-    """llguidance's as a `jspec.engine.constraints.Matcher`."""
+    def compile(self, kind: str, text: str) -> Constraint:
+        """Compile a grammar. ValueError: llguidance refuses it."""
+        return worker.compile_grammar(self._tokenizer, kind, text, self._num_bytes).copy
 
-    def __init__(self, matcher: Any, words: int):
-        self._matcher, self._words = matcher, words
-
-    def allowed(self) -> np.ndarray:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
-        if self._matcher.is_error():
-            raise RuntimeError(_sentence(self._matcher.get_error()))
-        return bits
-
-    def consume(self, token: int) -> bool:
-        taken = self._matcher.try_consume_tokens([token]) == 1
-        if self._matcher.is_error():
-            raise RuntimeError(_sentence(self._matcher.get_error()))
-        return taken
-
-    def rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
+    def close(self) -> None:
+        """There is nothing to end."""

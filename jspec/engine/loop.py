@@ -129,7 +129,8 @@ class Loop:
                     raise
                 _LOG.exception("A constraint cannot be made; its request ends.")
                 self._scheduler.leave(slot)
-                self.fail(tenant, f"The constraint cannot be made: {type(error).__name__}: {error}", is_refused=True)
+                wrong = f"The constraint cannot be made: {type(error).__name__}: {error}"
+                self.fail(tenant, wrong, "constraint_failed")
                 continue
             self._device.seat(slot, tenant.row, len(tenant.given), tenant.read, tenant.constraint)
             self._stop[slot] = False  # it was stopped by being seated anew
@@ -276,7 +277,7 @@ class Loop:
         if wrong := self._device.constraints.error(tenant.constraint):  # its last tokens were not constrained
             self._stop[slot] = True
             self._scheduler.leave(slot)
-            return self.fail(tenant, wrong, is_refused=True)
+            return self.fail(tenant, str(wrong), wrong.code)
         if tenant.scored:
             told = of_prompt(tenant.scored, len(tenant.request.tokens), num_top)
             result.prompt_logprobs, result.prompt_top_logprobs = told
@@ -298,18 +299,18 @@ class Loop:
                 tenant, f"{who} drafted ids outside the vocabulary; draft the target's, or a law of zeros for no guess."
             )
         if new.invalid and tenant.request.constraint is not None:
-            wrong = "No token may follow: logit_bias or min_tokens forbid what the constraint allows, or it fails."
-            return self.fail(tenant, wrong, is_refused=True)
+            wrong = self._device.constraints.why_nothing_follows(tenant.constraint, result.tokens)
+            return self.fail(tenant, str(wrong), wrong.code)
         if new.invalid:
             wrong = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
             return self.fail(tenant, wrong)
         ended = bool(result.tokens) and result.tokens[-1] in tenant.request.eos_ids
         return self._finish(tenant, "eos" if ended else "length")
 
-    def fail(self, tenant: Tenant, error: str, is_refused: bool = False) -> None:
-        """End a request that has no slot, or no longer; `is_refused` if that is its own fault."""
+    def fail(self, tenant: Tenant, error: str, code: str | None = None) -> None:
+        """End a request that has no slot, or no longer; its constraint's `code` if that cannot be kept."""
         _LOG.error("A request ends: %s", error)
-        tenant.result.error, tenant.result.is_refused = error, is_refused
+        tenant.result.error, tenant.result.error_code = error, code
         self._finish(tenant, "error")
 
     def _finish(self, tenant: Tenant, reason: str) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.engine.constraints import Matcher
+from jspec.engine.constraints import Constraint
 from jspec.engine.slots import NEUTRAL, Needs
 from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.state import RequestParams
@@ -47,7 +46,7 @@ class Request:
     salt: str = ""
     top_logprobs: int = 0
     prompt_logprobs: bool = False
-    constraint: Callable[[], Matcher] | None = None
+    constraint: Constraint | None = None
 
     @functools.cached_property
     def needs(self) -> Needs:
@@ -117,7 +116,8 @@ class Result:
         distortion: the receipt of a lossy rule, as in `jspec.Stats`.
         finish_reason: "eos", "length", "cancelled" or "error"; None while it goes on.
         error: what has gone wrong.
-        is_refused: whether that is the request's own fault: its constraint cannot be kept.
+        error_code: a word for programs if the constraint cannot be kept: "constraint_failed", "constraint_too_complex",
+            "constraint_conflict" (with the request's own settings) or "constraint_dead_end" (not the request's fault).
         cached: tokens of the prompt that did not have to be read.
     """
 
@@ -134,8 +134,13 @@ class Result:
     distortion: float = 0.0
     finish_reason: str | None = None
     error: str | None = None
-    is_refused: bool = False
+    error_code: str | None = None
     cached: int = 0
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the error is the request's own fault: its constraint cannot be kept."""
+        return self.error_code not in (None, "constraint_dead_end")
 
     @property
     def acceptance_rate(self) -> float:

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 import reprlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
@@ -16,12 +16,14 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.engine import Engine
+from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.engine.heartbeat import Heartbeat
 from jspec.serve.access import Access, Guard
 from jspec.serve.answers import Answer
 from jspec.serve.asked import Served, number_of_choices, understand
 from jspec.serve.body import as_json, check_key, read
+from jspec.serve.constraints import ConstraintDesk
 from jspec.serve.errors import Refusal, busy, draining, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
@@ -32,6 +34,8 @@ from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")
 _HERE = Access()
+_T = TypeVar("_T")
+_MORE_CONSTRAINTS = 4  # than slots: those that are compiled while others are used
 _UNREAD = 4  # times as many choices as may be under way may be so, or have ended and not been read to their end
 
 
@@ -75,6 +79,7 @@ class Server:
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
         self.room = engine.device.sizes.slots + max_waiting
+        self._constraints = ConstraintDesk(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self._unread, self.is_draining = 0, 0, False
         self._reading = Heartbeat()  # of requests, until they are queued
@@ -125,18 +130,25 @@ class Server:
                 job = self._enter(body)
                 ends.callback(job.delivered)
                 ends.callback(job.close)
+                constraint = await self._constraint(request, job, body)
                 with self._reading.beat():
-                    await job.begin(body, self._one_at_a_time)
+                    await job.begin(body, constraint, self._one_at_a_time)
                 if body.stream:
                     ends.pop_all()  # with the stream instead
                     return Stream(job)
-                await _unless_gone(request, job)
+                await _unless_gone(request, job.done())
                 whole = await to_thread.run_sync(Answer(job).whole)  # an echo may be large
                 job.close()
                 ends.pop_all()  # delivered when it is sent
                 return Whole(job, whole)
 
         return answer
+
+    async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
+        """Compile the response format; its processes end with the job."""
+        if body.response_format is None or not body.is_formatted:
+            return None
+        return await _unless_gone(request, self._constraints.compile(job, body.response_format))
 
     def _enter(self, body: Body) -> Job:
         """Count the request, before anything is done for it."""
@@ -155,11 +167,17 @@ class Server:
 
         def left() -> None:
             self.open -= count
+            self._constraints.release(job)
 
         def delivered() -> None:
             self._unread -= count
 
-        return Job(self._served, self._metrics, left, delivered)
+        job = Job(self._served, self._metrics, left, delivered)
+        return job
+
+    def close(self) -> None:
+        """End the processes of constraints; those that still run fail."""
+        self._constraints.close()
 
     async def _models(self, request: Request) -> Response:
         check_key(request, self._api_key)
@@ -207,19 +225,23 @@ def _parsed(kind: type[Body], body: bytes) -> Body:
     return understood(kind, as_json(body))
 
 
-async def _unless_gone(request: Request, job: Job) -> None:
-    """Wait for the job; no longer than the client does."""
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for `work`, no longer than the client does.
+
+    Raises:
+        ClientDisconnect: the client has gone first.
+    """
 
     async def gone() -> None:
         while (await heard(request.receive))["type"] != "http.disconnect":
             pass
 
-    waiting = [asyncio.ensure_future(job.done()), asyncio.ensure_future(gone())]
+    waiting = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not waiting[0].done():
             raise ClientDisconnect
-        waiting[0].result()
+        return waiting[0].result()
     finally:
         for one in waiting:
             one.cancel()

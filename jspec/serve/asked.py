@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.completion import prepare
 from jspec.engine import Engine, Request
-from jspec.engine.constraints import Matcher
+from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.model_sampling import default_sampling
 from jspec.sampling import SamplingParams
@@ -83,8 +83,8 @@ class Asked:
         return isinstance(self.body, CompletionBody) and self.body.echo
 
 
-def understand(served: Served, body: Body) -> Asked:
-    """Everything about a body that needs the model's tokenizer or its sizes.
+def understand(served: Served, body: Body, constraint: Constraint | None = None) -> Asked:
+    """Everything about a body that needs the model's tokenizer or its sizes; its `constraint` is compiled already.
 
     Raises:
         Refusal: something cannot be.
@@ -94,7 +94,7 @@ def understand(served: Served, body: Body) -> Asked:
     prompts = _prompts(served, body, param)
     for prompt in prompts:
         _check(served, body, prompt, param)
-    common = _sampling(served, body), _constraint(served, body)
+    common = _sampling(served, body), constraint
     each = [prompt for prompt in prompts for _ in range(body.n)]
     requests = [_request(served, body, prompt, ends, index, *common) for index, prompt in enumerate(each)]
     return Asked(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
@@ -182,23 +182,8 @@ def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> N
                     f"{longest} tokens here; shorten one of the two.", blamed, "context_length_exceeded")  # fmt: skip
 
 
-def _constraint(served: Served, body: Body) -> Callable[[], Matcher] | None:
-    """What the response format allows; None for everything."""
-    wanted = body.response_format
-    if wanted is None or not body.is_formatted:
-        return None
-    if served.grammars is None:
-        raise wrong("response_format is not supported with this model's tokenizer.", "response_format")
-    try:
-        if wanted.regex is not None:
-            return served.grammars.regex(wanted.regex)
-        return served.grammars.json_schema(wanted.json_schema.held if wanted.json_schema else {"type": "object"})
-    except ValueError as error:
-        raise wrong(f"response_format cannot be kept: {error}", "response_format") from None
-
-
 def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable[int], index: int,
-             sampling: SamplingParams, constraint: Callable[[], Matcher] | None) -> Request:  # fmt: skip
+             sampling: SamplingParams, constraint: Constraint | None) -> Request:  # fmt: skip
     room = served.max_length - len(prompt)
     key = None
     if body.seed is not None:  # of this kind whatever JAX's default is, so that the same seed is the same text

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from jspec.serve.errors import Refusal, wrong
 
 _PATIENCE = 60.0  # seconds for a body to come
+_MOST_FIELDS, _MOST_COMMAS = 200_000, 500_000
 
 
 def check_key(request: Request, key: str | None) -> None:
@@ -54,6 +55,7 @@ def as_json(body: bytes) -> Any:
     Raises:
         Refusal: it is no JSON.
     """
+    _check_size(body)
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
         if b"\\u" in body:  # half a character may be written so
@@ -67,6 +69,13 @@ def as_json(body: bytes) -> Any:
         raise wrong("The body is JSON of too many levels.") from None
     except ValueError as error:
         raise wrong(f"The body is no JSON that can be read: {error}.") from None
+
+
+def _check_size(body: bytes) -> None:
+    """Refuse many small values: Python holds its lock while it parses them, so every other request would wait."""
+    for marks, most, names in ((b"[{:", _MOST_FIELDS, "characters [, { and :"), (b",", _MOST_COMMAS, "commas")):
+        if sum(body.count(mark) for mark in marks) > most:
+            raise wrong(f"The body has more than {most} {names}; send less.", code="body_too_long")
 
 
 def _too_long(most: int) -> Refusal:

@@ -12,6 +12,7 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 
 from jspec.engine import Result
+from jspec.engine.constraints import Constraint
 from jspec.serve.asked import Asked, Served, understand
 from jspec.serve.choice import Choice
 from jspec.serve.errors import Refusal, busy, draining, failed, wrong
@@ -38,13 +39,19 @@ class Job:
         self.choices: list[Choice] = []
         self._loop, self._changed, self._closed = asyncio.get_running_loop(), asyncio.Event(), False
 
-    async def begin(self, body: Body, one_at_a_time: CapacityLimiter) -> None:
+    async def begin(self, body: Body, constraint: Constraint | None, one_at_a_time: CapacityLimiter) -> None:
         """Understand the body and queue its requests; both may take a while, so not in the loop of events.
+
+        Args:
+            body: the request.
+            constraint: its response format, compiled.
+            one_at_a_time: limits the threads.
 
         Raises:
             Refusal: nothing runs.
         """
-        self.asked: Asked = await to_thread.run_sync(understand, self.served, body, limiter=one_at_a_time)
+        self.asked: Asked = await to_thread.run_sync(understand, self.served, body, constraint,
+                                                   limiter=one_at_a_time)  # fmt: skip
         count = len(self.asked.requests)
         self.choices = [Choice(self.served, self.asked, i, self.arrived) for i in range(count)]
         try:
@@ -128,8 +135,7 @@ class Job:
             reasons = {choice.finish_reason for choice in self.choices}
             for choice in self.choices:
                 if choice.finish_reason == "error":
-                    refused = choice.result.is_refused
-                    raise wrong(str(choice.result.error), "response_format") if refused else failed()
+                    raise _refusal(choice.result)
             if "abort" in reasons:
                 raise draining()
             yield
@@ -159,6 +165,15 @@ class Job:
     def figures(self) -> Figures:
         """How well it was drafted."""
         return sum((choice.figures() for choice in self.choices), Figures())
+
+
+def _refusal(result: Result) -> Refusal:
+    """Explain a failure: what is the client's fault, and what the constraint met without anybody's."""
+    if result.error_code in ("constraint_too_complex", "constraint_conflict"):
+        return wrong(str(result.error), "response_format", result.error_code)
+    if result.error_code == "constraint_dead_end":
+        return Refusal(500, str(result.error), "response_format", result.error_code)
+    return failed()
 
 
 def _nothing() -> None:

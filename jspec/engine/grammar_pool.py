@@ -1,0 +1,228 @@
+"""Compiled grammars, each in processes of its own, with limits of time and memory (see `grammar_worker`)."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from jspec.engine import grammar_worker as worker
+from jspec.engine.constraints import ConstraintError, MaskSource
+
+_COMPILE_SECONDS, _MASK_SECONDS, _START_SECONDS = 10.0, 5.0, 120.0  # of the clock; the worker limits CPU time
+
+
+class GrammarPool:
+    """A server of processes in which grammars are compiled and followed.
+
+    Args:
+        tokenizer: the text of a tokenizer.json.
+        vocab_size: V.
+        eos_ids: tokens that may end a text.
+
+    Raises:
+        ValueError: llguidance refuses the tokenizer.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]):
+        self._setup = json.dumps([tokenizer, vocab_size, [*eos_ids]]).encode()
+        self._size = -(-vocab_size // 32)
+        self._lock, self._is_closed = threading.Lock(), False
+        self._server = _Server(self._setup)
+
+    def compile(self, kind: str, text: str) -> "CompiledGrammar":
+        """Compile a "schema", "regular expression" or "grammar"; wait up to ten seconds.
+
+        Raises:
+            ValueError: llguidance refuses it, or it needs too much time or memory.
+        """
+        connection = self._connect()
+        answer = _conversation(connection, json.dumps([kind, text]).encode())
+        if answer == b"":
+            return CompiledGrammar(connection, self._size)
+        connection.close()
+        if answer is None:
+            raise ValueError(f"it takes more than {worker.COMPILE_CPU_SECONDS:g} seconds or "
+                             f"{worker.MEMORY >> 20} MiB of memory to compile; simplify it")  # fmt: skip
+        raise ValueError(answer.decode())
+
+    def _connect(self) -> socket.socket:
+        """Return a connection to a new compiler; start the server of processes again if it has ended."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("The grammars are closed; make new ones.")
+            if not self._server.is_alive:
+                self._server.close()
+                self._server = _Server(self._setup)
+            return _connect(self._server.control)
+
+    def close(self) -> None:
+        """End all processes at once; constraints that still run fail."""
+        with self._lock:
+            self._is_closed = True
+            self._server.close()
+
+
+class _Server:
+    """The process that forks compilers. It computes nothing, so it is never stuck."""
+
+    def __init__(self, setup: bytes):
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: Ctrl-C is for the parent, with which it ends.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        self.close = weakref.finalize(self, _end_server, self.control, self._process)
+        self.control.settimeout(_START_SECONDS)
+        try:
+            worker.send(self.control, setup)
+            answer = worker.receive(self.control)
+        except OSError as error:
+            answer = f"the process for grammars does not start: {error}".encode()
+        if answer != b"":
+            self.close()
+            raise ValueError("the process for grammars has ended" if answer is None else answer.decode())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can fork."""
+        return self._process.poll() is None
+
+
+def _end_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    control.close()
+    process.kill()  # its children end with it
+    process.wait()
+
+
+def _connect(control: socket.socket) -> socket.socket:
+    """Return a connection to a process that is forked for it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            socket.send_fds(control, [b"."], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+    return ours
+
+
+def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
+    """Ask a compiler to compile; return its answer, or None if it has ended or takes too long."""
+    process, end = None, time.monotonic() + _COMPILE_SECONDS
+    connection.settimeout(_COMPILE_SECONDS)
+    try:
+        worker.send(connection, question)
+        process = worker.receive(connection)
+        connection.settimeout(max(0.01, end - time.monotonic()))
+        return None if process is None else worker.receive(connection)
+    except TimeoutError:
+        _kill(process)
+    except OSError:  # it ended before it had read all
+        pass
+    return None
+
+
+def _kill(process: bytes | None) -> None:
+    """End a process that still holds its end of a connection, so that the number is its own."""
+    if process:
+        with contextlib.suppress(OSError):
+            os.kill(int(process), signal.SIGKILL)
+
+
+class CompiledGrammar:
+    """Makes the mask sources of texts, each in a process of its own.
+
+    The processes end when it is closed, or when nobody holds it, and with the last source.
+    """
+
+    def __init__(self, connection: socket.socket, size: int):
+        self._connection, self._size = connection, size
+        self._lock, self._sources, self._is_closed = threading.Lock(), 0, False
+        self._end = weakref.finalize(self, connection.close)
+
+    def __call__(self) -> "GrammarMasks":
+        """Return the masks of another text. RuntimeError: the grammar is closed, or its process has ended."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the grammar is closed")
+            try:
+                connection = _connect(self._connection)
+            except OSError:
+                raise RuntimeError("the process of the grammar has ended") from None
+            self._sources += 1
+        return GrammarMasks(connection, self, self._size)
+
+    def close(self) -> None:
+        """Make no more sources, and end the process with the last one."""
+        with self._lock:
+            self._is_closed = True
+            if not self._sources:
+                self._end()
+
+    def leave(self) -> None:
+        """Count one source less."""
+        with self._lock:
+            self._sources -= 1
+            if self._is_closed and not self._sources:
+                self._end()
+
+
+class GrammarMasks(MaskSource):
+    """The masks of one text, computed in a process of its own."""
+
+    def __init__(self, connection: socket.socket, grammar: CompiledGrammar, size: int):
+        self._connection, self._grammar, self._size = connection, grammar, size
+        self._process: bytes | None = None
+        self._asked, self._count, self._is_open = 0, 0, True
+        connection.settimeout(_MASK_SECONDS)
+        weakref.finalize(self, connection.close)
+
+    def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
+        question = json.dumps([[*text[self._asked :]], [*drafted], [*parents]]).encode()
+        self._asked, self._count = len(text), len(drafted) + 1
+        with contextlib.suppress(OSError):  # it has ended, which `masks` explains
+            worker.send(self._connection, question)
+
+    def masks(self) -> np.ndarray:
+        answer = self._answer()
+        if answer is None:
+            raise ConstraintError(f"The constraint takes too much time or memory after {self._asked} tokens; simplify "
+                                  "it.", "constraint_too_complex")  # fmt: skip
+        if answer[:1] == b"-":
+            raise ConstraintError(f"The constraint cannot be followed after {self._asked} tokens: "
+                                  f"{answer[1:].decode()}; simplify it.", "constraint_too_complex")  # fmt: skip
+        if len(answer) == 1:
+            return np.zeros((self._count, self._size), np.uint32)
+        return np.frombuffer(answer, np.uint32, offset=1).reshape(self._count, self._size)
+
+    def _answer(self) -> bytes | None:
+        """Return what the process answers; None if it has ended or takes too long."""
+        try:
+            self._process = self._process or worker.receive(self._connection)
+            return worker.receive(self._connection) if self._process else None
+        except TimeoutError:
+            _kill(self._process)
+        except OSError:
+            pass
+        return None
+
+    def close(self) -> None:
+        """End the process; a call that still waits for it gets no answer."""
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # not closed, because another thread may read
+            self._grammar.leave()

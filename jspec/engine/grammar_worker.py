@@ -1,0 +1,318 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""The processes in which llguidance runs: this file is their script, and imports neither JAX nor jspec.
+
+A server process forks a compiler for each grammar, and a compiler forks a matcher for each text. A grammar that hangs,
+fills its memory or overflows the stack therefore ends its own processes, and nothing else.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+COMPILE_CPU_SECONDS = 5.0
+MEMORY = 512 * 2**20  # bytes, beyond those of a process that has compiled nothing
+_SOON = 0.1  # seconds of compiling, after which others go first
+_PROBE_STEPS, _PROBE_SECONDS = 32, 0.1
+_BURST, _EACH = 0.3, 0.005  # CPU seconds: of all masks of a text, and what each mask adds to that
+_SIZE = struct.Struct("!I")
+
+
+def send(connection: socket.socket, message: bytes) -> None:
+    """Send one message."""
+    connection.sendall(_SIZE.pack(len(message)) + message)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """Return the next message; None if the other end is closed."""
+    header = _receive_bytes(connection, _SIZE.size)
+    return None if header is None else _receive_bytes(connection, _SIZE.unpack(header)[0])
+
+
+def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
+    data, view = bytearray(count), 0
+    while view < count:
+        got = connection.recv_into(memoryview(data)[view:])
+        if not got:
+            return None
+        view += got
+    return bytes(data)
+
+
+def tree_masks(matcher: Any, drafted: Sequence[int], parents: Sequence[int], vocab_size: int,
+               reset: Callable[[list[int]], Any]) -> list[Any]:  # fmt: skip
+    """Return the mask after the text and after each drafted node; None for a node that the text cannot reach.
+
+    Args:
+        matcher: a `jspec.engine.constraints.Matcher` at the end of the text.
+        drafted: the token of each node.
+        parents: of each node, 0 for the text and i for node i - 1.
+        vocab_size: tokens from there on are not text.
+        reset: returns a matcher after the text and these drafted tokens. It replaces one that failed after a guess,
+            which is not a failure of the text; b"" is the mask of that node, and allows nothing.
+    """
+    masks: list[Any] = [None] * (len(drafted) + 1)
+    children: list[list[int]] = [[] for _ in masks]
+    for node, parent in enumerate(parents, 1):
+        children[parent].append(node)
+
+    def visit(node: int, path: list[int]) -> None:
+        nonlocal matcher
+        masks[node] = matcher.allowed()
+        for child in children[node]:
+            token = drafted[child - 1]
+            if token >= vocab_size:
+                continue
+            try:
+                if matcher.consume(token):
+                    visit(child, [*path, token])
+                    matcher.rollback(1)
+            except Exception:
+                masks[child] = b""
+                matcher = reset(path)
+
+    visit(0, [])
+    return masks
+
+
+class DeadEnd(Exception):
+    """No token may follow, not even the end of the text."""
+
+
+class LLGuidance:
+    """A `jspec.engine.constraints.Matcher` of llguidance."""
+
+    def __init__(self, matcher: Any, num_bytes: int):
+        self._matcher, self._num_bytes = matcher, num_bytes
+
+    def copy(self) -> "LLGuidance":
+        """Return another one at the same place; both share what the lexer has computed."""
+        return LLGuidance(self._matcher.deep_copy(), self._num_bytes)
+
+    def allowed(self) -> bytes:
+        """Return one bit for each token.
+
+        Raises:
+            DeadEnd: no token may follow.
+            RuntimeError: the grammar is too complex.
+        """
+        bits = self._matcher.compute_bitmask()[: self._num_bytes]
+        if self._matcher.is_error():
+            error = self._matcher.get_error()
+            raise DeadEnd if "NoExtension" in error else RuntimeError(sentence(error))
+        if not any(bits):
+            raise DeadEnd
+        return bits
+
+    def consume(self, token: int) -> bool:
+        """Advance by `token`; return False if it may not follow. RuntimeError: the grammar is too complex."""
+        taken = self._matcher.try_consume_tokens([token]) == 1
+        if self._matcher.is_error():
+            raise RuntimeError(sentence(self._matcher.get_error()))
+        return taken
+
+    def rollback(self, count: int) -> None:
+        """Undo the last `count` tokens."""
+        self._matcher.rollback(count)
+
+
+def compile_grammar(tokenizer: Any, kind: str, text: str, num_bytes: int) -> LLGuidance:
+    """Return a matcher at the start of a text.
+
+    Raises:
+        ValueError: llguidance refuses the grammar.
+    """
+    from llguidance import LLMatcher
+
+    if kind == "schema":
+        overrides: Any = {"whitespace_flexible": False}
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+    else:
+        grammar = (LLMatcher.grammar_from_regex if kind == "regular expression" else LLMatcher.grammar_from_lark)(text)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        raise ValueError(sentence(matcher.get_error()))
+    first = LLGuidance(matcher, num_bytes)
+    _probe(first)
+    return first
+
+
+def _probe(first: LLGuidance) -> None:
+    """Follow a random text for a while: some grammars hang or fail only after some tokens.
+
+    Raises:
+        ValueError: the first mask cannot be computed.
+    """
+    rng, matcher, begun = random.Random(0), first.copy(), time.monotonic()
+    try:
+        bits = matcher.allowed()
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    except DeadEnd:
+        raise ValueError("no text satisfies it") from None
+    with contextlib.suppress(RuntimeError, DeadEnd):  # later failures concern only the texts that meet them
+        for _ in range(_PROBE_STEPS):
+            tokens = [8 * i + bit for i, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+            if time.monotonic() > begun + _PROBE_SECONDS or not matcher.consume(rng.choice(tokens)):
+                return
+            bits = matcher.allowed()
+
+
+def sentence(error: str) -> str:
+    """Return llguidance's message without the state of its parser; of a panic only that it occurred."""
+    message = " ".join(re.split("<(?:state|backtrace)>", error)[0].split())
+    return "llguidance does not understand it" if "panic: " in message else message
+
+
+def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:
+    """Return llguidance's form of a tokenizer.json. ValueError: it has more tokens than `vocab_size`."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+
+
+def _main(control: socket.socket) -> None:
+    """Read the tokenizer, then fork a compiler for each socket that arrives."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    message = receive(control)
+    if message is None:
+        return
+    text, vocab_size, eos_ids = json.loads(message)
+    try:
+        tokenizer = make_tokenizer(text, vocab_size, eos_ids)
+    except Exception as error:
+        return send(control, str(error).encode())
+    send(control, b"")
+    _fork_for_each(control, lambda connection: _serve_compiler(connection, tokenizer, vocab_size))
+
+
+def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    """Fork a child for each socket that arrives on `control`, until its other end is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        parent = os.getpid()
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if os.fork() == 0:
+                try:
+                    control.close()
+                    _end_with(parent)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    serve(connection)
+                finally:
+                    os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent ends, even in the middle of a computation; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _serve_compiler(connection: socket.socket, tokenizer: Any, vocab_size: int) -> None:
+    """Compile one grammar, answer with an error or b"", and fork a matcher for each socket that arrives."""
+    message = receive(connection)
+    if message is None:
+        return
+    _limit_memory()
+    send(connection, str(os.getpid()).encode())
+    signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_SECONDS)  # SIGPROF ends the process
+    kind, text = json.loads(message)
+    compiled = _behind_others(lambda: compile_grammar(tokenizer, kind, text, 4 * -(-vocab_size // 32)))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if isinstance(compiled, Exception):
+        return send(connection, str(compiled).encode() or b"it fails")
+    send(connection, b"")
+    _fork_for_each(connection, lambda matcher: _serve_matcher(matcher, compiled, vocab_size))
+
+
+def _limit_memory() -> None:
+    import resource
+
+    pages = 0
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    if pages:  # elsewhere the limit counts what is reserved, not used
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _behind_others(compute: Callable[[], Any]) -> Any:
+    """Return the result of `compute` or its exception; after a moment it gets only the time that others leave.
+
+    The priority is that of a thread, because a process cannot raise its own again.
+    """
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(compute())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(_SOON)
+    if thread.is_alive() and sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, 19)
+    thread.join()
+    return results[0]
+
+
+def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int) -> None:
+    """Answer with masks until the other end is closed; end by SIGPROF when they take too long."""
+    text: list[int] = []
+    matcher, left = first.copy(), _BURST
+    send(connection, str(os.getpid()).encode())
+
+    def reset(path: Sequence[int]) -> LLGuidance:
+        nonlocal matcher
+        matcher = first.copy()
+        if not all(map(matcher.consume, [*text, *path])):
+            raise RuntimeError("the grammar refuses a token that it has allowed")
+        return matcher
+
+    while (message := receive(connection)) is not None:
+        new, drafted, parents = json.loads(message)
+        left = min(_BURST, left + _EACH)
+        signal.setitimer(signal.ITIMER_PROF, left)
+        begun = time.process_time()
+        try:
+            for token in new:
+                if not matcher.consume(token):
+                    raise RuntimeError("the grammar refuses a token that it has allowed")
+            text += new
+            masks = tree_masks(matcher, drafted, parents, vocab_size, reset)
+            answer = b"+" + b"".join(_mask_bytes(mask, len(masks[0])) for mask in masks)
+        except DeadEnd:
+            answer = b"+"
+        except Exception as error:
+            answer = b"-" + str(error).encode()
+        left -= time.process_time() - begun
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(connection, answer)
+
+
+def _mask_bytes(mask: bytes | None, size: int) -> bytes:
+    """Return a mask of `size` bytes: everything where the text cannot come, nothing at the failure of a grammar."""
+    return b"\xff" * size if mask is None else mask or bytes(size)
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,138 @@
+"""Limits of schemas and regular expressions that are checked before any is compiled."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+MAX_DEPTH = 64
+MAX_VALUES = 50_000
+MAX_DEFINITIONS = 1_000
+MAX_REFERENCES = 100  # in a chain
+MAX_PATTERNS = 100
+MAX_PATTERN_LENGTH = 10_000
+MAX_MULTIPLE = 100_000
+MAX_COMBINED_PATTERNS = 8
+_REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
+_MAX_REPEAT = 10_000
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Check that a schema is within the limits; what it means is not looked at.
+
+    Raises:
+        ValueError: the first limit that it exceeds.
+    """
+    nodes = list(_mappings(schema))
+    patterns = [pattern for node in nodes for pattern in _patterns(node)]
+    if len(patterns) > MAX_PATTERNS:
+        raise _excess("patterns", len(patterns), MAX_PATTERNS)
+    for pattern in patterns:
+        check_regex(pattern)
+    for node in nodes:
+        _check_combination(node)
+    length = _longest_chain(schema)
+    if length > MAX_REFERENCES:
+        raise _excess("references in one chain of $ref", length, MAX_REFERENCES)
+
+
+def check_regex(pattern: str) -> None:
+    """Check that a regular expression is within the limits. ValueError: the limit that it exceeds."""
+    if len(pattern) > MAX_PATTERN_LENGTH:
+        raise ValueError(f"The regular expression has {len(pattern)} characters; expected at most "
+                         f"{MAX_PATTERN_LENGTH}.")  # fmt: skip
+    counts = [count for match in _REPEAT.finditer(pattern) for count in match.groups() if count]
+    if any(len(count.lstrip("0")) > 9 or int(count) > _MAX_REPEAT for count in counts):
+        raise ValueError(f"The regular expression repeats something more than {_MAX_REPEAT} times; use * or fewer.")
+
+
+def _excess(what: str, count: int, most: int) -> ValueError:
+    return ValueError(f"The schema has {count} {what}; expected at most {most}, so simplify it.")
+
+
+def _mappings(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all objects in a schema, without recursion, which deep ones would exhaust."""
+    waiting, count = [(schema, 1)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if count > MAX_VALUES:
+            raise ValueError(f"The schema has more than {MAX_VALUES} values; simplify it.")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"The schema is nested more than {MAX_DEPTH} levels deep; use $ref, or simplify it.")
+        if isinstance(value, Mapping):
+            yield value
+            waiting.extend((item, depth + 1) for item in value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend((item, depth + 1) for item in value)
+
+
+def _patterns(node: Mapping[str, Any]) -> list[str]:
+    named = node.get("patternProperties")
+    own = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
+    return own + ([*named] if isinstance(named, Mapping) else [])
+
+
+def _check_combination(node: Mapping[str, Any]) -> None:
+    """Check what a schema and the parts of its allOf demand at once, whose automata multiply."""
+    parts = node.get("allOf")
+    together = [node, *(part for part in parts if isinstance(part, Mapping))] if isinstance(parts, list) else [node]
+    if (count := sum("pattern" in part for part in together)) > MAX_COMBINED_PATTERNS:
+        raise _excess("patterns in one allOf", count, MAX_COMBINED_PATTERNS)
+    multiple = math.lcm(*(_steps(part.get("multipleOf")) for part in together))
+    if multiple > MAX_MULTIPLE:
+        raise ValueError(f"The schema demands multiples of {_short(multiple)} (multipleOf); expected at most "
+                         f"{MAX_MULTIPLE}, so use a smaller one.")  # fmt: skip
+
+
+def _steps(multiple: Any) -> int:
+    """Return how many remainders a multipleOf has, by its decimal digits; 1 if it is not a number."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(multiple):
+        return 1
+    if isinstance(multiple, int):
+        return max(1, abs(multiple))
+    digits, _, exponent = f"{abs(multiple):e}".partition("e")
+    return max(1, int(digits.replace(".", "").rstrip("0") or 1)) * 10 ** max(0, int(exponent))
+
+
+def _short(number: int) -> str:
+    return f"{number}" if number < 10**12 else "more than 10^12"
+
+
+def _longest_chain(schema: Mapping[str, Any]) -> int:
+    """Return how many references follow one another at most; where they form circles, at least about how many."""
+    following = {"": _references(schema)}
+    longest: dict[str, int] = {}
+    waiting = [(name, False) for name in following[""]]
+    while waiting:
+        name, is_done = waiting.pop()
+        if is_done:
+            longest[name] = 1 + max((longest.get(other, 0) for other in following[name]), default=0)
+        elif name not in longest:
+            longest[name] = 1
+            following[name] = _references(_resolved(schema, name))
+            waiting.append((name, True))
+            waiting.extend((other, False) for other in following[name] if other not in longest)
+    return max(longest.values(), default=0)
+
+
+def _references(value: Any) -> list[str]:
+    """Return the different $ref of a part of a schema."""
+    found = dict.fromkeys(node["$ref"] for node in _mappings(value) if isinstance(node.get("$ref"), str))
+    if len(found) > MAX_DEFINITIONS:
+        raise _excess("different $ref", len(found), MAX_DEFINITIONS)
+    return [*found]
+
+
+def _resolved(schema: Any, name: str) -> Any:
+    """Return the part of a schema to which a local reference points; None if there is none."""
+    for key in name.partition("#")[2].split("/")[1:]:
+        key = unquote(key).replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, Mapping):
+            schema = schema.get(key)
+        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        else:
+            return None
+    return schema

@@ -1,0 +1,66 @@
+"""The constraints of requests: how many at once, and how they are compiled beside everything else."""
+
+from collections.abc import Callable
+from typing import Any
+
+from anyio import CapacityLimiter, to_thread
+
+from jspec.engine.constraints import Constraint
+from jspec.engine.grammar_pool import CompiledGrammar
+from jspec.engine.grammars import Grammars
+from jspec.serve.errors import busy, wrong
+from jspec.serve.schemas import ResponseFormat
+
+
+class ConstraintDesk:
+    """Compiles response formats. Each takes processes, so only some exist at once; the other requests wait here.
+
+    Args:
+        grammars: None if texts of this model cannot be constrained.
+        limit: how many requests hold a constraint at once; three times as many may wait for one.
+    """
+
+    def __init__(self, grammars: Grammars | None, limit: int):
+        self._grammars = grammars
+        self._limiter, self._threads = CapacityLimiter(limit), CapacityLimiter(limit)
+        self._held: dict[Any, Constraint | None] = {}
+
+    async def compile(self, holder: object, wanted: ResponseFormat) -> Constraint:
+        """Compile what `holder` asks for, which must `release` it in the end.
+
+        Raises:
+            Refusal: too many requests wait for a constraint, or this one cannot be kept.
+        """
+        grammars = self._grammars
+        if grammars is None:
+            raise wrong("response_format is not supported with this model's tokenizer.", "response_format")
+        if self._limiter.statistics().tasks_waiting >= 3 * self._limiter.total_tokens:
+            raise busy("Too many requests with a response_format are waiting already; try again later.")
+        await self._limiter.acquire_on_behalf_of(holder)
+        self._held[holder] = None
+        try:
+            constraint = await to_thread.run_sync(_compiling(grammars, wanted), limiter=self._threads)
+        except ValueError as error:
+            raise wrong(f"response_format cannot be kept: {error}", "response_format") from None
+        self._held[holder] = constraint
+        return constraint
+
+    def release(self, holder: object) -> None:
+        """End what `holder` has compiled, if anything."""
+        if holder in self._held:
+            constraint = self._held.pop(holder)
+            self._limiter.release_on_behalf_of(holder)
+            if isinstance(constraint, CompiledGrammar):
+                constraint.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+
+def _compiling(grammars: Grammars, wanted: ResponseFormat) -> Callable[[], Constraint]:
+    if (regex := wanted.regex) is not None:
+        return lambda: grammars.regex(regex)
+    schema = wanted.json_schema.held if wanted.json_schema else {"type": "object"}
+    return lambda: grammars.json_schema(schema)
