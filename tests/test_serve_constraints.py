@@ -1,0 +1,252 @@
+"""Response formats that hang, crash or fill the library of grammars: only their own requests end."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+import servers
+from test_serve_life import LONG, SEEDED, asking, post, texts_of, until
+
+from jspec.engine import grammar_pool, grammar_worker
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compile"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="without processes there are no limits"),
+]
+DEAD_END = {"type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"^a$": {"type": "integer"}},
+            "required": ["a"], "additionalProperties": False}  # fmt: skip
+
+
+def chain(count):
+    """A schema with so many links of $ref."""
+    link = lambda i: {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i}"}}, "required": ["x"]}  # noqa: E731
+    definitions = {f"d{i}": link(i + 1) for i in range(count)} | {f"d{count}": {"type": "integer"}}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+HOSTILE = {
+    "a chain of references": (chain(1000), "1001 different $ref"),
+    "a shorter chain": (chain(200), "201 references in one chain of $ref; expected at most 100"),
+    "a large multiple": ({"type": "integer", "multipleOf": 9999991}, "multiples of 9999991 (multipleOf)"),
+    "multiples": ({"allOf": [{"type": "integer", "multipleOf": k} for k in (7, 11, 13, 17, 19, 23)]}, "of 7436429"),
+    "a small step": ({"type": "number", "multipleOf": 1.2345678}, "(multipleOf)"),
+    "patterns": ({"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]},
+                 "30 patterns in one allOf"),
+    "names": ({"type": "object", "patternProperties": {f"^a{i}.*b{i}$": {} for i in range(500)}}, "500 patterns"),
+    "levels": (json.loads('{"items":' * 70 + "{}" + "}" * 70), "nested more than 64 levels deep"),
+    "values": ({"enum": [*range(60_000)]}, "more than 50000 values"),
+    "a repetition": ({"type": "string", "pattern": "a{1000000}"}, "repeats something more than 10000 times"),
+}  # fmt: skip
+
+
+def format_of(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def refusal(answer):
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == "response_format" and error["type"] == "invalid_request_error"
+    return error["message"]
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_exceeds_a_limit_is_refused_before_it_is_compiled(running, kind):
+    schema, words = HOSTILE[kind]
+    message = refusal(post(running, LONG | format_of(schema)))
+    assert words in message and message.endswith(".")
+
+
+@pytest.fixture
+def free_beside(running):
+    """While the test runs a free stream goes on, whose text is that of another time."""
+    body = LONG | {"seed": 3, "stream": True}
+    expected = texts_of(post(running, body).text)[0]
+    stop, texts = threading.Event(), []
+
+    def ask():
+        while not stop.is_set() or not texts:
+            texts.append(texts_of(post(running, body).text)[0])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield
+    assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
+    stop.set()
+    thread.join()
+    assert {*texts} == {expected}
+
+
+# What is within the limits of schemas, or comes as it is.
+LATER = {
+    "hangs": {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(8, 16)]},
+    "overflows": {"response_format": {"type": "regex", "regex": "(" * 4000 + "a" + ")" * 4000}},
+}
+
+
+def test_what_hangs_while_it_is_compiled_is_refused(running, free_beside, monkeypatch):
+    monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
+    monkeypatch.setattr(grammar_pool, "_COMPILE_SECONDS", 2.0)
+    for name in ("a large multiple", "multiples", "patterns", "names"):
+        assert "of memory to compile; simplify it." in refusal(post(running, LONG | format_of(HOSTILE[name][0])))
+
+
+def test_what_overflows_the_stack_is_refused(running, free_beside, monkeypatch):
+    monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
+    assert "to compile; simplify it." in refusal(post(running, LONG | format_of(chain(3000))))
+    deep = {"response_format": {"type": "regex", "regex": "(" * 4000 + "a" + ")" * 4000}}
+    refusal(post(running, LONG | deep))
+
+
+def test_constraints_beside_one_that_hangs_are_compiled(running, monkeypatch):
+    monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
+    with asking(running, LONG | format_of(HOSTILE["names"][0]), 2) as hanging:
+        good = post(running, LONG | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}})
+        assert good.status_code == 200 and good.json()["choices"][0]["finish_reason"] == "stop"
+        monkeypatch.setattr(grammar_pool, "_COMPILE_SECONDS", 0.1)
+        assert {answer.status_code for answer in hanging()} == {400}
+
+
+class Planted:
+    """Compiled grammars whose processes misbehave once the text has begun."""
+
+    def __init__(self, compile_, signal_):
+        self.compile, self.signal = compile_, signal_
+
+    def __call__(self, kind, text):
+        grammar = self.compile(kind, text)
+        make = grammar.__class__.__call__
+
+        def source():
+            made = make(grammar)
+            ask = made.ask
+
+            def asked(text, drafted, parents):
+                if len(text) > 3:
+                    os.kill(int(made._process), self.signal)
+                ask(text, drafted, parents)
+
+            made.ask = asked
+            return made
+
+        self.made = grammar
+        return source
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [signal.SIGSEGV, signal.SIGSTOP])
+def test_a_text_that_crashes_or_hangs_its_matcher_ends_alone(running, free_beside, monkeypatch, kind, stream):
+    monkeypatch.setattr(grammar_pool, "_MASK_SECONDS", 1.0)
+    pool = running.server._served.grammars._pool
+    planted = Planted(pool.compile, kind)
+    monkeypatch.setattr(pool, "compile", planted)
+    answer = post(running, LONG | {"response_format": {"type": "regex", "regex": "[a-z ]{90,99}"}, "stream": stream})
+    error = answer.json()["error"] if not stream else texts_of(answer.text)[1][-1]["error"]
+    assert error["code"] == "constraint_too_complex" and "too much time or memory after" in error["message"]
+    assert error["param"] == "response_format" and error["type"] == "invalid_request_error"
+    planted.made.close()
+
+
+def test_the_server_of_processes_is_replaced(running):
+    body = SEEDED | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
+    first = post(running, body).json()["choices"]
+    running.server._served.grammars._pool._server._process.kill()
+    running.server._served.grammars._pool._server._process.wait()
+    assert post(running, body).json()["choices"] == first
+
+
+def children():
+    """The processes that compile and follow grammars."""
+    found = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline") as file, open(f"/proc/{name}/stat") as stat:
+                if "grammar_worker" in file.read():
+                    found[int(name)] = int(stat.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def below(parent):
+    """Those that a process has begun, and what these have."""
+    known, found = children(), {parent}
+    for _ in range(3):
+        found |= {child for child, its in known.items() if its in found}
+    return found - {parent}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="it looks into /proc")
+@pytest.mark.parametrize("kind", ["whole", "stream", "gone", "choices"])
+def test_no_process_is_left_behind(running, kind):
+    server = running.server._served.grammars._pool._server._process.pid
+    body = LONG | {"response_format": {"type": "regex", "regex": "[a-z ]{20,30}"}, "stream": kind == "stream"}
+    if kind == "gone":
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{running.url}/v1/completions", json=body, timeout=0.05)
+    else:
+        assert post(running, body | ({"n": 3} if kind == "choices" else {})).status_code == 200
+    until(lambda: not running.server.open and not below(server))
+    assert not running.server._constraints._held
+
+
+def test_a_dead_end_is_not_the_clients_fault(running):
+    """Of a property that a pattern names, too, the value may be written by either, and then the other is missing."""
+    codes = set()
+    for seed in range(8):
+        bias = {str(i): 60 for i in running.tokenizer('{"a":1}', add_special_tokens=False)["input_ids"]}
+        answer = post(running, LONG | format_of(DEAD_END) | {"seed": seed, "logit_bias": bias})
+        if answer.status_code == 200:
+            continue
+        error = answer.json()["error"]
+        codes.add((answer.status_code, error["code"], error["type"]))
+        assert error["message"] == ("The constraint reached a state in which no token may follow; try again with "
+                                    "another seed, or simplify the constraint.")  # fmt: skip
+    assert codes == {(500, "constraint_dead_end", "server_error")}
+
+
+def test_what_a_bias_forbids_is_the_clients_fault(running):
+    only = running.tokenizer("thing", add_special_tokens=False)["input_ids"][-1]
+    body = LONG | {"response_format": {"type": "regex", "regex": "[0-9]"}, "temperature": 0}
+    free = post(running, body)
+    assert free.status_code == 200
+    assert only not in free.json()["choices"]
+
+
+def test_too_many_constraints_wait_or_are_refused(running, monkeypatch):
+    """As many as there is room for are answered; nobody waits for ever."""
+    body = SEEDED | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
+    with asking(running, body, 8) as answers:
+        found = answers()
+    assert {answer.status_code for answer in found} == {200}
+    assert len({answer.json()["choices"][0]["text"] for answer in found}) == 1
+
+
+def test_a_mask_that_takes_long_is_ended_by_its_own_process(running):
+    """By CPU time, so that a busy machine is no reason."""
+    assert grammar_worker._BURST < grammar_pool._MASK_SECONDS
+    pool = running.server._served.grammars._pool
+    grammar = pool.compile("regular expression", "[a-z]{3}")
+    masks = grammar()
+    masks.ask([], [], [])
+    first = masks.masks()
+    assert first.shape[0] == 1 and first.any() and not np.all(first == 0xFFFFFFFF)
+    grammar.close()
+    masks.ask([], [], [])  # a source outlives its grammar
+    np.testing.assert_array_equal(masks.masks(), first)
+    masks.close()
+    until(lambda: masks._answer() is None)
+
+
+@pytest.mark.parametrize("body", [b"[" * 4_000_000, b"[" + b"[]," * 1_000_000 + b"[]]", b"[" + b"1," * 2_000_000 + b"1]",
+                                  b'{"a":' * 70_000, b"9" * 4_000_000])  # fmt: skip
+def test_bodies_of_many_small_things_hold_nobody_up(running, body):
+    begun = time.monotonic()
+    answer = httpx.post(f"{running.url}/v1/completions", content=body, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("The body ")
+    assert time.monotonic() - begun < 60
