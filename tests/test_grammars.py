@@ -117,3 +117,66 @@ def test_what_is_no_grammar_is_refused_in_a_sentence(grammars):
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_constraints_with_choices_drafts_penalties_and_failures(pair, grammars, monkeypatch):
+    """Text by text those of plain decoding, though calls fail, others are cancelled, and one grammar makes several."""
+    target, draft, tokenizer = pair
+    make = grammars.json_schema({"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}},
+                                 "required": ["name"], "additionalProperties": False})  # fmt: skip
+    prompt, ends = tuple(tokenizer("import json\nconfig = ")["input_ids"]), (tokenizer.eos_token_id,)
+    sampling = jspec.SamplingParams(frequency_penalty=0.5, repetition_penalty=1.1)
+    requests = [
+        Request(prompt, 60, sampling, key, ends, constraint=make) for key in jax.random.split(jax.random.key(1), 4)
+    ]
+    tree = jspec.TreeDrafter(draft, jspec.Tree.branching((2, 1)))
+    texts = []
+    for drafter in (None, draft, tree):
+        with Engine(target, drafter, slots=3, max_length=128) as engine:
+            play, calls = engine.device.play, iter(range(10**6))
+            monkeypatch.setattr(engine.device, "play", lambda *how: 1 / 0 if next(calls) == 3 else play(*how))  # noqa: B023
+            engine.cancel(engine.submit(requests[0], lambda _: None))
+            texts.append([result.tokens for result in engine.generate(requests)])
+        assert not engine.device.constraints._followed
+    assert texts[1:] == texts[:1] * 2
+    for tokens in texts[0]:
+        assert set(json.loads(tokenizer.decode(tokens[:-1]))) == {"name"}
+
+
+def test_min_tokens_that_forbid_the_only_end_are_said(pair, grammars):
+    target, _, tokenizer = pair
+    prompt, ends = tuple(tokenizer("x = ")["input_ids"]), (tokenizer.eos_token_id,)
+    request = Request(
+        prompt, 20, jspec.SamplingParams(min_tokens=9), eos_ids=ends, constraint=grammars.regex("[0-9]{2}")
+    )
+    with Engine(target, slots=1, max_length=64) as engine:
+        result = engine.generate([request])[0]
+    assert result.error_code == "constraint_conflict" and result.is_refused
+    assert result.error == ("No token may follow: logit_bias or min_tokens forbid what the constraint allows; relax one "
+                            "of the two.")  # fmt: skip
+
+
+def test_a_dead_end_keeps_the_text_up_to_there(pair, grammars):
+    target, draft, tokenizer = pair
+    make = grammars.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+                                 "patternProperties": {"^a$": {"type": "integer"}}, "additionalProperties": False})  # fmt: skip
+    prompt, ends = tuple(tokenizer("x = ")["input_ids"]), (tokenizer.eos_token_id,)
+    bias = np.zeros(target.config.vocab_size, np.float32)
+    bias[[i for i in range(len(bias)) if tokenizer.decode([i]).startswith(",")]] = 60
+    requests = [Request(prompt, 30, jspec.SamplingParams(logit_bias=bias), key, ends, constraint=make)
+                for key in jax.random.split(jax.random.key(2), 2)]  # fmt: skip
+    for drafts in ((), (draft,)):
+        with Engine(target, *drafts, slots=2, max_length=64) as engine:
+            for result in engine.generate(requests):
+                assert result.error_code == "constraint_dead_end" and not result.is_refused
+                assert tokenizer.decode(result.tokens).endswith(",")
+
+
+def test_closed_grammars_make_no_more(pair):
+    with Grammars(pair[2], pair[0].config.vocab_size) as grammars:
+        make = grammars.regex("[a-z]")
+    with pytest.raises(RuntimeError, match="The grammars are closed; make new ones."):
+        grammars.regex("[a-z]")
+    with Engine(pair[0], slots=1, max_length=64) as engine:
+        result = engine.generate([Request((1, 2), 5, constraint=make)])[0]
+    assert result.finish_reason == "error" and result.error

@@ -82,13 +82,6 @@ def free_beside(running):
     assert {*texts} == {expected}
 
 
-# What is within the limits of schemas, or comes as it is.
-LATER = {
-    "hangs": {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(8, 16)]},
-    "overflows": {"response_format": {"type": "regex", "regex": "(" * 4000 + "a" + ")" * 4000}},
-}
-
-
 def test_what_hangs_while_it_is_compiled_is_refused(running, free_beside, monkeypatch):
     monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
     monkeypatch.setattr(grammar_pool, "_COMPILE_SECONDS", 2.0)
@@ -195,27 +188,24 @@ def test_no_process_is_left_behind(running, kind):
     assert not running.server._constraints._held
 
 
-def test_a_dead_end_is_not_the_clients_fault(running):
-    """Of a property that a pattern names, too, the value may be written by either, and then the other is missing."""
-    codes = set()
-    for seed in range(8):
-        bias = {str(i): 60 for i in running.tokenizer('{"a":1}', add_special_tokens=False)["input_ids"]}
-        answer = post(running, LONG | format_of(DEAD_END) | {"seed": seed, "logit_bias": bias})
-        if answer.status_code == 200:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_end_is_not_the_clients_fault(running, stream):
+    """The grammar lets a comma follow, after which every name has been used; another text ends before it."""
+    comma, end = (running.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ",}")
+    outcomes = set()
+    for seed in range(12):
+        body = LONG | format_of(DEAD_END) | {"seed": seed, "logit_bias": {str(i): 60 for i in (*comma, *end)}}
+        answer = post(running, body | {"stream": stream})
+        failed = answer.status_code == 500 or '"error"' in answer.text
+        if not failed:
+            assert answer.status_code == 200
+            outcomes.add("ended")
             continue
-        error = answer.json()["error"]
-        codes.add((answer.status_code, error["code"], error["type"]))
+        error = texts_of(answer.text)[1][-1]["error"] if stream else answer.json()["error"]
+        outcomes.add((error["code"], error["type"]))
         assert error["message"] == ("The constraint reached a state in which no token may follow; try again with "
                                     "another seed, or simplify the constraint.")  # fmt: skip
-    assert codes == {(500, "constraint_dead_end", "server_error")}
-
-
-def test_what_a_bias_forbids_is_the_clients_fault(running):
-    only = running.tokenizer("thing", add_special_tokens=False)["input_ids"][-1]
-    body = LONG | {"response_format": {"type": "regex", "regex": "[0-9]"}, "temperature": 0}
-    free = post(running, body)
-    assert free.status_code == 200
-    assert only not in free.json()["choices"]
+    assert outcomes == {"ended", ("constraint_dead_end", "server_error")}
 
 
 def test_too_many_constraints_wait_or_are_refused(running, monkeypatch):

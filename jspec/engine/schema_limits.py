@@ -80,20 +80,23 @@ def _check_combination(node: Mapping[str, Any]) -> None:
     together = [node, *(part for part in parts if isinstance(part, Mapping))] if isinstance(parts, list) else [node]
     if (count := sum("pattern" in part for part in together)) > MAX_COMBINED_PATTERNS:
         raise _excess("patterns in one allOf", count, MAX_COMBINED_PATTERNS)
-    multiple = math.lcm(*(_steps(part.get("multipleOf")) for part in together))
-    if multiple > MAX_MULTIPLE:
-        raise ValueError(f"The schema demands multiples of {_short(multiple)} (multipleOf); expected at most "
-                         f"{MAX_MULTIPLE}, so use a smaller one.")  # fmt: skip
+    multiple = 1
+    for part in together:
+        multiple = math.lcm(multiple, _steps(part.get("multipleOf")))
+        if multiple > MAX_MULTIPLE:
+            raise ValueError(f"The schema demands multiples of {_short(multiple)} (multipleOf); expected at most "
+                             f"{MAX_MULTIPLE}, so use a smaller one.")  # fmt: skip
 
 
 def _steps(multiple: Any) -> int:
     """Return how many remainders a multipleOf has, by its decimal digits; 1 if it is not a number."""
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(multiple):
-        return 1
-    if isinstance(multiple, int):
+    if isinstance(multiple, int) and not isinstance(multiple, bool):
         return max(1, abs(multiple))
-    digits, _, exponent = f"{abs(multiple):e}".partition("e")
-    return max(1, int(digits.replace(".", "").rstrip("0") or 1)) * 10 ** max(0, int(exponent))
+    if not isinstance(multiple, float) or not math.isfinite(multiple):
+        return 1
+    mantissa, _, exponent = f"{abs(multiple):e}".partition("e")
+    digits = mantissa.replace(".", "").rstrip("0") or "1"
+    return int(digits) * 10 ** max(0, int(exponent) - len(digits) + 1)
 
 
 def _short(number: int) -> str:

@@ -1,0 +1,68 @@
+"""Limits of schemas: just within them and just beyond, and what looks like a limit and is none."""
+
+import pytest
+
+from jspec.engine import schema_limits as limits
+from jspec.engine.schema_limits import check_regex, check_schema
+
+
+def chain(count):
+    definitions = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(count - 1)}
+    return {"$defs": definitions | {f"d{count - 1}": {}}, "$ref": "#/$defs/d0"}
+
+
+def nested(levels):
+    schema = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+MAKERS = [
+    (chain, limits.MAX_REFERENCES),
+    (nested, limits.MAX_DEPTH),
+    (lambda count: {"enum": [0] * (count - 2)}, limits.MAX_VALUES),
+    (lambda count: {"patternProperties": {f"a{i}": True for i in range(count)}}, limits.MAX_PATTERNS),
+    (lambda count: {"properties": {f"p{i}": {"pattern": "a"} for i in range(count)}}, limits.MAX_PATTERNS),
+    (lambda count: {"pattern": "a" * count}, limits.MAX_PATTERN_LENGTH),
+    (lambda count: {"allOf": [{"pattern": "a"}] * count}, limits.MAX_COMBINED_PATTERNS),
+    (lambda count: {"items": {"multipleOf": count}}, limits.MAX_MULTIPLE),
+    (lambda count: {"multipleOf": count * 1e-5}, limits.MAX_MULTIPLE),
+    (lambda count: {"patternProperties": {f"a{{{count}}}": True}}, 10_000),
+    (lambda count: {"properties": {f"p{i}": {"$ref": f"#/$defs/{i}"} for i in range(count)}}, limits.MAX_DEFINITIONS),
+]
+
+
+@pytest.mark.parametrize(("make", "most"), MAKERS)
+def test_limits(make, most):
+    check_schema(make(most))
+    with pytest.raises(ValueError, match=r"^The (schema|regular expression) .*\.$"):
+        check_schema(make(most + 1))
+
+
+@pytest.mark.parametrize("schema", [
+    {"$ref": "#"},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    {"$ref": "#/$defs/none/0/x"}, {"$ref": "https://example.org/schema"}, {"$ref": 7}, {"enum": [{"$ref": None}]},
+    {"properties": {"pattern": {"type": "string"}, "multipleOf": {"const": 1}}},
+    {"multipleOf": True}, {"multipleOf": "x"}, {"multipleOf": 0}, {"multipleOf": -3.5}, {"multipleOf": 0.01},
+    {"multipleOf": 9999.5}, {"multipleOf": 100.0},
+    {"allOf": [{"multipleOf": 0.01}, {"multipleOf": 100}]}, {"allOf": 3}, {"allOf": [True, {}]},
+    {"patternProperties": []}, {"pattern": 3}, {},
+])  # fmt: skip
+def test_what_is_within_the_limits(schema):
+    check_schema(schema)
+
+
+@pytest.mark.parametrize("multiple", [1e300, 10**400, 123456.5], ids=("large", "larger", "odd"))
+def test_large_multiples_are_named_shortly(multiple):
+    with pytest.raises(ValueError, match="multiples of") as error:
+        check_schema({"multipleOf": multiple})
+    assert len(str(error.value)) < 200
+
+
+def test_digits_of_repetitions_are_not_read():
+    with pytest.raises(ValueError, match="repeats something more than 10000 times"):
+        check_regex("a{" + "9" * 9000 + "}")
+    check_regex("a{0000000000003}")
+    check_regex("x" * limits.MAX_PATTERN_LENGTH)
