@@ -9,7 +9,6 @@ import time
 import httpx
 import numpy as np
 import pytest
-import servers
 from test_serve_life import LONG, SEEDED, asking, post, texts_of, until
 
 from jspec.engine import grammar_pool, grammar_worker
@@ -18,8 +17,9 @@ pytestmark = [
     pytest.mark.usefixtures("quick_compile"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="without processes there are no limits"),
 ]
-DEAD_END = {"type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"^a$": {"type": "integer"}},
-            "required": ["a"], "additionalProperties": False}  # fmt: skip
+NUMBER = {"type": "integer"}
+DEAD_END = {"type": "object", "properties": {"a": NUMBER}, "patternProperties": {"^a$": NUMBER}, "required": ["a"],
+            "additionalProperties": False}  # fmt: skip
 
 
 def chain(count):
@@ -233,8 +233,10 @@ def test_a_mask_that_takes_long_is_ended_by_its_own_process(running):
     until(lambda: masks._answer() is None)
 
 
-@pytest.mark.parametrize("body", [b"[" * 4_000_000, b"[" + b"[]," * 1_000_000 + b"[]]", b"[" + b"1," * 2_000_000 + b"1]",
-                                  b'{"a":' * 70_000, b"9" * 4_000_000])  # fmt: skip
+@pytest.mark.parametrize("body", [
+    b"[" * 4_000_000, b"[" + b"[]," * 1_000_000 + b"[]]", b"[" + b"1," * 2_000_000 + b"1]", b'{"a":' * 70_000,
+    b"9" * 4_000_000,
+], ids=("brackets", "lists", "numbers", "objects", "digits"))  # fmt: skip
 def test_bodies_of_many_small_things_hold_nobody_up(running, body):
     begun = time.monotonic()
     answer = httpx.post(f"{running.url}/v1/completions", content=body, timeout=60)
