@@ -323,20 +323,11 @@ def waits(
 
 
 @app.command()
-def grammars(
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="In all.")] = 20.0,
-    turn: Annotated[
-        float, typer.Option("--turn", min=1, help="Seconds with grammars, and then as many without.")
-    ] = 30.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the grammars.")] = 0,
-    output: Output = None,
-) -> None:
+def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.0, output: Output = None) -> None:
     """Random grammars, valid and hostile, beside four streams of `jspec serve`: crashes, waits and memory."""
     from bench import grammars
-    from bench.report import RESULTS
 
-    with one_sentence(RuntimeError):  # the server does not begin
-        grammars.run(minutes, turn, seed, output or RESULTS)
+    grammars.run(minutes, output)
 
 
 @app.command()

@@ -15,10 +15,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench import plots
-from bench.report import publish
+from bench.report import RESULTS, publish
 from bench.serve import served
 
 _STREAMS, _AT_ONCE = 4, 4
+_TURN = 30.0  # seconds with grammars, and as many without
 _PATIENCE = 120  # seconds for any answer
 _WORDS = ("name", "size", "value", "a", "b", "^a")
 
@@ -179,17 +180,17 @@ async def _play(url: str, process: int, minutes: float, turn: float, seed: int) 
             "outcomes": json.dumps(load.outcomes)}  # fmt: skip
 
 
-def run(minutes: float, turn: float, seed: int, folder: Path) -> None:
+def run(minutes: float, folder: Path | None) -> None:
     """Serve the bundled pair and publish what its streams waited for."""
     with served(["--slots", "12"]) as (url, process):
-        row = asyncio.run(_play(url, process.pid, minutes, turn, seed))
+        row = asyncio.run(_play(url, process.pid, minutes, _TURN, 0))
         process.terminate()
         begun = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
         row["crashes"] = int(process.returncode != 0)
         row["s to end"] = time.monotonic() - begun
-    publish(f"grammars-{minutes:g}", "Random grammars beside four streams", [row], _draw, folder=folder)
+    publish(f"grammars-{minutes:g}", "Random grammars beside four streams", [row], _draw, folder=folder or RESULTS)
 
 
 def _draw(figure: Figure, rows: plots.Rows) -> None:
