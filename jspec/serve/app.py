@@ -23,7 +23,7 @@ from jspec.serve.access import Access, Guard
 from jspec.serve.answers import Answer
 from jspec.serve.asked import Served, number_of_choices, understand
 from jspec.serve.body import as_json, check_key, read
-from jspec.serve.constraints import ConstraintDesk
+from jspec.serve.constraints import ConstraintCompiler
 from jspec.serve.errors import Refusal, busy, draining, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
@@ -79,7 +79,7 @@ class Server:
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
         self.room = engine.device.sizes.slots + max_waiting
-        self._constraints = ConstraintDesk(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
+        self._constraints = ConstraintCompiler(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self._unread, self.is_draining = 0, 0, False
         self._reading = Heartbeat()  # of requests, until they are queued

@@ -12,7 +12,7 @@ from jspec.serve.errors import busy, wrong
 from jspec.serve.schemas import ResponseFormat
 
 
-class ConstraintDesk:
+class ConstraintCompiler:
     """Compiles response formats. Each takes processes, so only some exist at once; the other requests wait here.
 
     Args:
