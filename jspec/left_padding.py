@@ -5,46 +5,66 @@ from typing import Any
 
 import numpy as np
 
-_REPEATED = 4  # tokens: text seldom begins with so many that are alike
+_REPEATED = 4  # text rarely begins with this many equal tokens
 
 
 def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> None:
-    """Raise ValueError if a row seems to be padded on the left; rows without text, as fillers of a batch, pass.
+    """Raise ValueError if a row looks padded on the left. Rows of one repeated id pass: they fill up a batch.
 
     Args:
         tokens: ``int[B, P]``.
         lengths: ``int[B]``, in 1..P.
-        config: names the ids that usually pad: `pad_token_id`, `eos_token_ids` and `bos_token_id`, where it has them.
+        config: may name the ids that usually pad: `pad_token_id`, `eos_token_ids` and `bos_token_id`.
     """
     first = tokens[:, :1]
     run = np.cumprod(tokens == first, axis=1).sum(axis=1)
     pad, bos = getattr(config, "pad_token_id", None), getattr(config, "bos_token_id", None)
     ends = list(getattr(config, "eos_token_ids", ()))
-    padded = _begins_with_padding(first[:, 0], run, pad, bos, ends)
-    padded |= _starts_later(tokens, run, bos) | _is_measured_by_mask(tokens, lengths, run, [pad, bos, 0, *ends])
+    padded = _begins_with_padding(first[:, 0], np.minimum(run, lengths), pad, bos, ends)
+    if pad not in (None, bos, *ends):
+        padded |= _begins_with_one_pad(tokens, lengths, run, pad)
+    padded |= _starts_later(tokens, lengths, run, bos, [pad, *ends])
+    padded |= _is_measured_by_mask(tokens, lengths, run, [pad, bos, 0, *ends])
     rows = np.flatnonzero(padded & (run < tokens.shape[1]))
     if rows.size:
         row = rows[0]
         raise ValueError(
             f"tokens[{row}] begins with the id {first[row, 0]} ({run[row]} in a row), which looks like padding on the "
-            "left; pad prompts on the right, and give their lengths without the padding."
+            "left; pad prompts on the right, and give their lengths without the padding. A list of ids needs no padding."
         )
 
 
 def _begins_with_padding(
     first: np.ndarray, run: np.ndarray, pad: int | None, bos: int | None, ends: Sequence[int]
 ) -> np.ndarray:
-    """Which rows begin with an id that pads: once if nothing else is meant by it, else more often than text does.
+    """Return which rows begin with an id that pads, more often than text does.
 
-    A text may begin with EOS, and with BOS twice, where a tokenizer adds it to a text that has it.
+    A text may begin with EOS, with BOS twice (where a tokenizer adds it to a text that has it), and with the pad id
+    where that is a word, as "!" is token 0 of many vocabularies.
     """
     usual = [i for i in (pad, *ends) if i is not None]
-    least = np.where(first == bos, 3, np.where(np.isin(first, ends), 2, 1))
-    return np.isin(first, usual) & (run >= least)
+    return np.isin(first, usual) & (run >= np.where(first == bos, 3, 2))
 
 
-def _starts_later(tokens: np.ndarray, run: np.ndarray, bos: int | None) -> np.ndarray:
-    """Which rows have BOS after a run of one other id, if all rows have BOS and one of them begins with it."""
+def _begins_with_one_pad(tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, pad: int | None) -> np.ndarray:
+    """Return which rows begin with one pad id that the lengths show to be padding.
+
+    All lengths are then the width, and another row begins with text; or the length leaves out one token of text.
+    """
+    width, starts, last = tokens.shape[1], tokens[:, 0] == pad, tokens[:, -1]
+    by_width = (lengths == lengths[0]).all() & ~starts.all()
+    by_mask = (lengths == width - 1) & (last > 0) & (last != pad)
+    return starts & (run == 1) & (by_width | by_mask)
+
+
+def _starts_later(
+    tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, bos: int | None, usual: Sequence[int | None]
+) -> np.ndarray:
+    """Return which rows have BOS after a run of one other id, if all rows have BOS and one of them begins with it.
+
+    A run of one token is padding only where its id usually pads or the length leaves out one token. Otherwise it may
+    be text, such as a line break before BOS.
+    """
     width, starts = tokens.shape[1], tokens[:, 0] == bos
     if bos is None or not starts.any() or starts.all():
         return np.zeros(len(tokens), bool)
@@ -52,15 +72,16 @@ def _starts_later(tokens: np.ndarray, run: np.ndarray, bos: int | None) -> np.nd
     after = np.take_along_axis(tokens, np.minimum(at + 1, width - 1), axis=1)[:, 0]
     later = ~starts & (np.take_along_axis(tokens, at, axis=1)[:, 0] == bos) & (after != bos)
     alike = np.unique(tokens[~starts, 0]).size == 1
-    return later & alike & (starts | later).all()
+    sure = (run > 1) | (run == width - lengths) | np.isin(tokens[:, 0], [i for i in usual if i is not None])
+    return later & sure & alike & (starts | later).all()
 
 
 def _is_measured_by_mask(
     tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, usual: Sequence[int | None]
 ) -> np.ndarray:
-    """Which rows have text behind their length, and before it as many equal ids as that length leaves out.
+    """Return which rows have text after their length, and begin with as many equal ids as that length leaves out.
 
-    Lengths are such if they are sums of an attention mask of prompts that are padded on the left.
+    Such lengths are sums of an attention mask of prompts that are padded on the left.
     """
     width = tokens.shape[1]
     left_out = width - lengths

@@ -83,6 +83,15 @@ TEXT = {
     "has no start beside one that has": ([[BOS, 5, 6], [5, BOS, BOS]], [3, 1], (BOS, BOS, EOS)),
     "has pads inside": ([[5, PAD, PAD, 6]], [4], (PAD, BOS, EOS)),
     "of a model that names nothing": ([[0, 0, 0, 0, 5]], [5], (None, None, None)),
+    "starts with a word whose id pads": ([[PAD, 5, 6, 0, 0, 0]], [3], (PAD, None, EOS)),
+    "starts with such a word in a batch": ([[PAD, 5, 6, 0], [5, 6, 0, 0], [7, 7, 5, 6]], [3, 2, 4], (PAD, None, EOS)),
+    "starts with the word 0": ([[0, 5, 6, 0, 0], [5, 6, 7, 8, 9]], [3, 5], (0, None, EOS)),
+    "starts with the word 0 and fills all but one place": ([[0, 5, 6, 0], [5, 6, 7, 8]], [3, 4], (0, None, EOS)),
+    "starts with such a word in every row": ([[PAD, 5, 6], [PAD, 7, 8]], [3, 3], (PAD, None, EOS)),
+    "is eos alone, padded by two programs": ([[EOS, EOS, EOS, 0, 0]], [1], (EOS, BOS, EOS)),
+    "is the start alone, padded by two programs": ([[0, 0, 0, 7, 7]], [1], (0, 0, 0)),
+    "has bos after a line break": ([[BOS, 5, 6, 7], [30, BOS, 6, 7]], [4, 4], (EOS, BOS, EOS)),
+    "is two documents": ([[EOS, 5, 6, 7], [5, EOS, 6, 7]], [4, 4], (EOS, EOS, EOS)),
 }
 
 
@@ -91,6 +100,29 @@ def test_text_is_not_padding(case):
     tokens, lengths, ids = TEXT[case]
     assert refused(np.array(tokens), np.array(lengths), ids) is None
     check_right_padded(np.array(tokens), np.array(lengths), types.SimpleNamespace())  # a config of somebody else's
+
+
+@pytest.mark.parametrize("ids", [IDS["a pad of its own"], IDS["no bos"]])
+def test_a_single_pad_is_found_by_the_lengths(ids):
+    tokens, lengths = padded([[10, 11, 12], [20, 21]], PAD, "left")
+    assert "tokens[1] begins with the id 9 (1 in a row)" in refused(tokens, lengths, ids)
+    assert "tokens[1] begins with the id 9 (1 in a row)" in refused(tokens, np.full_like(lengths, 3), ids)
+
+
+@pytest.mark.parametrize("measured", ["by mask", "by width"])
+def test_a_single_eos_before_bos_is_found(measured):
+    tokens, lengths = padded([[BOS, 11, 12], [BOS, 21]], EOS, "left")
+    lengths = lengths if measured == "by mask" else np.full_like(lengths, 3)
+    assert "tokens[1] begins with the id 2 (1 in a row)" in refused(tokens, lengths, IDS["pad is eos"])
+
+
+def test_text_may_begin_with_the_pad_id_in_every_call(toy):
+    target, words = toy(0, pad_token_id=PAD, bos_token_id=None, eos_token_ids=(EOS,)), _words()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    text = f"w{PAD} w10 w11"
+    (done,) = jspec.complete(target, None, tokenizer, [text], max_new_tokens=4)
+    streamed = [token for part in jspec.stream(target, None, tokenizer, text, max_new_tokens=4) for token in part.tokens]
+    assert len(done.tokens) == len(streamed) > 0
 
 
 def test_every_way_in_refuses_what_transformers_pads_on_the_left(toy):
