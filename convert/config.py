@@ -12,6 +12,7 @@ from convert.generation_config import NAME, SamplingDefaults, parse_sampling
 from convert.gguf_config import raw_config, raw_generation_config
 from convert.json_file import read_object
 from convert.rope import RopeConfig, parse_rope
+from convert.weight_files import INDEX, SINGLE
 
 # What every family has fixed, see `Family.fixed`.
 _FIXED = {
@@ -80,6 +81,16 @@ def check_supported(raw: Fields, fixed: Fields) -> None:
             )
 
 
+def _check_weights(raw: Fields) -> None:
+    """Refuse a config.json that names a file of weights other than the usual one, which transformers would read."""
+    named = raw.get("transformers_weights")
+    if named not in (None, SINGLE):
+        raise CheckpointError(
+            f"transformers_weights says that the weights are in {reprlib.repr(named)}, and only {SINGLE} or the files "
+            f"of {INDEX} are read; give the file that name, and delete the field."
+        )
+
+
 def _check_layer_types(raw: Fields) -> None:
     kinds, layers = raw.get("layer_types"), integer(raw, "num_hidden_layers")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == kinds.count("full_attention") == layers):
@@ -121,6 +132,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
     family = _family(raw)
     raw = {**family.defaults, **raw}
     quantized.check(raw)
+    _check_weights(raw)
     check_supported(raw, {**_FIXED, **family.fixed})
     _check_layer_types(raw)
     heads, kv_heads, head_dim = _heads(raw)

@@ -81,6 +81,20 @@ def test_one_file_comes_before_an_index(tmp_path):
     assert_same(convert.load(folder).params, expected)
 
 
+def test_a_config_may_not_name_other_weights(tmp_path):
+    """Transformers reads the named file in place of model.safetensors."""
+    folder = make(tmp_path / "hf")
+    make(tmp_path / "other", seed=5)
+    shutil.copy(tmp_path / "other" / SINGLE, folder / "best.safetensors")
+    edit_json("config.json", lambda raw: raw.update(transformers_weights="best.safetensors"))(folder)
+    expected = expected_params(tensors(raw_config(), seed=5), raw_config())
+    assert_same(transformers_params(folder, raw_config()), expected)
+    with pytest.raises(CheckpointError, match=r"the weights are in 'best.safetensors', and only model.safetensors or"):
+        convert.load(folder)
+    edit_json("config.json", lambda raw: raw.update(transformers_weights=SINGLE))(folder)
+    assert_same(convert.load(folder).params, expected_params(tensors(raw_config()), raw_config()))
+
+
 @pytest.mark.parametrize(("extra", "level", "phrase"), [
     ("consolidated.safetensors", logging.INFO, "reading the 3 files of model.safetensors.index.json and ignoring"),
     ("adapter_config.json", logging.WARNING, "and not the adapter beside it"),
