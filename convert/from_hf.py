@@ -1,5 +1,6 @@
 """Hugging Face directory -> our arrays, one at a time, strictly by the table in keymap.py."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from convert import dtypes, keymap
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError, listing
 from convert.safetensors_reader import Tensor, row_chunks, scan
+
+_LOG = logging.getLogger("jspec.convert")
 
 
 def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: Path) -> None:
@@ -51,26 +54,31 @@ def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     rest = {name: tensor for name, tensor in found.items() if name != keymap.HEAD}
     if embedding is None:
         return rest | {keymap.EMBEDDING: head}
-    if not _is_copy(head, embedding):
+    equal = _equal_in(head, embedding)
+    if not equal:
         raise CheckpointError(
             f"{directory} has tie_word_embeddings true but its {keymap.HEAD} differs from "
             f"{keymap.EMBEDDING}; set tie_word_embeddings to false if the head was trained apart."
         )
+    if equal != {head.dtype, embedding.dtype}:
+        _LOG.warning(
+            "%s: %s (%s) is ignored, because it is tied to %s (%s) and equal but for rounding; set "
+            "tie_word_embeddings to false to read both.",
+            *(directory, keymap.HEAD, head.dtype, keymap.EMBEDDING, embedding.dtype),
+        )
     return found if head.dtype == embedding.dtype else rest
 
 
-def _is_copy(head: Tensor, embedding: Tensor) -> bool:
-    """Whether one tensor is the other, bit for bit after a cast to its dtype."""
+def _equal_in(head: Tensor, embedding: Tensor) -> set[np.dtype]:
+    """Return which of their dtypes make the two equal, bit for bit, after a cast; without rounding both do."""
     if head.shape != embedding.shape:
-        return False
+        return set()
     casts = {head.dtype, embedding.dtype}
     for rows in row_chunks(head.shape, max(dtype.itemsize for dtype in casts)):
         first, second = head.read(rows), embedding.read(rows)
         with np.errstate(over="ignore", invalid="ignore"):
             casts = {dtype for dtype in casts if first.astype(dtype).tobytes() == second.astype(dtype).tobytes()}
-        if not casts:
-            return False
-    return True
+    return casts
 
 
 def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:

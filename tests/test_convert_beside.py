@@ -169,6 +169,23 @@ def test_a_tied_head_is_the_embedding_in_whatever_dtype_it_is_stored(tmp_path, c
     assert (HEAD in written) == (stored[HEAD].dtype == stored[EMBEDDING].dtype)
 
 
+@pytest.mark.parametrize(("change", "is_rounded"), [
+    (head_in("bfloat16"), True),
+    (embedding_in("bfloat16"), True),
+    (edit_tensors(SINGLE, lambda weights: weights.update({HEAD: weights[EMBEDDING]})), False),
+    (edit_tensors(SINGLE, lambda weights: weights.update({
+        EMBEDDING: np.round(weights[EMBEDDING]).astype("float16"), HEAD: np.round(weights[EMBEDDING])})), False),
+], ids=["a rounded head", "a rounded embedding", "a copy", "a copy without rounding"])  # fmt: skip
+def test_a_tied_head_that_is_equal_but_for_rounding_is_ignored_with_a_warning(tmp_path, caplog, change, is_rounded):
+    """In float32, transformers computes with both."""
+    folder = make(tmp_path / "hf", **TIED)
+    change(folder)
+    with caplog.at_level(logging.INFO, "jspec"):
+        convert.load(folder, "float32")
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == is_rounded and all("set tie_word_embeddings to false to read both" in one for one in said)
+
+
 def test_the_dtype_of_a_tied_head_is_not_asked_for(tmp_path):
     folder = make(tmp_path / "hf", **TIED)
     head_in("float16")(folder)
