@@ -121,7 +121,9 @@ def test_text_may_begin_with_the_pad_id_in_every_call(toy):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
     text = f"w{PAD} w10 w11"
     (done,) = jspec.complete(target, None, tokenizer, [text], max_new_tokens=4)
-    streamed = [token for part in jspec.stream(target, None, tokenizer, text, max_new_tokens=4) for token in part.tokens]
+    streamed = [
+        token for part in jspec.stream(target, None, tokenizer, text, max_new_tokens=4) for token in part.tokens
+    ]
     assert len(done.tokens) == len(streamed) > 0
 
 
