@@ -6,6 +6,8 @@ from pathlib import Path
 from convert.errors import listing
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+# Pickles that a training leaves beside the weights.
+_TRAINING_STATE = ("optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state*.pth")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 _HUB = "download the model's Hugging Face files (config.json, *.safetensors)"
@@ -32,13 +34,15 @@ def explain(directory: Path, single: str, index: str) -> str:
         single: the file that was expected.
         index: the index that may stand for it.
     """
-    for describe in (_own_layout, _quantised, _adapter, _gguf, _other_program, _pickles):
+    for describe in (_quantised, _adapter, _gguf, _saved_pickles, _own_layout, _other_program, _pickles):
         if sentence := describe(directory):
             return sentence
     if found := _names(directory, "*.safetensors"):
         alone = len(found) == 1 and not _SHARD.search(found[0])
         advice = (
-            "rename the file if it holds all weights" if alone else "download the index that belongs to these files"
+            f"rename the file to {single} if it holds all weights"
+            if alone
+            else "download the index that belongs to these files"
         )
         return f"{directory} holds {listing(found)} without {index}; expected that index, or {single}: {advice}."
     models = sorted(file.parent.name for file in directory.glob("*/config.json"))
@@ -91,14 +95,15 @@ def _gguf(directory: Path) -> str | None:
     found = [] if _names(directory, "*.safetensors") else _names(directory, "*.gguf")
     if not found:
         return None
-    if parts := [name for name in found if _PART.search(name)]:
+    whole = [name for name in found if not _PART.search(name)]
+    if not whole:
         return (
-            f"{directory} holds a GGUF file in parts ({listing(parts)}) and no *.safetensors file; join them with "
-            f"`llama-gguf-split --merge {directory / parts[0]} OUT.gguf` and name that file."
+            f"{directory} holds a GGUF file in parts ({listing(found)}) and no *.safetensors file; join them with "
+            f"`llama-gguf-split --merge {directory / found[0]} OUT.gguf` and name that file."
         )
     return (
         f"{directory} holds {listing(found)} and no *.safetensors file; name the GGUF file itself, as in "
-        f"{directory / found[0]}."
+        f"{directory / whole[0]}."
     )
 
 
@@ -111,14 +116,23 @@ def _other_program(directory: Path) -> str | None:
     return None
 
 
+def _saved_pickles(directory: Path) -> str | None:
+    """Name pickles that transformers can convert, whichever other formats of the model lie beside them."""
+    return _pickles(directory) if _can_convert(directory) else None
+
+
+def _can_convert(directory: Path) -> bool:
+    return (directory / "config.json").exists() and bool(_names(directory, "pytorch_model*.bin"))
+
+
 def _pickles(directory: Path) -> str | None:
-    found = [] if _names(directory, "*.safetensors") else _names(directory, *PICKLES)
-    if not found:
+    state = _names(directory, *_TRAINING_STATE)
+    found = [name for name in _names(directory, *PICKLES) if name not in state]
+    if not found or _names(directory, "*.safetensors"):
         return None
-    readable = (directory / "config.json").exists() and any(name.startswith("pytorch_model") for name in found)
     program = (
         "transformers and PyTorch, `AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)`"
-        if readable
+        if _can_convert(directory)
         else "the program that wrote them"
     )
     return (

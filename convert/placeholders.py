@@ -1,13 +1,17 @@
 """Files that only stand for the file meant: git-lfs pointers, web pages, links that lead nowhere."""
 
+import codecs
 from pathlib import Path
 
 from convert.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_PAGES = b"<!doctype html", b"<html"
+_PAGES = b"<!doctype html", b"<html", b"<?xml"
 # Answers of the hub that `curl` or `wget` store without complaint.
-_ANSWERS = b"access to model ", b"entry not found", b"repository not found", b"invalid username or password"
+_ANSWERS = (
+    *(b"access to model ", b"entry not found", b"repository not found", b"invalid username or password"),
+    *(b"not found", b'{"error'),
+)
 
 
 def check(path: Path) -> None:
@@ -23,7 +27,7 @@ def check(path: Path) -> None:
         )
     try:
         with path.open("rb") as stream:
-            start = stream.read(64).lstrip().lower()
+            start = stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().lower()
     except OSError:
         return
     if start.startswith(_POINTER):

@@ -135,6 +135,12 @@ FILE_FAULTS: dict[str, tuple[Callable[[str], Damage], str]] = {
     ),
     "a web page": (lambda f: overwrite(f, "<!DOCTYPE html><html>not found</html>"), "is a web page or message"),
     "an answer of the hub": (lambda f: overwrite(f, "Entry not found"), "is a web page or message"),
+    "an error in XML": (lambda f: overwrite(f, "<?xml version='1.0'?><Error/>"), "is a web page or message"),
+    "an error in JSON": (
+        lambda f: overwrite(f, '{"error":"Invalid username or password."}'),
+        "is a web page or message",
+    ),
+    "a web page with a mark": (lambda f: overwrite(f, "\ufeff<html></html>"), "is a web page or message"),
     "a dangling link": (
         lambda f: lambda d: ((d / f).unlink(), (d / f).symlink_to("../../blobs/0")),
         "is a link to .*blobs/0, which does not exist",
