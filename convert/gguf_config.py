@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import reprlib
 from typing import Any
 
@@ -168,7 +169,7 @@ def raw_generation_config(header: Header) -> dict[str, Any]:
 
 def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
     known = _FIELDS.keys() | _SCALING | _READ_APART | _FIXED.keys() | _UNUSED
-    misspelt = {key for key in header.metadata if key[len(prefix) :] in known and not key.startswith(prefix)}
+    misspelt = {key for key in header.metadata if key[len(prefix) :] in known and _differ_once(key, prefix)}
     if unknown := {prefix + key for key in fields.keys() - known} | misspelt:
         raise CheckpointError(
             f"{header.file} has {listing(unknown)}, which may change the computed function and is not supported; "
@@ -185,6 +186,11 @@ def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
             f"{header.file} has attention.value_length {reprlib.repr(fields['attention.value_length'])} and "
             f"attention.key_length {reprlib.repr(fields.get('attention.key_length'))}; expected heads of one size."
         )
+
+
+def _differ_once(key: str, prefix: str) -> bool:
+    """Return whether the first letters of `key` are those of `prefix` but for one, as after a flipped bit."""
+    return sum(map(operator.ne, key, prefix)) == 1
 
 
 def _vocab_size(said: Any, tokens: int, header: Header) -> Any:

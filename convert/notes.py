@@ -34,7 +34,7 @@ def log_directory(directory: Path) -> None:
 def log_gguf(header: Header) -> None:
     """Log which keys of a GGUF file are ignored."""
     if ignored := gguf_config.ignored_keys(header):
-        _LOG.info("%s: ignoring %s, which no program needs to compute a text.", header.file, ", ".join(ignored))
+        _LOG.info("%s: ignoring %s, which do not change what this model computes.", header.file, ", ".join(ignored))
 
 
 def warnings(raw: Fields) -> Iterator[str]:

@@ -186,6 +186,7 @@ KEYS = {
     "general.new_key": "x",
     "mradermacher.quantized_by": "x",
     "quantize.imatrix.file": "x",
+    "qwen2.block_count": 3,
     "llama.attention.layer_norm_epsilon": 1e-5,
     "llama.attention.clamp_kqv": 0.0,
     "llama.attention.sliding_window": 0,
@@ -197,7 +198,9 @@ KEYS = {
     "llama.tensor_data_layout": "Meta AI original pth",
     "llama.use_parallel_residual": False,
 }
-NOTED = "llama.attention.layer_norm_epsilon, llama.expert_feed_forward_length, mradermacher.quantized_by"
+NOTED = (
+    "llama.attention.layer_norm_epsilon, llama.expert_feed_forward_length, mradermacher.quantized_by, qwen2.block_count"
+)
 
 
 def test_keys_that_change_nothing_are_ignored_and_noted(tmp_path, caplog):
@@ -208,7 +211,7 @@ def test_keys_that_change_nothing_are_ignored_and_noted(tmp_path, caplog):
     assert loaded.config == expected.config
     for name, array in loaded.params.items():
         np.testing.assert_array_equal(array, expected.params[name])
-    assert caplog.messages == [f"{file}: ignoring {NOTED}, which no program needs to compute a text."]
+    assert caplog.messages == [f"{file}: ignoring {NOTED}, which do not change what this model computes."]
 
 
 def test_stored_frequencies_are_not_read(tmp_path):
