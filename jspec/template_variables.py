@@ -8,7 +8,7 @@ from typing import Any
 _RESERVED = {
     *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "padding", "truncation", "max_length", "sanitize_control_tokens", "tokenizer_kwargs"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "self"),
 }
 
 

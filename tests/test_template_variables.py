@@ -54,6 +54,7 @@ def test_they_do_not_change_what_comes_without_them(words):
 @pytest.mark.parametrize(
     ("variables", "phrase"),
     [
+        ({"self": 1}, "template holds 'self', which is not a variable that callers may set; leave it out"),
         ({"messages": []}, "template holds 'messages', which is not a variable that callers may set; leave it out"),
         ({"chat_template": "x"}, "template holds 'chat_template'"),
         ({"add_generation_prompt": False}, "template holds 'add_generation_prompt'"),
