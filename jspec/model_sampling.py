@@ -1,4 +1,4 @@
-"""The sampling parameters that a model recommends in its generation_config.json."""
+"""The sampling parameters that the files of a model recommend."""
 
 import functools
 import logging
@@ -24,9 +24,9 @@ def described(target: Any, **given: Any) -> str | None:
     """Return a sentence about the defaults that `default_sampling` takes from the model; None if there are none."""
     defaults = _defaults(target)
     used = [f"{name} {value:g}" for name, value in defaults.values().items() if given.get(name) is None]
-    ignored = f"without {', '.join(defaults.unsupported)} (not supported)" if defaults.unsupported else ""
+    ignored = f"{', '.join(defaults.unsupported)} ignored, because not supported" if defaults.unsupported else ""
     parts = [part for part in (", ".join(used), ignored) if part]
-    return f"Sampling defaults from the model's generation_config.json: {'; '.join(parts)}" if parts else None
+    return f"Sampling defaults recommended by the model: {'; '.join(parts)}" if parts else None
 
 
 def recommended(target: Any) -> SamplingParams:

@@ -100,8 +100,8 @@ def test_what_is_not_supported_is_named(caplog):
     with caplog.at_level(logging.INFO, "jspec"):
         assert [model_sampling.recommended(target) for _ in range(2)] == [jspec.SamplingParams(temperature=0.5)] * 2
     assert caplog.record_tuples == [
-        ("jspec", logging.WARNING, "Sampling defaults from the model's generation_config.json: temperature 0.5; "
-         "without typical_p, num_beams, suppress_tokens (not supported)")]  # fmt: skip
+        ("jspec", logging.WARNING, "Sampling defaults recommended by the model: temperature 0.5; "
+         "typical_p, num_beams, suppress_tokens ignored, because not supported")]  # fmt: skip
 
 
 def test_it_is_kept_wherever_the_model_goes(tmp_path):
@@ -168,7 +168,7 @@ def test_options_of_a_command_take_the_place_of_single_fields(run, tmp_path):
         code, out, error = run("generate", "in a", "--target", folder, "--plain", "-n", 12, "--json", *options)
         assert code == 0
         lines = [line for line in error.splitlines() if line.startswith("Sampling")]
-        return json.loads(out)["tokens"], [line.partition(".json: ")[2] for line in lines]
+        return json.loads(out)["tokens"], [line.partition(": ")[2] for line in lines]
 
     own, said = text()
     assert said == ["temperature 0.6, top_p 0.9"]
@@ -184,7 +184,7 @@ def test_a_chat_samples_as_the_model_recommends(run, tmp_path):
     greedy = run(
         "chat", folder, "--plain", "-n", 6, "--max-length", 64, "--temperature", 0, "--seed", 9, stdin=b"in a\n"
     )
-    assert code == 0 and out == greedy[1] and "generation_config.json: temperature 0\n" in error
+    assert code == 0 and out == greedy[1] and "recommended by the model: temperature 0\n" in error
     assert "Sampling" not in greedy[2]
 
 
