@@ -25,7 +25,9 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """What the forward pass needs, and how its texts end and are sampled; hashable, so it can be static in `jax.jit`.
+    """Describe a model: its forward pass, the tokens that end its texts, and its recommended sampling.
+
+    Hashable, so it can be static in `jax.jit`.
 
     Attributes:
         max_position_embeddings: the longest text; of a model with a sliding window no more than that.
@@ -33,7 +35,7 @@ class LlamaConfig:
         qkv_bias: q, k and v have biases, whether or not o has one.
         qk_norm: queries and keys go through a norm over each head, before they are rotated.
         eos_token_ids: those of config.json, then those that only generation_config.json names.
-        pad_token_id: fills up batches, if the files name one. Nothing is computed with it: it shows left padding.
+        pad_token_id: the id that pads batches, if the files name one. It serves only to detect left padding.
         sampling: the sampling parameters that the model recommends.
     """
 
@@ -158,7 +160,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
 
 
 def _pad(raw: Fields) -> int | None:
-    """The id that fills up batches, or None: -1 and anything else that is not an id change nothing that is computed."""
+    """Return the id that pads batches, or None for -1 and other values that are not ids: they change no result."""
     pad = raw.get("pad_token_id")
     return pad if isinstance(pad, int) and not isinstance(pad, bool) and pad >= 0 else None
 
@@ -183,7 +185,7 @@ def read_config(source: str | Path) -> LlamaConfig:
 
 
 def _with_generation(config: LlamaConfig, raw: Fields, file: Path) -> LlamaConfig:
-    """`config` with the content of a generation_config.json, which was read from `file`."""
+    """Return `config` with the fields of a generation_config.json, which came from `file`."""
     try:
         ends = dict.fromkeys((*config.eos_token_ids, *token_ids(raw, "eos_token_id")))
         sampling = parse_sampling(raw)

@@ -40,7 +40,7 @@ def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
 
 
 def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a tied checkpoint, whose head is stored not at all, as a copy, or alone.
+    """Return the tensors of a tied checkpoint, where the head may be missing, a copy of the embedding, or stored alone.
 
     A head in another dtype than the embedding is left out if one is the other, rounded. A head that is stored alone
     is the embedding.

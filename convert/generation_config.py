@@ -54,7 +54,7 @@ class SamplingDefaults:
         return {name: value for name in _RANGES if (value := getattr(self, name)) is not None}
 
     def fields(self) -> Fields:
-        """Return the content of a generation_config.json that recommends the same; nothing for nothing."""
+        """Return the content of a generation_config.json that recommends the same, {} if nothing is recommended."""
         values = self.values()
         return values and values | {"do_sample": self.temperature != 0}
 

@@ -1,6 +1,6 @@
-"""What is ignored in a checkpoint, logged once when its weights are read.
+"""Log what is ignored in a checkpoint, once, when its weights are read.
 
-A warning where other programs may read the field and compute something else; it says how to decide. Else a note.
+A field that other programs may read gets a warning, which says how to decide. Everything else gets a note.
 """
 
 import logging

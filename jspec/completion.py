@@ -175,8 +175,8 @@ def complete(
         max_new_tokens: limit for each prompt.
         num_draft_tokens: as there; by default 4. By lookup and retrieval at most so many; and behind them, by default,
             while a drafter is sure (`jspec.WhileConfident`), which is what pays on CPUs.
-        sampling: as there, and then nothing else counts. By default the parameters that the target recommends in its
-            generation_config.json, and `SamplingParams()` for all that it does not name.
+        sampling: as there; it replaces all defaults of the model. By default the parameters that the target recommends
+            in its generation_config.json, and those of `SamplingParams()` for fields that it does not name.
         seed: request i has a key of `seed` and i.
         stop: one or several strings before which a text ends. Tokens up to the one that completes a string are kept,
             and decoding goes on behind it, which `Completion.stats` counts. One that is a special token, such as

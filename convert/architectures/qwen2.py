@@ -5,12 +5,12 @@ from typing import Any
 from convert.architectures.base import Family, positions, within_window
 from convert.fields import Fields, flag, integer
 
-_FIRST_WINDOW = 28  # of transformers
+_FIRST_WINDOW = 28  # the default of transformers
 DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def context(raw: Fields) -> int:
-    """`positions`, or the window if it is shorter and on for a layer: for those from `max_window_layers` on."""
+    """Return `positions`, or the window where it is shorter and some layer, from `max_window_layers` on, has it."""
     is_on = flag(raw, "use_sliding_window") and raw.get("layer_types") is None
     first = 0 if raw.get("max_window_layers") == 0 else integer(raw, "max_window_layers", _FIRST_WINDOW)
     return within_window(raw) if is_on and first < integer(raw, "num_hidden_layers") else positions(raw)
