@@ -85,7 +85,7 @@ def test_version_and_help(run):
     assert code == 0 and not (options := set(re.findall(r"--[a-z-]+", out))) ^ {
         *("--target", "--draft", "--plain", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
         *("--max-new-tokens", "--num-draft-tokens", "--json", "--help", "--file", "--chat", "--system", "--stop"),
-        *("--accept", "--dtype", "--quantize", "--tree", "--show", "--template"),
+        *("--accept", "--dtype", "--quantize", "--tree", "--show", "--template", "--tokenizer", "--repetition-penalty"),
     }, options
     assert "Put -- before prompts if one begins with a dash" in out
     assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1] and "\n  convert" in run()[1]
@@ -148,12 +148,12 @@ def test_every_option_arrives(monkeypatch, sources):
     monkeypatch.setattr(cli.generate, "_decode", lambda *arguments: caught.append(arguments) or 1 / 0)
     pair = ["--target", str(sources[0]), "--draft", str(sources[1])]
     options = "--temperature 0.5 --top-k 7 --top-p 0.25 --min-p 0.125 --seed 9 --max-new-tokens 3 --num-draft-tokens 2"
-    more = "--accept block --dtype bfloat16 --quantize int8 --stop end --stop ."
+    more = "--repetition-penalty 1.5 --accept block --dtype bfloat16 --quantize int8 --stop end --stop ."
     with pytest.raises(ZeroDivisionError):
         cli.main(["generate", "a", "bc", *pair, *options.split(), *more.split()])
     ((task, models, max_new_tokens, sampling, seed, drafting, _times, _say),) = caught
     assert task.prompts == ["a", "bc"] and task.stop == ("end", ".") and max_new_tokens == 3 and seed == 9
-    assert sampling == jspec.SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    assert sampling == jspec.SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5)
     assert drafting == {"num_draft_tokens": 2, "accept": "block"}
     for model in models:
         kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}

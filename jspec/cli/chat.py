@@ -44,6 +44,7 @@ def chat(
     top_k: o.TopK = None,
     top_p: o.TopP = None,
     min_p: o.MinP = None,
+    repetition_penalty: o.RepetitionPenalty = None,
     seed: o.Seed = 0,
     max_new_tokens: Annotated[
         int, option("--max-new-tokens -n", "N", "Limit for each answer.", min=1, max=2**31 - 1)
@@ -88,7 +89,8 @@ def chat(
         if tokenizer.chat_template is None and variables:
             raise UsageError("--template is for a model with a chat template, and this one has none; leave it out.")
         compile_all(engine, say)
-    sampling = chosen_sampling(engine.device.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = chosen_sampling(engine.device.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                               repetition_penalty=repetition_penalty)  # fmt: skip
     with lines.whole_lines():
         _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 

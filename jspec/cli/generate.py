@@ -64,6 +64,7 @@ def generate(
     top_k: o.TopK = None,
     top_p: o.TopP = None,
     min_p: o.MinP = None,
+    repetition_penalty: o.RepetitionPenalty = None,
     seed: o.Seed = 0,
     max_new_tokens: o.MaxNewTokens = 128,
     stop: o.Stop = None,
@@ -103,7 +104,8 @@ def generate(
             models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
         elif where.drafts:
             drafting["num_draft_tokens"] = completion.how_far(models[1], num_draft_tokens)
-        sampling = chosen_sampling(models[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        sampling = chosen_sampling(models[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                                   repetition_penalty=repetition_penalty)  # fmt: skip
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, say)
     completions, found = task.completions(models[0], out), out.stats.accepted_at.shape[1]
     if as_json:

@@ -99,6 +99,11 @@ MinP = Annotated[
     option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1,
            show_default="the model's own, else 0"),
 ]  # fmt: skip
+RepetitionPenalty = Annotated[
+    float | None,
+    option("--repetition-penalty", "X", "Penalize tokens that occurred before; 1 is off.", min=1e-3, max=1e3,
+           show_default="the model's own, else 1"),
+]  # fmt: skip
 Template = Annotated[
     list[str] | None,
     option("--template", "NAME=VALUE", "Set a variable of the chat template; the value is JSON, or else text. May be "
