@@ -132,7 +132,7 @@ def server(sources):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return TestClient(server.app, raise_server_exceptions=False)
+    return TestClient(server.app, raise_server_exceptions=False, base_url="http://localhost")
 
 
 def refused(answer, status):
@@ -221,7 +221,7 @@ def test_pages_of_other_sites_need_a_key(server, client):
         assert answer.status_code == status
     guarded = Server(server._served.engine, servers.tokenizer(), servers.NAME, api_key="secret")
     headers = {"Sec-Fetch-Site": "cross-site", "Authorization": "Bearer secret"}
-    assert TestClient(guarded.app).get("/v1/models", headers=headers).status_code == 200
+    assert TestClient(guarded.app, base_url="http://localhost").get("/v1/models", headers=headers).status_code == 200
     assert client.get("/").headers["content-security-policy"] == "frame-ancestors 'none'"
 
 
@@ -257,7 +257,7 @@ def test_an_answer_in_pieces_is_the_answer(value):
 )
 def test_keys(server, header):
     guarded = Server(server._served.engine, servers.tokenizer(), servers.NAME, api_key="secret")
-    client = TestClient(guarded.app, raise_server_exceptions=False)
+    client = TestClient(guarded.app, raise_server_exceptions=False, base_url="http://localhost")
     headers = {} if header is None else {"Authorization": header}
     for answer in (
         client.post("/v1/completions", json=TEXT, headers=headers),
@@ -280,7 +280,7 @@ def test_what_a_template_refuses(server):
         (None, "no chat template"),
     ):
         words.chat_template = template
-        client = TestClient(Server(server._served.engine, words, servers.NAME).app, raise_server_exceptions=False)
+        client = TestClient(Server(server._served.engine, words, servers.NAME).app, raise_server_exceptions=False, base_url="http://localhost")
         assert said in refused(client.post("/v1/chat/completions", json=CHAT), 400)["message"]
 
 
