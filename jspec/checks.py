@@ -253,10 +253,9 @@ def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: in
     lengths, wanted = values_if_known(lengths), values_if_known(max_tokens)
     known = np.ones(1, np.int64) if lengths is None else lengths.astype(np.int64)
     wanted = np.ones(1, np.int64) if wanted is None else wanted.astype(np.int64)
-    new = np.where(wanted > 0, np.minimum(wanted, max_new_tokens), max_new_tokens)
-    known, new = np.broadcast_arrays(known, new)
-    row = int(np.argmax(known + new))
-    longest = int(known[row] + new[row])
+    known, wanted = np.broadcast_arrays(known, wanted)
+    new = [min(limit, max_new_tokens) if limit > 0 else max_new_tokens for limit in wanted.tolist()]  # of any size
+    longest, row = max((length + more, row) for row, (length, more) in enumerate(zip(known.tolist(), new, strict=True)))
     limits = {"target": target.config.max_position_embeddings, "draft": getattr(drafter, "max_positions", None)}
     for name, limit in limits.items():
         if limit is not None and longest > limit:
