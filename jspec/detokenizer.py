@@ -6,6 +6,7 @@ from typing import Any
 
 _UNKNOWN = "\ufffd"  # stands for bytes that are not, or not yet, a character
 _LONGEST = 4  # bytes of a character in UTF-8, and so the most tokens that it can be split over
+_LONGEST_CONTEXT = 16  # tokens that are tried as a context before all of them are
 _PROMPT_WINDOW = 16  # tokens of the prompt that are decoded first in search of a place to begin
 
 
@@ -59,9 +60,18 @@ class Pieces:
     def _give(self, text: str) -> str:
         """Return what is new of the pending tokens' text, and make them the context of the next ones."""
         added, self._given = _after(self._given, text), ""
-        self._begin(self._pending if self._decode(self._pending) else self._context + self._pending)
+        self._begin(self._next_context())
         self._pending = []
         return added
+
+    def _next_context(self) -> list[int]:
+        """Return the pending tokens if they have text, else also as few as possible of the tokens before them."""
+        if self._decode(self._pending):
+            return self._pending
+        known = self._context + self._pending
+        # A decoder may drop the first space, so a long row of spaces would have no text in any window of one token.
+        short = self._decode(known[-_LONGEST_CONTEXT:])
+        return known[-_LONGEST_CONTEXT:] if short and _UNKNOWN not in short else known
 
     def _complete(self, text: str) -> str:
         """Return the pending tokens' text without what may still become a character."""
@@ -100,6 +110,7 @@ class Pieces:
 
     def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Return the end of the prompt as a context and the tokens of a character that it leaves incomplete."""
+        prompt = self._without_last_special(prompt)
         size = _PROMPT_WINDOW
         while size < len(prompt):
             window = prompt[-size:]
@@ -113,6 +124,14 @@ class Pieces:
         last = max(0, len(prompt) - _LONGEST)
         end = next((end for end in ends if not self._decode(prompt[:end]).endswith(_UNKNOWN)), last)
         return prompt[:end], prompt[end:]
+
+    def _without_last_special(self, prompt: list[int]) -> list[int]:
+        """Return the prompt without the special tokens among those that may be in its last character."""
+        last, start = [], len(prompt)
+        while start and len(last) < _LONGEST:
+            start -= 1
+            last += [] if self._is_special(prompt[start]) else [prompt[start]]
+        return prompt[:start] + last[::-1]
 
     def _is_special(self, token: int) -> bool:
         return not self._decode([token]) and bool(_decode(self._tokenizer, [token], skip_special_tokens=False))

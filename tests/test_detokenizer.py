@@ -132,6 +132,32 @@ def test_special_tokens_between_add_nothing_and_cost_nothing(name):
     assert max(sizes) <= 20
 
 
+def test_a_row_of_spaces_costs_no_more_than_a_few():
+    """The decoder drops the first space of each window, so a window of one space has no text of its own."""
+    tokenizer, sizes = tokenizer_of("llama2"), []
+    detokenizer = Pieces(tokenizer, tokenizer("the")["input_ids"])
+    decode, tokenizer.decode = (
+        tokenizer.decode,
+        lambda ids, **options: (sizes.append(len(ids)), decode(ids, **options))[1],
+    )
+    assert "".join(detokenizer.add(tokenizer.get_vocab()["▁"]) for _ in range(300)) == " " * 300
+    assert max(sizes) <= 20
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+@pytest.mark.parametrize("repeats", [1, 50])
+def test_special_tokens_at_the_end_of_a_prompt_leave_its_last_character_open(name, repeats):
+    tokenizer = tokenizer_of(name)
+    special = next(i for i, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if token.special)
+    ids = tokenizer("the 🫠 the", add_special_tokens=False)["input_ids"]
+    whole = decoded(tokenizer, ids)
+    for end in range(len(ids) + 1):
+        prompt = [*ids[:end], *[special] * repeats]
+        first, rest = Pieces(tokenizer), Pieces(tokenizer, prompt, shows_prompt=False)
+        shown = [*map(first.add, prompt), *map(rest.add, ids[end:]), rest.rest()]
+        assert "".join(shown) == whole, end
+
+
 @pytest.mark.parametrize("name", ["llama2", "mistral", "metaspace, always", "unigram", "wordpiece"])
 def test_a_space_after_special_tokens_is_kept(name):
     tokenizer = tokenizer_of(name)
