@@ -112,7 +112,8 @@ def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[A
     if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
         eos_ids = eos_ids[None]
     if isinstance(sampling, SamplingParams):
-        lists = {name: value for name, value in vars(sampling).items() if isinstance(value, list | tuple)}
+        fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+        lists = {name: value for name, value in fields.items() if isinstance(value, list | tuple)}
         arrays = {name: as_array(name, value, "give one number for each row") for name, value in lists.items()}
         sampling = dataclasses.replace(sampling, **arrays)
     return as_array("tokens", tokens), as_array("lengths", lengths), eos_ids, sampling

@@ -60,15 +60,22 @@ class SamplingParams:
     draft_top_p: Any = None
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[str, ...]]:
-        """Return the temperature and the fields that are not at their defaults: a trace knows which filters are off."""
-        fields = {"temperature": self.temperature}
-        fields |= {name: value for name, value in vars(self).items() if not _is_default(name, value)}
-        return tuple((jax.tree_util.GetAttrKey(name), value) for name, value in fields.items()), tuple(fields)
+        """Return the temperature and the fields that are not at their defaults: a trace knows which filters are off.
+
+        Parameters that `tree_unflatten` has made keep their children, whatever the values are.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        children = vars(self).get("_children") or tuple(
+            name for name, value in fields.items() if name == "temperature" or not _is_default(name, value)
+        )
+        return tuple((jax.tree_util.GetAttrKey(name), fields[name]) for name in children), children
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "SamplingParams":
         """Return the parameters of which these are the children; all others have their defaults."""
-        return cls(**dict(zip(names, values, strict=True)))
+        params = cls(**dict(zip(names, values, strict=True)))
+        object.__setattr__(params, "_children", names)
+        return params
 
 
 jax.export.register_pytree_node_serialization(

@@ -1,6 +1,9 @@
 """Calls from JAX programs: traced parameters, arrays that are still being computed, export, pickling, gradients."""
 
+import dataclasses
+import gc
 import pickle
+import weakref
 
 import heads
 import jax
@@ -12,7 +15,7 @@ import toys
 from flax import nnx
 
 import jspec
-from jspec.engine import Engine, Request
+from jspec.engine import Engine, Request, weights
 from jspec.sampling import target_transforms
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -99,6 +102,24 @@ def test_parameters_are_mapped_stacked_and_named():
     assert [jax.tree_util.keystr(path) for path, _ in paths] == [".temperature", ".top_p"]
     params = jspec.SamplingParams(temperature=0.5, min_tokens=2)
     assert pickle.loads(pickle.dumps(params)) == params == jax.tree.map(lambda x: x, params)
+
+
+def test_a_tree_of_parameters_keeps_its_structure():
+    """Whatever takes the place of values: axes for `jax.vmap` may be 0, which is the default of some fields."""
+    params = jspec.SamplingParams(temperature=jnp.ones(2), top_k=jnp.arange(2), top_p=jnp.full(2, 0.5))
+    axes, structure = jax.tree.map(lambda _: 0, params), jax.tree.structure(params)
+    assert jax.tree.structure(axes) == jax.tree.structure(pickle.loads(pickle.dumps(axes))) == structure
+    assert jax.tree.structure(jax.tree.unflatten(structure, [1.0, 0, 1.0])) == structure
+    summed = jax.vmap(lambda params, x: params.top_k + x, in_axes=(axes, 0))(params, jnp.ones(2))
+    assert summed.tolist() == [1, 2]
+    plain = jspec.SamplingParams(temperature=0.5, top_p=1.0)
+    replaced = dataclasses.replace(jax.tree.unflatten(structure, [0.5, 0, 0.9]), top_p=1.0)
+    assert replaced == plain and jax.tree.structure(replaced) == jax.tree.structure(plain)
+    rows = jax.tree.map(lambda x: x, jspec.SamplingParams(temperature=[0.5, 0.0], top_p=[0.5, 1.0]))
+    np.testing.assert_array_equal(
+        generate(sampling=rows).tokens,
+        generate(sampling=jspec.SamplingParams(temperature=np.array([0.5, 0.0]), top_p=np.array([0.5, 1.0]))).tokens,
+    )
 
 
 def test_traced_parameters_give_the_same_text():
@@ -190,6 +211,42 @@ def test_an_engine_refuses_requests_after_an_update(changed):
         jspec.generate(target, [[1, 2, 3]], [3], KEYS[:1], max_new_tokens=4, sampling=REQUEST.sampling).tokens[0],
     )
     assert len(first.tokens) == 4
+
+
+def test_an_engine_takes_equal_copies_of_its_weights(monkeypatch):
+    """A step under `nnx.jit` leaves new arrays in a model that it only reads."""
+    target, draft = toys.tiny_llama(0), toys.tiny_llama(1, 1)
+    engine = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,))
+    *_, first = engine.here(REQUEST)
+    old = jax.tree.leaves((target, draft))
+    nnx.jit(lambda target, draft: None)(target, draft)
+    assert all(new is not leaf for new, leaf in zip(jax.tree.leaves((target, draft)), old, strict=True))
+    gone = weakref.ref(old[0])
+    del old
+    *_, second = engine.here(REQUEST)
+    assert second.tokens == first.tokens
+    gc.collect()
+    assert gone() is None  # the engine keeps one set of weights
+    monkeypatch.setattr(weights, "_have_equal_values", None)  # nor compares them again
+    *_, third = engine.here(REQUEST)
+    assert third.tokens == first.tokens
+
+
+def changed_dtype(x):
+    return x.astype(jnp.bfloat16)
+
+
+def changed_element(x):
+    return x.at[(0,) * x.ndim].add(1)
+
+
+@pytest.mark.parametrize("change", [changed_dtype, changed_element, lambda x: x * jnp.nan, lambda x: x[..., None]])
+def test_weights_of_other_values_or_types_are_an_update(change):
+    target = toys.tiny_llama(0)
+    engine = Engine(target, slots=1, max_length=32, chunks=(8,))
+    nnx.update(target, jax.tree.map(change, nnx.state(target)))
+    with pytest.raises(RuntimeError, match="weights of the target have changed"):
+        engine.here(REQUEST)
 
 
 def test_an_engine_says_that_its_weights_were_deleted():

@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
-def check_unchanged(target: Any, drafter: Any, weights: Sequence[Any]) -> None:
-    """Raise RuntimeError unless `weights` are the very arrays that the models hold, and exist.
+def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
+    """Raise RuntimeError unless the models hold the weights that an engine reads, and these exist.
 
-    An engine reads the arrays it was made with, and its slots hold what those made of earlier texts. A text decoded
-    after an update would silently be one of the old weights.
+    An engine reads the arrays that it was made with, and its slots hold states that those computed. After an update it
+    would silently decode with the old weights.
+
+    Equal copies are not an update: `flax.nnx.jit` puts new arrays into every model that it is given. Copies replace the
+    originals in `weights`, so that they are compared only once and memory holds one set.
 
     Args:
         target: the model.
@@ -21,16 +25,38 @@ def check_unchanged(target: Any, drafter: Any, weights: Sequence[Any]) -> None:
     start = 0
     for name, model in (("target", target), ("draft", drafter)):
         leaves = jax.tree.leaves(model)
-        own = weights[start : start + len(leaves)]
-        start += len(leaves)
-        if len(own) != len(leaves) or any(leaf is not weight for leaf, weight in zip(leaves, own, strict=True)):
-            raise RuntimeError(f"The weights of the {name} have changed since this engine was made, which still has "
+        end = start + len(leaves)
+        if not _are_equal(leaves, weights[start:end]):
+            raise RuntimeError(f"The weights of the {name} have changed since this engine was made, and it still has "
                                "the old ones; make a new Engine of the model as it is now.")  # fmt: skip
+        weights[start:end] = leaves
+        start = end
     check_exist(weights)
 
 
+def _are_equal(leaves: list[Any], weights: list[Any]) -> bool:
+    """Return whether a program may read `leaves` for `weights`. Values are compared only where the objects differ."""
+    if len(leaves) != len(weights):
+        return False
+    pairs = [(leaf, weight) for leaf, weight in zip(leaves, weights, strict=True) if leaf is not weight]
+    return not pairs or (all(_are_alike(*pair) for pair in pairs) and bool(jax.device_get(_have_equal_values(pairs))))
+
+
+def _are_alike(leaf: Any, weight: Any) -> bool:
+    """Return whether two leaves are arrays of one type on the same devices, and exist."""
+    if not (isinstance(leaf, jax.Array) and isinstance(weight, jax.Array)):
+        return False
+    is_deleted = leaf.is_deleted() or weight.is_deleted()
+    return not is_deleted and jax.typeof(leaf) == jax.typeof(weight) and leaf.devices() == weight.devices()
+
+
+@jax.jit
+def _have_equal_values(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(leaf == weight) for leaf, weight in pairs]))
+
+
 def check_exist(weights: Sequence[Any]) -> None:
-    """Raise RuntimeError if any of the weights was deleted, as a jitted step does with arrays donated to it."""
+    """Raise RuntimeError if a weight was deleted: a jitted step deletes the arrays that are donated to it."""
     if any(isinstance(weight, jax.Array) and weight.is_deleted() for weight in weights):
-        raise RuntimeError("Weights of this engine were deleted, as a call does with arrays donated to it; make a new "
-                           "Engine of weights that exist.")  # fmt: skip
+        raise RuntimeError("Weights of this engine were deleted: a jitted step deletes the arrays that are donated to "
+                           "it; make a new Engine of weights that exist.")  # fmt: skip
