@@ -62,26 +62,32 @@ class Splits:
         patterns: each splits what those before it have left.
         ignore_merges: whether a word that is a token becomes that token, whatever the merges say.
         add_bos: whether every text starts with BOS, unless the file says otherwise.
+        composes: whether characters and accents are composed first (NFC), as the models' tokenizer.json has it.
+            llama.cpp does not.
     """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+    composes: bool = False
 
 
 def _table() -> dict[str, Splits]:
     rows: list[tuple[str, Splits]] = [
-        ("gpt-2 phi-2 mpt olmo jais exaone4 trillion granite-docling", Splits((GPT2,))),
+        ("mpt olmo", Splits((GPT2,), composes=True)),
+        ("gpt-2 phi-2 jais exaone4 trillion granite-docling", Splits((GPT2,))),
         ("gigachat a.x-4.0 mellum modern-bert", Splits((GPT2,))),
         ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", Splits((LLAMA3,), True, True)),
         ("smaug-bpe dbrx chatglm-bpe glm4", Splits((LLAMA3,))),
-        ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", Splits((QWEN2,))),
-        ("qwen35", Splits((_QWEN35,))),
+        ("qwen2 deepseek-r1-qwen", Splits((QWEN2,), composes=True)),
+        ("kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", Splits((QWEN2,))),
+        ("qwen35", Splits((_QWEN35,), composes=True)),
         ("tekken", Splits((_TEKKEN,), True, True)),
         ("gpt-4o llama4 kanana2 talkie minimax-m2", Splits((_GPT4O,))),
         ("tiny_aya cohere2moe", Splits((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
         ("kimi-k2", Splits((_KIMI,))),
-        ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", Splits((r"\p{N}", GPT2))),
+        ("command-r", Splits((r"\p{N}", GPT2), composes=True)),
+        ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Splits((r"\p{N}", GPT2))),
         ("falcon", Splits((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
         ("deepseek-llm", Splits((
             "[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$",

@@ -75,6 +75,8 @@ def _byte_level(words: Vocabulary) -> Tokenizer:
     splits = SPLITS[words.pre or ""]
     model = models.BPE(vocab=vocab, merges=_merges(words), fuse_unk=False, ignore_merges=splits.ignore_merges)
     tokenizer = Tokenizer(model)
+    if splits.composes:
+        tokenizer.normalizer = normalizers.NFC()
     parts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splits.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, byte_level])
