@@ -40,7 +40,8 @@ def _rendered(tokenizer: Any, template: str) -> str:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: ""}
-    options = {"messages": _CHAT, "add_generation_prompt": False, **tokenizer.special_tokens_map}
+    options = {"messages": _CHAT, "tools": None, "documents": None, "add_generation_prompt": False}
+    options |= tokenizer.special_tokens_map
     return environment.from_string(_GENERATION.sub("", template)).render(options)
 
 

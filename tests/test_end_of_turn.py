@@ -19,6 +19,8 @@ TEMPLATES = {
     "{% for m in messages %}{% if m.role == 'user' %}U: {{ m.content }}{% else %}A:{% generation %}"
     "{{ m.content }}\n<|stop|>{% endgeneration %}{% endif %}{% endfor %}": "<|stop|>",
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}": text_pair.END,
+    "{% if tools is not none %}{{ tools[0].name }}{% endif %}{% if documents is not none %}{{ documents[0].text }}"
+    "{% endif %}{% for m in messages %}{{ m.content }}<|stop|>{% endfor %}": "<|stop|>",
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}\n{% endfor %}": None,
     "{% for m in messages %}{{ m.content }}\nthe end<|stop|>{% endfor %}": None,
     "{% for m in messages %}{{ m.content }}<more>{% endfor %}": None,
