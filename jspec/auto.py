@@ -96,6 +96,7 @@ def tune(
     return with_trees(run, chains, int(max_new_tokens), int(max_nodes), target.config.vocab_size)
 
 
+@explicit_transfers()
 def best_number(
     target: Llama,
     drafter: Drafter,

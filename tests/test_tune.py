@@ -231,6 +231,18 @@ def test_auto_is_the_number_found(toy, prompts, answers):
     assert calls == [(64, 8)]  # measured once, over texts long enough
 
 
+def test_auto_passes_a_transfer_guard_with_parameters_on_the_device(toy, prompts, answers, only_lengths):
+    answers(2)
+    (tokens, lengths, keys), models = prompts([4, 2]), (toy(0), toy(1))
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    sampling = jspec.SamplingParams(temperature=jnp.float32(0.5), top_p=jnp.full(2, 0.9))
+    with jax.transfer_guard("disallow"):
+        k = jspec.speculative_generate(
+            *models, tokens, lengths, keys, max_new_tokens=8, num_draft_tokens="auto", sampling=sampling
+        )
+    assert k == 2
+
+
 def test_auto_may_be_not_to_speculate(toy, prompts, answers):
     answers(0)
     models, batch, options = (toy(0), toy(1)), prompts([4, 2]), {"max_new_tokens": 12, "eos_ids": (3,)}
