@@ -280,7 +280,11 @@ def test_what_a_template_refuses(server):
         (None, "no chat template"),
     ):
         words.chat_template = template
-        client = TestClient(Server(server._served.engine, words, servers.NAME).app, raise_server_exceptions=False, base_url="http://localhost")
+        client = TestClient(
+            Server(server._served.engine, words, servers.NAME).app,
+            raise_server_exceptions=False,
+            base_url="http://localhost",
+        )
         assert said in refused(client.post("/v1/chat/completions", json=CHAT), 400)["message"]
 
 

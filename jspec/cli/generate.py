@@ -117,12 +117,11 @@ def generate(
         print_text(completions, times, by_origin=where.drafts)
     if num_draft_tokens == "auto" and not as_json:
         typer.echo(choice_of_auto(found), err=True)
-    if not chat and file is None:
-        _suggest_chat(task.tokenizer)
+    _suggest_chat(task.tokenizer, is_answered=chat or file is not None)
 
 
-def _suggest_chat(tokenizer: Any) -> None:
-    if tokenizer.chat_template is not None:
+def _suggest_chat(tokenizer: Any, is_answered: bool) -> None:
+    if not is_answered and tokenizer.chat_template is not None:
         typer.echo("The model was made for chats: with --chat it answers, instead of continuing the text.", err=True)
 
 
