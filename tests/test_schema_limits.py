@@ -1,5 +1,8 @@
 """Limits of schemas: just within them and just beyond, and what looks like a limit and is none."""
 
+import contextlib
+import time
+
 import pytest
 
 from jspec.engine import schema_limits as limits
@@ -66,3 +69,34 @@ def test_digits_of_repetitions_are_not_read():
         check_regex("a{" + "9" * 9000 + "}")
     check_regex("a{0000000000003}")
     check_regex("x" * limits.MAX_PATTERN_LENGTH)
+
+
+def cost(monkeypatch, schema):
+    """How many values `check_schema` reads."""
+    read, values = [], limits._values
+    monkeypatch.setattr(limits, "_values", lambda part: (read.append(0) or value for value in values(part)))
+    with contextlib.suppress(ValueError):
+        check_schema(schema)
+    return len(read)
+
+
+def test_many_references_to_large_parts_are_cheap(monkeypatch):
+    """The check holds Python's lock, so other requests would wait for it."""
+    enum = list(range(40_000))
+    names = {"anyOf": [{"$ref": f"x{i}#"} for i in range(900)], "enum": enum}  # all stand for the schema
+    assert cost(monkeypatch, names) < 3 * limits.MAX_VALUES
+    levels = {"enum": enum}
+    for _ in range(50):
+        levels = {"not": levels}
+    nested = {"anyOf": [{"$ref": "#" + "/not" * i} for i in range(1, 50)], "not": levels["not"]}
+    assert cost(monkeypatch, nested) <= limits.MAX_REFERENCED_VALUES + 2 * limits.MAX_VALUES
+    with pytest.raises(ValueError, match="references lead to more than 200000 values in all"):
+        check_schema(nested)
+
+
+def test_a_run_of_digits_takes_linear_time():
+    """A search that tries every split of the digits would take minutes, and holds Python's lock."""
+    begun = time.process_time()
+    for _ in range(100):
+        check_regex("{" + "1" * 9_999)
+    assert time.process_time() - begun < 30

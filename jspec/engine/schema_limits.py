@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,7 +14,8 @@ MAX_PATTERNS = 100
 MAX_PATTERN_LENGTH = 10_000
 MAX_MULTIPLE = 100_000
 MAX_COMBINED_PATTERNS = 8
-_REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
+MAX_REFERENCED_VALUES = 200_000
+_REPEAT = re.compile(r"\{(\d*+),?(\d*+)\}")  # possessive, because a run of digits would take quadratic time
 _MAX_REPEAT = 10_000
 
 
@@ -24,7 +25,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the first limit that it exceeds.
     """
-    nodes = list(_mappings(schema))
+    nodes = [value for value in _values(schema) if isinstance(value, Mapping)]
     patterns = [pattern for node in nodes for pattern in _patterns(node)]
     if len(patterns) > MAX_PATTERNS:
         raise _excess("patterns", len(patterns), MAX_PATTERNS)
@@ -51,8 +52,8 @@ def _excess(what: str, count: int, most: int) -> ValueError:
     return ValueError(f"The schema has {count} {what}; expected at most {most}, so simplify it.")
 
 
-def _mappings(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield all objects in a schema, without recursion, which deep ones would exhaust."""
+def _values(schema: Any) -> Iterator[Any]:
+    """Yield all values in a schema and itself, without recursion, which deep ones would exhaust."""
     waiting, count = [(schema, 1)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -61,8 +62,8 @@ def _mappings(schema: Any) -> Iterator[Mapping[str, Any]]:
             raise ValueError(f"The schema has more than {MAX_VALUES} values; simplify it.")
         if depth > MAX_DEPTH:
             raise ValueError(f"The schema is nested more than {MAX_DEPTH} levels deep; use $ref, or simplify it.")
+        yield value
         if isinstance(value, Mapping):
-            yield value
             waiting.extend((item, depth + 1) for item in value.values())
         elif isinstance(value, list | tuple):
             waiting.extend((item, depth + 1) for item in value)
@@ -105,7 +106,8 @@ def _short(number: int) -> str:
 
 def _longest_chain(schema: Mapping[str, Any]) -> int:
     """Return how many references follow one another at most; where they form circles, at least about how many."""
-    following = {"": _references(schema)}
+    references = _references_of_parts()
+    following = {"": references(schema)}
     longest: dict[str, int] = {}
     waiting = [(name, False) for name in following[""]]
     while waiting:
@@ -114,18 +116,36 @@ def _longest_chain(schema: Mapping[str, Any]) -> int:
             longest[name] = 1 + max((longest.get(other, 0) for other in following[name]), default=0)
         elif name not in longest:
             longest[name] = 1
-            following[name] = _references(_resolved(schema, name))
+            following[name] = references(_resolved(schema, name))
             waiting.append((name, True))
             waiting.extend((other, False) for other in following[name] if other not in longest)
     return max(longest.values(), default=0)
 
 
-def _references(value: Any) -> list[str]:
-    """Return the different $ref of a part of a schema."""
-    found = dict.fromkeys(node["$ref"] for node in _mappings(value) if isinstance(node.get("$ref"), str))
-    if len(found) > MAX_DEFINITIONS:
-        raise _excess("different $ref", len(found), MAX_DEFINITIONS)
-    return [*found]
+def _references_of_parts() -> Callable[[Any], list[str]]:
+    """Return a function that lists the different $ref of a part of a schema. It reads each part once.
+
+    Many names can stand for one part, and parts can contain one another, so all that it reads is limited together.
+    """
+    known: dict[int, list[str]] = {}
+    count = 0
+
+    def references(part: Any) -> list[str]:
+        nonlocal count
+        if id(part) in known:
+            return known[id(part)]
+        values = list(_values(part))
+        count += len(values)
+        if count > MAX_REFERENCED_VALUES:
+            raise ValueError(f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in all; simplify "
+                             "it.")  # fmt: skip
+        names = (value.get("$ref") for value in values if isinstance(value, Mapping))
+        known[id(part)] = list(dict.fromkeys(name for name in names if isinstance(name, str)))
+        if len(known[id(part)]) > MAX_DEFINITIONS:
+            raise _excess("different $ref", len(known[id(part)]), MAX_DEFINITIONS)
+        return known[id(part)]
+
+    return references
 
 
 def _resolved(schema: Any, name: str) -> Any:
