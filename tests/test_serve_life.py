@@ -26,6 +26,7 @@ SEEDED = LONG | {"seed": 3, "max_tokens": 20}
 @pytest.fixture
 def gate(running, monkeypatch):
     """``gate.set()`` lets the device play; until then it is as slow as can be. It is open again afterwards."""
+    until(lambda: not running.engine._loop.is_busy)  # else the last call for an earlier request waits at the gate
     opened, play = threading.Event(), running.engine.device.play
     monkeypatch.setattr(running.engine.device, "play", lambda *arguments: (opened.wait(), play(*arguments))[1])
     yield opened
