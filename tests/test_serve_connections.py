@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gc
 import json
 import logging
 import os
@@ -72,6 +73,28 @@ def test_a_body_that_nobody_reads_does_not_keep_a_connection(hasty):
         for _ in range(600):
             connection.sendall(b"x")
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize("path", ["metrics", "v1/models"])
+def test_who_does_not_read_is_cut_off(hasty, monkeypatch, path):
+    """Answers that are small each fill every buffer if there are many."""
+    monkeypatch.setattr(connections, "_TAKE", 1.0)
+    with opened(hasty) as connection, pytest.raises(ConnectionError):
+        for _ in range(100_000):
+            connection.sendall(b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode() * 10)
+
+
+def test_who_does_not_read_makes_room(hasty):
+    """A new client is answered, though every connection has a request that runs."""
+    requests = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10
+    with opened(hasty) as connection:
+        connection.settimeout(2)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                connection.sendall(requests)
+        kept = [one for one in gc.get_objects() if isinstance(one, connections.Connection)]
+        unread = [one for one in kept if one.cycle is not None and not one.cycle.response_complete]
+        assert unread and all(one.is_waiting for one in unread)
 
 
 def test_who_waits_for_an_answer_is_not_cut_off(hasty, monkeypatch):

@@ -17,6 +17,7 @@ from jspec.serve.errors import wrong
 
 _HEAD = 30.0  # seconds for the head of a request to come whole, once it has begun
 _FLUSH = 60.0  # seconds for the last answer to be taken, once a connection ends
+_TAKE = 600.0  # seconds for a part of an answer to be taken
 _MOST = 4096
 _NEW = 1.0  # seconds that a connection has, whatever happens, to send its request
 _LOG = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Connection(H11Protocol):
         """Begin to wait for the first request."""
         super().connection_made(transport)
         self.waits_since, self._head_began, self._limit = time.monotonic(), False, None
+        self._unread: asyncio.TimerHandle | None = None
         self._end_after(self.timeout_keep_alive)
 
     def data_received(self, data: bytes) -> None:
@@ -73,7 +75,19 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self._end_after(None)
+        self._has_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read."""
+        super().pause_writing()
+        self.waits_since = time.monotonic()
+        self._unread = self.loop.call_later(_TAKE, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on, because the client reads."""
+        self._has_read()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, in the shape of all errors."""
@@ -89,8 +103,9 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client owes the server something: a request, or the rest of one."""
-        return not self.transport.is_closing() and (self._is_idle or self.cycle.more_body)
+        """Whether the server waits for the client: for a request, for the rest of one, or to read its answer."""
+        owes = self._is_idle or self.cycle.more_body or self._unread is not None
+        return owes and not self.transport.is_closing()
 
     @property
     def _is_idle(self) -> bool:
@@ -101,6 +116,11 @@ class Connection(H11Protocol):
         if not self._is_idle:
             self.waits_since = time.monotonic()
             self._end_after(None)
+
+    def _has_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _end_after(self, seconds: float | None) -> None:
         if self._limit is not None:
