@@ -1,5 +1,6 @@
 """Texts of schemas and regular expressions: valid, whatever is drafted, and the same as without a draft."""
 
+import gc
 import json
 import re
 from types import SimpleNamespace
@@ -171,6 +172,14 @@ def test_a_dead_end_keeps_the_text_up_to_there(pair, grammars):
             for result in engine.generate(requests):
                 assert result.error_code == "constraint_dead_end" and not result.is_refused
                 assert tokenizer.decode(result.tokens).endswith(",")
+
+
+def test_a_constraint_outlives_the_grammars_that_nobody_holds(pair):
+    make = Grammars(pair[2], pair[0].config.vocab_size).regex("[a-z]{2}")
+    gc.collect()
+    with Engine(pair[0], slots=1, max_length=64) as engine:
+        result = engine.generate([Request((1, 2), 5, eos_ids=(pair[2].eos_token_id,), constraint=make)])[0]
+    assert re.fullmatch("[a-z]{2}", pair[2].decode(result.tokens[:-1]))
 
 
 def test_closed_grammars_make_no_more(pair):

@@ -3,15 +3,17 @@
 import json
 import os
 import signal
+import socket
 import threading
 import time
 
 import httpx
 import numpy as np
 import pytest
-from test_serve_life import LONG, SEEDED, asking, post, texts_of, until
+from test_serve_life import LONG, SEEDED, asking, connected, post, texts_of, until
 
 from jspec.engine import grammar_pool, grammar_worker
+from jspec.engine.constraints import ConstraintError
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compile"),
@@ -151,6 +153,115 @@ def test_the_server_of_processes_is_replaced(running):
     running.server._served.grammars._pool._server._process.kill()
     running.server._served.grammars._pool._server._process.wait()
     assert post(running, body).json()["choices"] == first
+
+
+def test_processes_for_grammars_outlive_a_signal_to_the_whole_service(running):
+    """A supervisor sends SIGTERM to each process; the server must still answer what it has accepted."""
+    pool = running.server._served.grammars._pool
+    server, grammar = pool._server._process.pid, pool.compile("regular expression", "[a-z]{3}")
+    masks = grammar()
+    masks.ask([], [], [])
+    assert masks.masks().any()
+    for process in (server, *below(server)):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(process, number)
+    masks.ask([], [], [])
+    assert masks.masks().any()
+    masks.close()
+    grammar.close()
+    assert pool._server._process.poll() is None
+
+
+def test_a_fork_that_fails_ends_only_its_connection(monkeypatch):
+    def fork():
+        raise BlockingIOError
+
+    monkeypatch.setattr(grammar_worker.os, "fork", fork)
+    before = signal.getsignal(signal.SIGCHLD)
+    (ours, control), connections = socket.socketpair(), []
+    try:
+        with ours:
+            connections = [grammar_pool._connect(ours) for _ in range(3)]
+        grammar_worker._fork_for_each(control, lambda _: None)
+        assert [connection.recv(1) for connection in connections] == [b""] * 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        for end in (control, *connections):
+            end.close()
+
+
+def refusing(monkeypatch, running, kind):
+    """Let no process start: the forks fail, there are no sockets, or the server of processes does not start again."""
+    pool = running.server._served.grammars._pool
+
+    def connect(_):
+        if kind == "socket":
+            raise OSError("Too many open files")
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+    def start(_):
+        raise ValueError("the process for grammars has ended")
+
+    if kind == "start":
+        pool._server._process.kill()
+        pool._server._process.wait()
+        monkeypatch.setattr(grammar_pool, "_Server", start)
+    else:
+        monkeypatch.setattr(grammar_pool, "_connect", connect)
+
+
+@pytest.mark.parametrize("kind", ["fork", "socket", "start"])
+def test_a_system_without_room_for_a_process_is_not_the_clients_fault(running, free_beside, monkeypatch, kind):
+    body = SEEDED | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
+    with monkeypatch.context() as patch:
+        refusing(patch, running, kind)
+        answer = post(running, body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("no_process", "server_error")
+        assert error["message"] == "No process for a grammar can be started now; try again later."
+    assert post(running, body).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["matcher", "server"])
+def test_a_text_without_its_process_is_not_the_clients_fault(running, monkeypatch, kind):
+    pool = running.server._served.grammars._pool
+    grammar = pool.compile("regular expression", "[a-z]{3}")
+    with monkeypatch.context() as patch:
+        if kind == "matcher":
+            refusing(patch, running, "fork")
+        masks = grammar()
+    if kind == "server":
+        masks.ask([], [], [])
+        assert masks.masks().any()
+        pool._server._process.kill()
+        pool._server._process.wait()
+    with pytest.raises(ConstraintError, match="send the request again") as error:
+        for _ in range(1000):  # its end comes soon, but not at once
+            masks.ask([], [], [])
+            masks.masks()
+    assert error.value.code == "constraint_failed"
+    masks.close()
+    grammar.close()
+
+
+def test_clients_that_leave_do_not_start_ever_more_processes(running, monkeypatch):
+    """What they have begun to compile keeps its place."""
+    monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
+    pool, constraints = running.server._served.grammars._pool, running.server._constraints
+    pool.compile("regular expression", "[a-z]").close()  # another test may have ended the server of processes
+    server = pool._server._process.pid
+    body, most = LONG | format_of(HOSTILE["names"][0]), 0
+    for _ in range(20):
+        with connected(running, body):
+            until(lambda: running.server.open)
+            time.sleep(0.1)
+        until(lambda: not running.server.open)
+        most = max(most, len(below(server)))
+    assert 0 < most <= constraints._limiter.total_tokens
+    until(lambda: not below(server) and not constraints._limiter.borrowed_tokens)
 
 
 def children():

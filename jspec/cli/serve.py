@@ -162,6 +162,7 @@ def _run(engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, 
         try:
             run(server, listener, keep_alive)
         finally:
-            server.close()
+            with ends_within(_SOON):
+                server.close()
         with ends_within(_SOON):  # it has given up what it has not answered
             engine.close(cancel=True)

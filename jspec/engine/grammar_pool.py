@@ -18,6 +18,7 @@ from jspec.engine import grammar_worker as worker
 from jspec.engine.constraints import ConstraintError, MaskSource
 
 _COMPILE_SECONDS, _MASK_SECONDS, _START_SECONDS = 10.0, 5.0, 120.0  # of the clock; the worker limits CPU time
+_NO_PROCESS = "No process for a grammar can be started now; try again later."
 
 
 class GrammarPool:
@@ -43,26 +44,38 @@ class GrammarPool:
 
         Raises:
             ValueError: llguidance refuses it, or it needs too much time or memory.
+            RuntimeError: the pool is closed, or no process can be started.
         """
-        connection = self._connect()
-        answer = _conversation(connection, json.dumps([kind, text]).encode())
+        connection, server = self._connect()
+        answer = None
+        try:
+            answer = _conversation(connection, json.dumps([kind, text]).encode())
+        finally:
+            if answer != b"":
+                connection.close()
         if answer == b"":
-            return CompiledGrammar(connection, self._size)
-        connection.close()
+            return CompiledGrammar(connection, self._size, server)
         if answer is None:
             raise ValueError(f"it takes more than {worker.COMPILE_CPU_SECONDS:g} seconds or "
                              f"{worker.MEMORY >> 20} MiB of memory to compile; simplify it")  # fmt: skip
         raise ValueError(answer.decode())
 
-    def _connect(self) -> socket.socket:
-        """Return a connection to a new compiler; start the server of processes again if it has ended."""
+    def _connect(self) -> tuple[socket.socket, "_Server"]:
+        """Return a connection to a new compiler and its server, which is started again if it has ended.
+
+        Raises:
+            RuntimeError: the pool is closed, or the system refuses a process or a socket.
+        """
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("The grammars are closed; make new ones.")
-            if not self._server.is_alive:
-                self._server.close()
-                self._server = _Server(self._setup)
-            return _connect(self._server.control)
+            try:
+                if not self._server.is_alive:
+                    self._server.close()
+                    self._server = _Server(self._setup)
+                return _connect(self._server.control), self._server
+            except (ValueError, OSError) as error:
+                raise RuntimeError(_NO_PROCESS) from error
 
     def close(self) -> None:
         """End all processes at once; constraints that still run fail."""
@@ -120,18 +133,25 @@ def _connect(control: socket.socket) -> socket.socket:
 
 
 def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
-    """Ask a compiler to compile; return its answer, or None if it has ended or takes too long."""
+    """Ask a compiler to compile; return its answer, or None if it has ended or takes too long.
+
+    Raises:
+        RuntimeError: it has not begun.
+    """
     process, end = None, time.monotonic() + _COMPILE_SECONDS
     connection.settimeout(_COMPILE_SECONDS)
     try:
         worker.send(connection, question)
         process = worker.receive(connection)
         connection.settimeout(max(0.01, end - time.monotonic()))
-        return None if process is None else worker.receive(connection)
+        if process is not None:
+            return worker.receive(connection)
     except TimeoutError:
         _kill(process)
     except OSError:  # it ended before it had read all
         pass
+    if process is None:
+        raise RuntimeError(_NO_PROCESS)
     return None
 
 
@@ -148,8 +168,9 @@ class CompiledGrammar:
     The processes end when it is closed, or when nobody holds it, and with the last source.
     """
 
-    def __init__(self, connection: socket.socket, size: int):
+    def __init__(self, connection: socket.socket, size: int, server: _Server):
         self._connection, self._size = connection, size
+        self._server = server  # which ends when nobody holds it
         self._lock, self._sources, self._is_closed = threading.Lock(), 0, False
         self._end = weakref.finalize(self, connection.close)
 
@@ -164,6 +185,11 @@ class CompiledGrammar:
                 raise RuntimeError("the process of the grammar has ended") from None
             self._sources += 1
         return GrammarMasks(connection, self, self._size)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server of its processes runs; they end with it."""
+        return self._server.is_alive
 
     def close(self) -> None:
         """Make no more sources, and end the process with the last one."""
@@ -198,6 +224,9 @@ class GrammarMasks(MaskSource):
 
     def masks(self) -> np.ndarray:
         answer = self._answer()
+        if answer is None and not (self._process and self._grammar.is_alive):
+            raise ConstraintError("The process of the constraint cannot be started, or has been ended; send the "
+                                  "request again.", "constraint_failed")  # fmt: skip
         if answer is None:
             raise ConstraintError(f"The constraint takes too much time or memory after {self._asked} tokens; simplify "
                                   "it.", "constraint_too_complex")  # fmt: skip

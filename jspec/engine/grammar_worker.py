@@ -184,6 +184,8 @@ def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:
 def _main(control: socket.socket) -> None:
     """Read the tokenizer, then fork a compiler for each socket that arrives."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a supervisor sends them to every process of a
+        signal.signal(number, signal.SIG_IGN)  # service; these end with their parent, which may have to finish first
     message = receive(control)
     if message is None:
         return
@@ -204,8 +206,10 @@ def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None
         if not message:
             return
         parent = os.getpid()
+        if not descriptors:  # this process may not open more files
+            continue
         with socket.socket(fileno=descriptors[0]) as connection:
-            if os.fork() == 0:
+            if _fork() == 0:
                 try:
                     control.close()
                     _end_with(parent)
@@ -213,6 +217,13 @@ def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None
                     serve(connection)
                 finally:
                     os._exit(0)
+
+
+def _fork() -> int | None:
+    """Return the child's number, 0 in the child, or None where the system has no room for another process."""
+    with contextlib.suppress(OSError):
+        return os.fork()
+    return None  # the connection closes without an answer, which explains it to the other end
 
 
 def _end_with(parent: int) -> None:

@@ -43,6 +43,7 @@ class Grammars:
 
         Raises:
             ValueError: it is not a schema, asks for what cannot be promised, or is too complex.
+            RuntimeError: the system refuses a process for it; try again later.
         """
         check_schema(schema)
         return self._compiled("schema", json.dumps(schema))

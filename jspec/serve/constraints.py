@@ -1,5 +1,7 @@
 """The constraints of requests: how many at once, and how they are compiled beside everything else."""
 
+import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,7 @@ from anyio import CapacityLimiter, to_thread
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammar_pool import CompiledGrammar
 from jspec.engine.grammars import Grammars
-from jspec.serve.errors import busy, wrong
+from jspec.serve.errors import Refusal, busy, wrong
 from jspec.serve.schemas import ResponseFormat
 
 
@@ -23,7 +25,7 @@ class ConstraintCompiler:
     def __init__(self, grammars: Grammars | None, limit: int):
         self._grammars = grammars
         self._limiter, self._threads = CapacityLimiter(limit), CapacityLimiter(limit)
-        self._held: dict[Any, Constraint | None] = {}
+        self._held: dict[Any, asyncio.Future[Constraint]] = {}
 
     async def compile(self, holder: object, wanted: ResponseFormat) -> Constraint:
         """Compile what `holder` asks for, which must `release` it in the end.
@@ -37,21 +39,29 @@ class ConstraintCompiler:
         if self._limiter.statistics().tasks_waiting >= 3 * self._limiter.total_tokens:
             raise busy("Too many requests with a response_format are waiting already; try again later.")
         await self._limiter.acquire_on_behalf_of(holder)
-        self._held[holder] = None
+        compiled = asyncio.ensure_future(to_thread.run_sync(_compiling(grammars, wanted), limiter=self._threads))
+        self._held[holder] = compiled
         try:
-            constraint = await to_thread.run_sync(_compiling(grammars, wanted), limiter=self._threads)
+            return await asyncio.shield(compiled)
         except ValueError as error:
             raise wrong(f"response_format cannot be kept: {error}", "response_format") from None
-        self._held[holder] = constraint
-        return constraint
+        except RuntimeError as error:
+            raise Refusal(503, str(error), "response_format", "no_process", {"Retry-After": "1"}) from None
 
     def release(self, holder: object) -> None:
-        """End what `holder` has compiled, if anything."""
-        if holder in self._held:
-            constraint = self._held.pop(holder)
-            self._limiter.release_on_behalf_of(holder)
-            if isinstance(constraint, CompiledGrammar):
-                constraint.close()
+        """End what `holder` has compiled, if anything.
+
+        What it still compiles keeps its place until it ends: clients that leave must not start ever more processes.
+        """
+        if compiled := self._held.pop(holder, None):
+            compiled.add_done_callback(functools.partial(self._leave, holder))
+
+    def _leave(self, holder: object, compiled: "asyncio.Future[Constraint]") -> None:
+        self._limiter.release_on_behalf_of(holder)
+        if compiled.cancelled() or compiled.exception() is not None:
+            return
+        if isinstance(constraint := compiled.result(), CompiledGrammar):
+            constraint.close()
 
     def close(self) -> None:
         """End all processes."""
