@@ -26,7 +26,8 @@ SEEDED = LONG | {"seed": 3, "max_tokens": 20}
 @pytest.fixture
 def gate(running, monkeypatch):
     """``gate.set()`` lets the device play; until then it is as slow as can be. It is open again afterwards."""
-    until(lambda: not running.engine._loop.is_busy)  # else the last call for an earlier request waits at the gate
+    engine = running.engine  # whose last call for an earlier request must not wait at the gate
+    until(lambda: not engine._heartbeat._running and not engine._loop.is_busy)
     opened, play = threading.Event(), running.engine.device.play
     monkeypatch.setattr(running.engine.device, "play", lambda *arguments: (opened.wait(), play(*arguments))[1])
     yield opened

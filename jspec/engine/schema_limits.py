@@ -137,8 +137,8 @@ def _references_of_parts() -> Callable[[Any], list[str]]:
         values = list(_values(part))
         count += len(values)
         if count > MAX_REFERENCED_VALUES:
-            raise ValueError(f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in all; simplify "
-                             "it.")  # fmt: skip
+            raise ValueError(f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in all; "
+                             "simplify it.")  # fmt: skip
         names = (value.get("$ref") for value in values if isinstance(value, Mapping))
         known[id(part)] = list(dict.fromkeys(name for name in names if isinstance(name, str)))
         if len(known[id(part)]) > MAX_DEFINITIONS:
