@@ -2,7 +2,10 @@
 
 import gc
 import json
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.engine import Engine, Request
+from jspec.engine import Engine, Request, grammar_worker
 from jspec.engine.device import Device
 from jspec.engine.grammars import Grammars
 
@@ -180,6 +183,47 @@ def test_a_constraint_outlives_the_grammars_that_nobody_holds(pair):
     with Engine(pair[0], slots=1, max_length=64) as engine:
         result = engine.generate([Request((1, 2), 5, eos_ids=(pair[2].eos_token_id,), constraint=make)])[0]
     assert re.fullmatch("[a-z]{2}", pair[2].decode(result.tokens[:-1]))
+
+
+SLOW = """
+import os, socket, sys, time
+import grammar_worker as worker
+
+class Slow:
+    def copy(self):
+        return self
+    def allowed(self):
+        end = time.thread_time() + float(sys.argv[1])
+        while time.thread_time() < end:
+            pass
+        return bytes(4)
+    def consume(self, token):
+        return True
+    def rollback(self, count):
+        pass
+
+ours, theirs = socket.socketpair()
+if os.fork() == 0:
+    ours.close()
+    worker._serve_matcher(theirs, Slow(), 32)
+    os._exit(0)
+theirs.close()
+worker.receive(ours)
+for i in range(int(sys.argv[2])):
+    worker.send(ours, b"[[], [1, 2, 3, 4], [0, 1, 2, 3]]")
+    if worker.receive(ours) is None:
+        break
+    print(i)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="without processes there are no limits")
+@pytest.mark.parametrize(("seconds", "is_kept"), [(0.0012, True), (0.004, False)])
+def test_the_time_of_masks_grows_with_their_number(seconds, is_kept):
+    """Five masks a round, each of less or more CPU time than a mask adds to the limit."""
+    folder = os.path.dirname(grammar_worker.__file__)
+    done = subprocess.run([sys.executable, "-c", SLOW, str(seconds), "400"], cwd=folder, capture_output=True, text=True)
+    assert not done.stderr and (len(done.stdout.split()) == 400) == is_kept
 
 
 def test_closed_grammars_make_no_more(pair):

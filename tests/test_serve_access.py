@@ -81,6 +81,7 @@ def test_a_request_of_two_hosts_is_foreign_if_one_is():
         ("::", ["192.168.1.5:8000", "[2001:db8::1]:8000", "localhost", "[::]:8000"], ["evil.example"]),
         ("192.168.1.5", ["192.168.1.5:8000", "localhost", socket.gethostname().upper()], ["192.168.1.6", "a.example"]),
         ("::1", ["[::1]:8000", "[0:0:0:0:0:0:0:1]", "localhost"], ["[::2]"]),
+        ("fe80::1%eth0", ["[fe80::1]:8000", "localhost"], ["[fe80::2]", "192.168.1.5"]),
         ("here.example", ["here.example:8000", "Here.Example."], ["there.example", "192.168.1.5"]),
     ],
 )  # fmt: skip

@@ -44,12 +44,12 @@ class Access:
 class Guard:
     """Middleware that refuses foreign hosts and pages with 403 before it reads a body.
 
-    Without it, any web page could use a server on its visitor's machine: by its address, or by a name of the page's own
-    that is made to mean this machine (DNS rebinding). Where there is a key, whoever has it may ask. Pages of allowed
-    origins get the CORS headers that they need, on errors and streams as well.
+    Without it, any web page could use a server on its visitor's machine: by its address, or by a domain name that the
+    page points at this machine (DNS rebinding). If there is a key, only the key counts. Pages of allowed origins get
+    the CORS headers that they need, on errors and streams as well.
 
     Args:
-        app: the application behind it.
+        app: the application that it guards.
         access: who may use it.
         has_key: whether the application asks for a key.
     """

@@ -27,7 +27,7 @@ class Names:
     """
 
     def __init__(self, host: str, others: Iterable[str] = ()):
-        self._address = _address(host)
+        self._address = _address(host.partition("%")[0])  # clients leave out a link's name, as in fe80::1%eth0
         self._names = {"localhost", host.lower(), *map(name_of, others)}
         if self._address is None or not self._address.is_loopback:
             self._names.add(socket.gethostname().lower())
