@@ -77,7 +77,7 @@ def _in_cache(repo_id: str) -> Path | None:
 
     try:
         directory = Path(snapshot_download(repo_id, local_files_only=True))
-        weight_files.find(directory)  # a download that was stopped is no model yet
+        weight_files.find(directory)  # a download that was stopped is not a model yet
     except (errors.LocalEntryNotFoundError, CheckpointError):
         return None
     return directory if (directory / "config.json").exists() else None

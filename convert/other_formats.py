@@ -1,4 +1,4 @@
-"""What a directory holds in place of safetensors weights that can be read, and what to do about it."""
+"""Explain which other format a directory holds in place of readable safetensors weights."""
 
 import re
 from pathlib import Path

@@ -54,7 +54,7 @@ class Pieces:
         return added
 
     def rest(self) -> str:
-        """Return the text held back, for the end of the tokens."""
+        """Return the text held back, after the last token."""
         return self._give(self._text())
 
     def _give(self, text: str) -> str:

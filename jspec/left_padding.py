@@ -85,9 +85,9 @@ def _is_measured_by_mask(
     """
     width = tokens.shape[1]
     left_out = width - lengths
-    behind = np.arange(width) >= lengths[:, None]
+    after = np.arange(width) >= lengths[:, None]
     last = tokens[:, -1:]
-    is_text = (behind & (tokens != last)).any(axis=1) & (tokens >= 0).all(axis=1)
+    is_text = (after & (tokens != last)).any(axis=1) & (tokens >= 0).all(axis=1)
     known = np.isin(tokens[:, 0], [i for i in usual if i is not None])
     least = np.where(known, 2, _REPEATED)
     return is_text & (left_out >= least) & (run == left_out)

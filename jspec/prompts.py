@@ -164,7 +164,7 @@ def rendered(
         variables: of the template, as `check_variables` returns them.
 
     Raises:
-        ValueError: there is no template, or it refuses them or fails, or makes no UTF-8 text of them.
+        ValueError: there is no template, or it refuses the messages, fails, or returns text that is not UTF-8.
     """
     if tokenizer.chat_template is None:
         raise ValueError(

@@ -12,7 +12,7 @@ _NO_DEFAULT = "{{{{ raise_exception('the tokenizer has the chat templates {names
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """What tokenizer.json does not say.
+    """Settings of a tokenizer that tokenizer.json does not hold.
 
     Attributes:
         named: "bos_token", "eos_token" and the like, each with its text.

@@ -1,4 +1,4 @@
-"""What the functions that measure refuse, before anything is measured."""
+"""Checks of the arguments of functions that measure, before anything is measured."""
 
 import numbers
 from typing import Any

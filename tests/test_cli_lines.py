@@ -59,7 +59,7 @@ class Terminal:
 
     @property
     def shown(self):
-        """What the terminal shows."""
+        """Return the text on the terminal."""
         return self._shown
 
     @property

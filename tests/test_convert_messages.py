@@ -1,4 +1,4 @@
-"""What is not read is named for what it is, with a remedy that works; only what is damaged is called so."""
+"""Messages name the format of unreadable files, with a remedy that works; only damaged files are called damaged."""
 
 import re
 import subprocess

@@ -54,7 +54,7 @@ def test_values_that_are_there_are_checked():
      ({"max_new_tokens": 64, "sampling": jspec.SamplingParams(max_tokens=np.array([3, 0]))}, True)],
 )  # fmt: skip
 def test_limits_that_shapes_decide_are_checked_inside_jit(options, refused):
-    """Of a prompt nothing is known there but that it has a token."""
+    """Inside jit a prompt is only known to have at least one token."""
 
     def call(tokens, lengths, keys):
         return generate(tokens=tokens, lengths=lengths, keys=keys, **options)
@@ -76,7 +76,7 @@ def test_rows_that_fit_by_their_own_limits_are_decoded():
 
 
 def test_traced_parameters_know_which_filters_are_off():
-    """What is left at its default is no child of the pytree, whatever the type of the number."""
+    """A field at its default is not a child of the pytree, whatever the type of its number."""
     seen = []
 
     @jax.jit
@@ -163,7 +163,7 @@ def test_reverse_mode_says_what_to_do_and_forward_mode_works():
 
 
 def test_a_learner_is_pickled_in_the_middle(prompts):
-    """What comes of the next texts is the same to the bit, whether saved before or not."""
+    """A restored learner learns the same from the next texts, bit for bit."""
     target = toys.tiny_llama(0)
     learner = jspec.online.Learner(target, heads.medusa(target, 2), depth=2, batch=2, length=16)
 

@@ -78,7 +78,7 @@ TEXT = {
     "is one token": ([[BOS]], [1], (PAD, BOS, EOS)),
     "repeats a word": ([[7, 7, 7, 7, 7, 5, 0, 0]], [6], (PAD, BOS, EOS)),
     "repeats a word before its padding": ([[7, 7, 7, 7, 5, 0, 0, 0, 0]], [5], (PAD, BOS, EOS)),
-    "goes on behind its length": ([[7, 7, 4, 5, 6, 8]], [4], (PAD, BOS, EOS)),
+    "goes on after its length": ([[7, 7, 4, 5, 6, 8]], [4], (PAD, BOS, EOS)),
     "is padded with garbage": ([[5, 6, -4, 10**6], [5, 6, 7, 8]], [2, 4], (PAD, BOS, EOS)),
     "has no start beside one that has": ([[BOS, 5, 6], [5, BOS, BOS]], [3, 1], (BOS, BOS, EOS)),
     "has pads inside": ([[5, PAD, PAD, 6]], [4], (PAD, BOS, EOS)),

@@ -144,7 +144,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("generation", "same"), SETTINGS)
 def test_texts_are_those_of_the_models_own_sampling(target, generation, same):
-    """Of the target's, whatever the draft recommends; parameters that are given count alone."""
+    """The target's defaults are used, whatever the draft recommends; explicit parameters replace them all."""
     model, draft = target(generation), target({"temperature": 0.01, "repetition_penalty": 5})
     words = (model, draft, TOKENIZER, ["the thing", "in a"])
     options = {"max_new_tokens": 12, "seed": 3, "accept": "coupled"}

@@ -25,7 +25,7 @@ DEAD_END = {"type": "object", "properties": {"a": NUMBER}, "patternProperties": 
 
 
 def chain(count):
-    """A schema with so many links of $ref."""
+    """Return a schema with a chain of $ref of this length."""
     link = lambda i: {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i}"}}, "required": ["x"]}  # noqa: E731
     definitions = {f"d{i}": link(i + 1) for i in range(count)} | {f"d{count}": {"type": "integer"}}
     return {"$defs": definitions, "$ref": "#/$defs/d0"}
@@ -248,7 +248,7 @@ def test_a_text_without_its_process_is_not_the_clients_fault(running, monkeypatc
 
 
 def test_clients_that_leave_do_not_start_ever_more_processes(running, monkeypatch):
-    """What they have begun to compile keeps its place."""
+    """A compilation that has begun keeps its place."""
     monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
     pool, constraints = running.server._served.grammars._pool, running.server._constraints
     pool.compile("regular expression", "[a-z]").close()  # another test may have ended the server of processes
@@ -329,7 +329,7 @@ def test_too_many_constraints_wait_or_are_refused(running, monkeypatch):
 
 
 def test_a_mask_that_takes_long_is_ended_by_its_own_process(running):
-    """By CPU time, so that a busy machine is no reason."""
+    """The limit is CPU time, so a busy machine refuses nothing."""
     assert grammar_worker._BURST < grammar_pool._MASK_SECONDS
     pool = running.server._served.grammars._pool
     grammar = pool.compile("regular expression", "[a-z]{3}")

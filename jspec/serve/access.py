@@ -1,4 +1,4 @@
-"""Who may use the server: which hosts it answers to, and which web pages."""
+"""Access control: the hosts that the server answers to, and the web pages that may use it."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ _ADVICE = "start it with --allow-origin for them"
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Who may use a server that has no key.
+    """The hosts and web pages that may use a server without a key.
 
     Attributes:
         host: the address that it listens on.

@@ -103,7 +103,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server waits for the client: for a request, for the rest of one, or to read its answer."""
+        """Return whether the server waits for the client: for a request, for the rest of one, or to read its answer."""
         owes = self._is_idle or self.cycle.more_body or self._unread is not None
         return owes and not self.transport.is_closing()
 

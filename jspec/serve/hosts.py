@@ -13,7 +13,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Names:
-    """The hosts that a server answers to, whatever the port: behind a proxy it may have another.
+    """The hosts that a server answers to, whatever the port: a proxy in front of it may use another.
 
     A name must be known, because its owner can make it mean this machine. An address must be one that the server
     listens on, or any where it listens on all.

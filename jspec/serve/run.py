@@ -120,7 +120,7 @@ class _Uvicorn(uvicorn.Server):
 def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
     """End the process with status 1 if the next limit, None in the end, does not come within the seconds of the last.
 
-    It is a thread, for the loop of events may be what is stuck.
+    It runs in a thread, because the event loop may be what is stuck.
     """
     limit: float | None = None
     with contextlib.suppress(queue.Empty):
