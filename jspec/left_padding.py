@@ -24,7 +24,7 @@ def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> 
     if pad not in (None, bos, *ends):
         padded |= _begins_with_one_pad(tokens, lengths, run, pad)
     padded |= _starts_later(tokens, lengths, run, bos, [pad, *ends])
-    padded |= _is_measured_by_mask(tokens, lengths, run, [pad, bos, 0, *ends])
+    padded |= _is_measured_by_mask(tokens, lengths, run, [pad, bos, *ends])
     rows = np.flatnonzero(padded & (run < tokens.shape[1]))
     if rows.size:
         row = rows[0]
