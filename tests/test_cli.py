@@ -197,6 +197,7 @@ def test_another_limit_needs_no_other_program(generate, report):
 def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
     tuning = {2: jspec.Tuning(2, 1.5, 1.0, (1.0, 1.0), (1.2, 1.5)), 0: jspec.Tuning(0, 1.0, 1.0, (2.0,), (1.2,))}
     for best, options in ((2, ["--num-draft-tokens", 2]), (0, ["--plain"])):
+        monkeypatch.setattr("jspec.tuning._answers", {})
         monkeypatch.setattr(auto, "measure", lambda *_, best=best: tuning[best])
         found, fixed = (generate(PROMPTS[0], *extra) for extra in (["--num-draft-tokens", "auto"], options))
         assert [line["tokens"] for line in found] == [line["tokens"] for line in fixed]
@@ -208,6 +209,7 @@ def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
     ("best", "said"), [(2, "auto: num_draft_tokens=2 "), (0, "auto: plain decoding is the fastest")]
 )
 def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
+    monkeypatch.setattr("jspec.tuning._answers", {})
     monkeypatch.setattr(auto, "tune", lambda *_, **__: jspec.Tuning(best, 1.5, 1.0, (1.0,), (1.2,)))
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
     code, _, error = run(*command, "--num-draft-tokens", "auto")
