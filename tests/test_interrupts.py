@@ -35,7 +35,7 @@ main()
 def interrupted(command, moment, folder, later=0.0):
     """Status and output of `command` on a terminal, which gets SIGINT `later` seconds after it has shown `moment`."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "XDG_CACHE_HOME": str(folder)}
+    environment = os.environ | {"TERM": "xterm", "XDG_CACHE_HOME": str(folder.parent / "cache")}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     # SIGINT as on a terminal, though a shell has what runs in its background ignore it, and what that starts: what is
     # handled here, a new program has as the default.
