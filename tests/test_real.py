@@ -49,7 +49,7 @@ def test_weights_are_those_of_transformers(file, theirs):
     loaded = convert.load(file)
     assert loaded.params.keys() == expected.keys()
     assert all(loaded.params[name].tobytes() == array.tobytes() for name, array in expected.items())
-    assert loaded.config.eos_token_ids == (2,) and loaded.config.rope.theta == 100000.0
+    assert loaded.config.eos_token_ids == (2, 0) and loaded.config.rope.theta == 100000.0
 
 
 def random_texts(count):
