@@ -67,8 +67,8 @@ print(json.dumps({"import, s": imported - began, "load, s": loaded - imported, "
                   "first token, s": warm, "weights, GB": weights, "peak memory, GB": peak, "constrained": constrained}))
 """
 
-# `jspec serve` until it listens: which of its programs the cache had.
-_SERVE = """
+# `jspec serve` until it would listen; then how many programs the cache had, and how many it had not.
+SERVE = """
 from collections import Counter
 import jspec.serve.run
 from jspec.cli import main, serve
@@ -95,7 +95,7 @@ def served(target: str | None) -> list[dict[str, float]]:
         environment = _environment() | {"XDG_CACHE_HOME": folder}
         if "HF_HOME" not in environment:  # models stay where they are
             environment["HF_HOME"] = str(Path.home() / ".cache" / "huggingface")
-        command = [sys.executable, "-c", _SERVE, "serve", *([target] if target else []), "--port", "0"]
+        command = [sys.executable, "-c", SERVE, "serve", *([target] if target else []), "--port", "0"]
         for _ in range(2):
             began = time.perf_counter()
             done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -77,7 +77,7 @@ class Pieces:
         """Return the pending tokens' text without what may still become a character."""
         if not text.endswith(_UNKNOWN):
             return text
-        # Few tokens may all be the start of one character. Of more tokens, at most the last U+FFFD stands for one.
+        # A few tokens may all belong to one incomplete character. Among more, only the last U+FFFD may.
         return text.rstrip(_UNKNOWN) if len(self._pending) < _LONGEST else text[:-1]
 
     def _begin(self, context: list[int]) -> None:

@@ -11,7 +11,7 @@ from jspec.checks import check_whole
 
 
 def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> None:
-    """Raise ValueError where texts of `max_new_tokens` cannot tell what rounds of `max_draft_tokens` yield."""
+    """Raise ValueError if `max_new_tokens` is too short to measure rounds of `max_draft_tokens`."""
     check_whole("max_new_tokens", max_new_tokens)
     check_whole("max_draft_tokens", max_draft_tokens)
     if isinstance(max_nodes, bool) or not isinstance(max_nodes, numbers.Integral) or max_nodes < 0:

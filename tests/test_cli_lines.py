@@ -64,7 +64,7 @@ class Terminal:
 
     @property
     def said(self):
-        """What was answered."""
+        """Return the answer."""
         out = self._file.read_bytes() if self._redirected else self._shown
         return [
             line.strip()

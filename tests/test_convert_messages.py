@@ -138,7 +138,7 @@ def test_other_places_of_it():
 
 
 def test_the_method_comes_before_the_names_of_files(tmp_path):
-    """ExLlamaV2 writes output.safetensors, for which there is no index to download."""
+    """ExLlamaV2 writes output.safetensors, which has no index."""
     folder = make(tmp_path / "x", quantization_config={"quant_method": "exl2", "bits": 4.0})
     (folder / "model.safetensors").rename(folder / "output.safetensors")
     with pytest.raises(CheckpointError, match="quantised with ExLlamaV2"):

@@ -16,6 +16,7 @@ import servers
 from test_serve_life import until
 
 import jspec
+from bench.startup import SERVE
 from jspec.serve.run import bound
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -180,28 +181,10 @@ def test_a_block_that_does_not_end_ends_the_process():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-# `jspec serve` until it would listen; then how many programs the cache had, and how many it had not.
-START = """
-from collections import Counter
-import jspec.serve.run
-from jspec.cli import main, serve
-events = Counter()
-def engine_of(*given, real=serve.engine_of, **options):
-    import jax
-    jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
-    return real(*given, **options)
-serve.engine_of = engine_of
-def ready(*_):
-    print("READY", *(events[f"/jax/compilation_cache/cache_{name}"] for name in ("hits", "misses")), flush=True)
-jspec.serve.run.run = ready
-main()
-"""
-
-
 def test_a_second_start_compiles_nothing(sources, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    command = [sys.executable, "-c", START, "serve", str(sources[0]), "--draft", str(sources[1]), "--port", "0",
+    command = [sys.executable, "-c", SERVE, "serve", str(sources[0]), "--draft", str(sources[1]), "--port", "0",
                "--slots", "2", "--max-length", "64"]  # fmt: skip
 
     def start():

@@ -1,7 +1,9 @@
 """Bodies that cannot be served: the right status, one sentence in OpenAI's shape, and nothing computed."""
 
 import json
+import time
 
+import httpx
 import pytest
 import servers
 from hypothesis import given, settings
@@ -292,3 +294,14 @@ def test_bugs_are_nobody_else_s_business(server, client, monkeypatch):
     monkeypatch.setattr("jspec.serve.app.number_of_choices", lambda _: {}["secret"])
     error = refused(client.post("/v1/completions", json=TEXT), 500)
     assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [
+    b"[" * 4_000_000, b"[" + b"[]," * 1_000_000 + b"[]]", b"[" + b"1," * 2_000_000 + b"1]", b'{"a":' * 70_000,
+    b"9" * 4_000_000,
+], ids=("brackets", "lists", "numbers", "objects", "digits"))  # fmt: skip
+def test_bodies_of_many_small_things_hold_nobody_up(running, body):
+    begun = time.monotonic()
+    answer = httpx.post(f"{running.url}/v1/completions", content=body, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("The body ")
+    assert time.monotonic() - begun < 60

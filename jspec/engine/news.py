@@ -169,8 +169,8 @@ def of_prompt(pieces: Iterable[Piece], length: int, num_top: int) -> tuple[list[
     """Of each token of a prompt, read by `pieces`, its log-probability and so many of the likeliest there; waits."""
     logprobs, tops = [float("nan")] * length, [[] for _ in range(length)]
     for piece in pieces:
-        told, ids, highest = (part.tolist() for part in jax.device_get(tuple(vars(piece.scores).values())))
+        scores, ids, highest = (part.tolist() for part in jax.device_get(tuple(vars(piece.scores).values())))
         for i, place in enumerate(range(piece.start + 1, min(piece.end + 1, length))):
-            logprobs[place] = told[i]
+            logprobs[place] = scores[i]
             tops[place] = list(zip(ids[i][:num_top], highest[i][:num_top], strict=True))
     return logprobs, tops
