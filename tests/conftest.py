@@ -96,6 +96,18 @@ def as_shipped():
     return quick | ({"xla_cpu_use_fusion_emitters": True} if _OLDER_EMITTERS else {})
 
 
+@pytest.fixture(scope="session", autouse=True)
+def engines_compile_when_needed():
+    """An engine compiles each program when it first needs it: most tests need few of its dozens.
+
+    A test of warm engines calls the `Device.compile` that its file has kept.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jspec.engine.device.Device.compile", lambda _: None)
+        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_programs_of_other_files():
     """In a process that holds thousands of programs everything takes longer, and few are of use to the next file."""
@@ -186,14 +198,11 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(sources):
-    """A server of the two on a real port; each of its programs is compiled when it is met."""
+    """A server of the two on a real port."""
     import servers  # OpenAI's client, which most tests do without, takes a second to load
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jspec.engine.device.Device.compile", lambda _: None)
-        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
-        with servers.running(sources) as running:
-            yield running
+    with servers.running(sources) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

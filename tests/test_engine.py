@@ -19,6 +19,7 @@ from jspec.engine.news import unpack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONGEST, NEW = 48, 24
+COMPILE = Device.compile  # which no test calls unless it says so
 OPTIONS = {"slots": 4, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tokens": 16, "rounds": 3}
 
 
@@ -26,13 +27,6 @@ OPTIONS = {"slots": 4, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tok
 def models():
     target = toys.tiny_llama(0, 3)
     return target, toys.tiny_llama(1, 1, related_to=target)
-
-
-@pytest.fixture(autouse=True)
-def compiled_when_met(monkeypatch):
-    """Most tests need few of the programs; a warm engine is one test's."""
-    monkeypatch.setattr(Device, "compile", lambda _: None)
-    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +146,14 @@ def test_a_journal_is_the_run(engine, models):
     assert tokens > 100
 
 
-def test_nothing_is_compiled_for_requests_of_another_kind(engine, compilations, monkeypatch):
-    monkeypatch.undo()
-    engine.generate(made(14, seed=3) + made(2, seed=3, seeded=False))
-    engine.device.compile()
-    requests = [*made(21, seed=4), *made(7, seed=5, seeded=False)]
-    before = compilations()
-    engine.generate(requests)
-    assert compilations() == before
+def test_nothing_is_compiled_for_requests_of_another_kind(models, compilations):
+    with Engine(*models, **OPTIONS | {"slots": 2, "chunks": (16,)}, num_draft_tokens=2) as engine:
+        engine.generate(made(14, seed=3) + made(2, seed=3, seeded=False))
+        COMPILE(engine.device)
+        requests = [*made(21, seed=4), *made(7, seed=5, seeded=False)]
+        before = compilations()
+        engine.generate(requests)
+        assert compilations() == before
 
 
 def test_a_failure_is_survived(models, monkeypatch):

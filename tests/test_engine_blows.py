@@ -22,7 +22,7 @@ from jspec.engine.loop import Loop
 from jspec.engine.news import unpack
 from jspec.engine.slots import Needs, Sizes
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "compiled_when_met")
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 class Panic(BaseException):
@@ -46,12 +46,6 @@ class Anything:
 
     def rollback(self, count):
         pass
-
-
-@pytest.fixture
-def compiled_when_met(monkeypatch):
-    monkeypatch.setattr(Device, "compile", lambda _: None)
-    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

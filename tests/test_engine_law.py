@@ -10,15 +10,8 @@ from test_matrix import PROMPTS, SETTINGS
 
 import jspec
 from jspec.engine import Engine, Request
-from jspec.engine.device import Device
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-@pytest.fixture(autouse=True)
-def compiled_when_met(monkeypatch):
-    monkeypatch.setattr(Device, "compile", lambda _: None)
-    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
 
 
 def check_law(report, count):

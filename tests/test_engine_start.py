@@ -19,12 +19,6 @@ ASKS = "python_cpu_callback"  # of a program that asks the host
 COMPILE = Device.compile
 
 
-@pytest.fixture(autouse=True)
-def compiled_when_met(monkeypatch):
-    monkeypatch.setattr(Device, "compile", lambda _: None)
-    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
-
-
 def test_no_program_of_a_start_asks_the_host():
     """JAX keeps none that does in its cache, and it would be compiled at every start."""
     device = Engine(*models(), slots=2, **OPTIONS).device

@@ -181,7 +181,7 @@ def test_all_ids_that_end_a_text(tmp_path):
     assert convert.load(model(tmp_path / "x.gguf", keys)[0]).config.eos_token_ids == (0, 5)
     without = model(tmp_path / "none.gguf", {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": None})
     config = convert.load(without[0]).config
-    assert (config.eos_token_ids, config.bos_token_id) == ((), None)
+    assert (config.eos_token_ids, config.bos_token_id) == ((0,), None), "the text of 0 is <|endoftext|>"
 
 
 def test_it_becomes_a_store_and_a_hugging_face_directory(mixed, tmp_path, capsys):

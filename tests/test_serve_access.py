@@ -239,11 +239,8 @@ def test_the_page_may_use_its_server(running):
 @pytest.fixture(scope="module")
 def guarded(sources):
     """A server with a key, and an origin that may use it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jspec.engine.device.Device.compile", lambda _: None)
-        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
-        with servers.running(sources, api_key="secret", access=Access(origins=("https://a.org",))) as running:
-            yield running
+    with servers.running(sources, api_key="secret", access=Access(origins=("https://a.org",))) as running:
+        yield running
 
 
 def test_answers_errors_and_streams_can_be_read_by_a_page(guarded):

@@ -30,8 +30,6 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 def hasty(sources):
     """A server that waits for no more than a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jspec.engine.device.Device.compile", lambda _: None)
-        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
         patch.setattr(connections, "_HEAD", 1.0)
         with servers.running(sources, keep_alive=1) as running:
             yield running
@@ -92,7 +90,8 @@ def test_who_does_not_read_makes_room(hasty):
         with contextlib.suppress(TimeoutError):
             while True:
                 connection.sendall(requests)
-        kept = [one for one in gc.get_objects() if isinstance(one, connections.Connection)]
+        # isinstance would read `__class__`, at which some objects of PyTorch warn.
+        kept = [one for one in gc.get_objects() if type(one) is connections.Connection]
         unread = [one for one in kept if one.cycle is not None and not one.cycle.response_complete]
         assert unread and all(one.is_waiting for one in unread)
 
