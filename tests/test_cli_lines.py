@@ -48,7 +48,8 @@ class Terminal:
             self.process = subprocess.Popen([sys.executable, "-c", TALK], env=environment, stdin=theirs, stderr=theirs,
                                             stdout=file if redirected else theirs)  # fmt: skip
         self._redirected, self._theirs = redirected, theirs
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self):
         try:
@@ -86,10 +87,11 @@ class Terminal:
             time.sleep(0.02)
 
     def close(self):
-        """End."""
+        """End the process and the thread that reads: the next terminal may have the same descriptor."""
         self.process.kill()
         self.process.wait()
         os.close(self._theirs)
+        self._reader.join()
         os.close(self.ours)
 
 
