@@ -64,7 +64,7 @@ def check_arguments(
     batch = _check_prompts(tokens, lengths, target.config)
     _check_keys(keys, batch)
     _check_sampling(sampling, batch, vocab_size)
-    _check_positions(target, drafter, lengths, max_new_tokens, sampling.max_tokens)
+    check_positions(target, drafter, lengths, max_new_tokens, sampling.max_tokens)
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
@@ -249,7 +249,7 @@ def _check_keys(keys: Any, batch: int) -> None:
                          f"jax.random.split(key, {batch}).")  # fmt: skip
 
 
-def _check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int, max_tokens: Any) -> None:
+def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int, max_tokens: Any) -> None:
     """Raise where a row may outgrow a model; what is not known yet counts as the least that it can be, one token."""
     lengths, wanted = values_if_known(lengths), values_if_known(max_tokens)
     known = np.ones(1, np.int64) if lengths is None else lengths.astype(np.int64)

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from jspec import theory
-from jspec.checks import as_array, check_target
+from jspec.checks import as_array, check_positions, check_target
 from jspec.decode import generate, speculative_generate
 from jspec.detokenizer import pieces
 from jspec.draft_length import DEFAULT, UpTo, WhileConfident
 from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
 from jspec.drafters.asked import reach_of, says_how_sure
 from jspec.drafters.base import own_tree
-from jspec.drafters.model import positions
+from jspec.drafters.model import as_drafter, positions
 from jspec.model_sampling import recommended
 from jspec.prompts import Batch, Prompt, encode, listed, room
 from jspec.sampling import SamplingParams
@@ -77,6 +77,11 @@ class Task:
         """The ids that end a text."""
         possible = {i for i in self.stop_ids if i < target.config.vocab_size}
         return tuple(sorted({*eos_ids(target, self.tokenizer), *possible}))
+
+    def check_length(self, target: Any, draft: Any, max_new_tokens: int) -> None:
+        """Raise ValueError if a prompt and `max_new_tokens` more are too long for a model."""
+        drafter = None if draft is None else as_drafter(draft)
+        check_positions(target, drafter, self.batch.lengths, max_new_tokens, np.zeros(1, np.int32))
 
     def decode(
         self, target: Any, draft: Any, max_new_tokens: int, sampling: SamplingParams | None, seed: int, **options: Any

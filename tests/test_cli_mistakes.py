@@ -143,3 +143,11 @@ def test_bugs_keep_their_traceback(run, monkeypatch):
     monkeypatch.setattr(cli.generate, "sources", lambda *arguments: {}["gone"])
     with pytest.raises(KeyError, match="gone"):
         cli.main(["generate", "x"])
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_compiled(run, sources, monkeypatch):
+    monkeypatch.setattr("jspec.completion.Task.decode", lambda *_, **__: pytest.fail("it went on"))
+    target, draft = sources
+    for drafting in (["--plain"], ["--draft", draft], ["--draft", "lookup"]):
+        code, out, error = run("generate", "x", "--target", target, *drafting, "--max-new-tokens", 500)
+        assert (code, out) == (1, "") and "501 positions" in error, error
