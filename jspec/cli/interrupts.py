@@ -84,5 +84,7 @@ def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
             restore()
         if os.isatty(2):  # a pipe may be full, or closed
             shown = "".join(_last_words).encode(errors="backslashreplace")
-            os.write(2, _CLEAR_LINE_AND_SHOW_CURSOR + shown)
+            terminal = os.dup(2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a spinner may draw its next frame
+            os.write(terminal, _CLEAR_LINE_AND_SHOW_CURSOR + shown)
         os._exit(STATUS)  # what was printed is out: typer and rich flush, and a flush here could wait for a full pipe
