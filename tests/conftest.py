@@ -40,6 +40,7 @@ TOY = convert.LlamaConfig(
 _OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 12)
 # With a worker on every core, to split a program for parallel compilation is work for nothing.
 _QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+SLOW = {*(Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()}
 
 
 def pytest_addoption(parser):
@@ -53,6 +54,16 @@ def pytest_configure(config):
     worker, cores = os.environ.get("PYTEST_XDIST_WORKER", ""), sorted(getattr(os, "sched_getaffinity", set)(0))
     if worker and cores:  # a core for each worker: the threads that XLA starts for every core spin while they wait
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark the tests that tests/slow.txt names: the slow ones among many of a kind, of which others run by default."""
+    found = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in SLOW & found.keys():
+        found[name].add_marker(pytest.mark.slow)
+    if config.args == config.getini("testpaths") and (missing := SLOW - found.keys()):
+        raise pytest.UsageError(f"tests/slow.txt names {min(missing)}, which is not a test; correct or remove it.")
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -94,6 +105,18 @@ def as_shipped():
     """``compiler_options`` for a program whose instructions are looked at; what LLVM makes of them is not."""
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return quick | ({"xla_cpu_use_fusion_emitters": True} if _OLDER_EMITTERS else {})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_this_run(tmp_path_factory):
+    """Keep the programs of commands, and of the processes that tests start, out of the user's own folder.
+
+    JAX has read its environment before, so that the programs of this process are not kept.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -218,7 +241,7 @@ def chat(running):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, capsys):
     """``run(*arguments, stdin=None)``: exit code, standard output and error of `jspec`, in this process.
 
     Args:
@@ -229,7 +252,6 @@ def run(monkeypatch, capsys, tmp_path):
         source = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
         source.isatty = lambda: stdin is None
         monkeypatch.setattr(sys, "stdin", source)
-        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
         with pytest.raises(SystemExit) as exit_:
             cli.main([str(argument) for argument in arguments])
         return exit_.value.code or 0, *capsys.readouterr()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,21 +23,23 @@ from jspec.serve.run import bound
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def started(folder, *options, command=("-m", "jspec", "serve")):
+def started(*options, command=("-m", "jspec", "serve")):
     """A server process that says where it is."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONUNBUFFERED": "1"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, *map(str, command), "--port", "0", "--slots", "2", *map(str, options)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, *map(str, command), "--port", "0", "--slots", "2", "--max-length", "128",
+               *map(str, options)]  # fmt: skip
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    waits, line = process.stderr.readline(), process.stderr.readline()
-    assert waits == "Compiling: minutes the first time, then kept and seconds\n"
-    assert line.startswith("Serving here at http://127.0.0.1:"), line + process.stderr.read()
-    return process, line.split()[-1]
+    lines = [process.stderr.readline(), process.stderr.readline()]
+    if not re.fullmatch(r"Compiling: minutes the first time, then kept and seconds\n"
+                        r"Serving here at http://127.0.0.1:\d+\n", "".join(lines)):  # fmt: skip
+        process.kill()  # else the rest of what it says has no end
+        pytest.fail("".join(lines) + process.stderr.read())
+    return process, lines[1].split()[-1]
 
 
-def test_sigterm_loses_nothing(sources, tmp_path):
+def test_sigterm_loses_nothing(sources):
     """The command, from its start to its end; new requests are refused meanwhile, and the status is 0."""
-    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--max-length", "128", "--name", "here",
+    process, url = started(sources[0], "--draft", sources[1], "--name", "here",
                            "--metrics-prefix", "vllm:", "--api-key", "secret")  # fmt: skip
     try:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
@@ -60,9 +63,9 @@ def test_sigterm_loses_nothing(sources, tmp_path):
         process.stderr.close()
 
 
-def test_sigterm_waits_for_streams_that_are_slowly_read(sources, tmp_path):
+def test_sigterm_waits_for_streams_that_are_slowly_read(sources):
     """The engine is done with them long before; of what fits between server and client nothing would be lost anyway."""
-    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--name", "here")
+    process, url = started(sources[0], "--draft", sources[1], "--name", "here")
     body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logprobs": 20, "logit_bias": {"0": -100},
             "return_token_ids": True, "return_origins": True}  # fmt: skip
     try:
@@ -91,9 +94,9 @@ def _metrics(url):
         return ""
 
 
-def test_a_second_signal_ends_it_now(sources, tmp_path):
+def test_a_second_signal_ends_it_now(sources):
     """Without the answers that the first one would wait for, and without a word of an error."""
-    process, url = started(tmp_path, sources[0], "--draft", sources[1], "--name", "here")
+    process, url = started(sources[0], "--draft", sources[1], "--name", "here")
     body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logit_bias": {"0": -100}, "stream": True}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
@@ -136,9 +139,9 @@ main()
 
 
 @pytest.mark.parametrize(("where", "stream"), [("worker", False), ("engine", True)])
-def test_sigterm_ends_a_server_that_is_stuck(sources, tmp_path, where, stream):
+def test_sigterm_ends_a_server_that_is_stuck(sources, where, stream):
     command = ["-c", STUCK, "serve", sources[0], "--plain", "--name", "here"]
-    process, url = started(tmp_path, where, command=command)
+    process, url = started(where, command=command)
     try:
         body = {"model": "here", "prompt": "in a", "max_tokens": 2, "stream": stream}
         threading.Thread(target=lambda: _post(f"{url}/v1/completions", body), daemon=True).start()
