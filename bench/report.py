@@ -16,14 +16,14 @@ from bench.conditions import conditions, summary
 RESULTS = Path(__file__).parent / "results"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` as JSON has it; numbers keep six digits."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -53,6 +53,6 @@ def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes:
     console.print(", ".join(f"{key} {value}" for key, value in here.items() if value), highlight=False, style="dim")
     file = folder / (re.sub(r"[^\w.]+", "-", name) + ".json")
     report = {"title": title, "conditions": here, "notes": list(notes), "rows": rows, **facts}
-    file.write_text(json.dumps(_plain(report), indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
     plots.save(file.with_suffix(".png"), draw, rows, title, summary(here))
     return file

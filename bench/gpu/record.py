@@ -1,0 +1,51 @@
+"""What a step of the drill has measured so far, on disk after every measurement."""
+
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from bench.report import plain
+
+
+class Record:
+    """The results of one step, written to a file whenever one is added.
+
+    A file is replaced as a whole, so that it is complete JSON at any moment.
+
+    Attributes:
+        file: where the results are written.
+        facts: what the step says about itself: its name, its state, the conditions, the seconds it took.
+        rows: one dictionary for each measurement, in order.
+    """
+
+    def __init__(self, file: Path, **facts: Any):
+        self.file, self.facts = file, facts | {"state": "running"}
+        self.rows: list[dict[str, Any]] = []
+        self._begin = time.monotonic()
+        self._write()
+
+    def add(self, what: str, **figures: Any) -> None:
+        """Append the row `what` with its `figures`, print it, and write the file."""
+        self.rows.append({"what": what} | figures)
+        print(what, *(f"{name}={value}" for name, value in figures.items()), flush=True)
+        self._write()
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Append a row with the traceback of `error`; an error is a result, too."""
+        lines = traceback.format_exception(error)
+        self.add(what, error=f"{type(error).__name__}: {error}"[:2000], traceback="".join(lines)[-4000:])
+
+    def finish(self, state: str, **facts: Any) -> None:
+        """Write the file for the last time: `state` is "done" or "failed"."""
+        self.facts |= {"state": state} | facts
+        self._write()
+
+    def _write(self) -> None:
+        self.facts["seconds"] = round(time.monotonic() - self._begin, 2)
+        whole = json.dumps(plain(self.facts | {"rows": self.rows}), indent=1) + "\n"
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(whole, encoding="utf-8")
+        os.replace(partial, self.file)
