@@ -49,7 +49,7 @@ class Kernel:
 
     def seconds(self, device: Device) -> float:
         """As predicted, all its times."""
-        work = max((self.read + self.written) / device.bandwidth, self.flops / device.flops)
+        work = max((self.read + self.written) / device.read_bandwidth, self.flops / device.flops)
         return self.times * (work + device.launch)
 
 
@@ -157,7 +157,7 @@ def _row(name: str, kernels: list[Kernel], device: Device) -> dict[str, Any]:
         "MB written": written / 1e6,
         "copies": sum(kernel.times for kernel in kernels if kernel.op == "copy"),
         "large moves": sum(kernel.times for kernel in kernels if kernel.moves),
-        "ms of bytes": 1e3 * (read + written) / device.bandwidth,
+        "ms of bytes": 1e3 * (read + written) / device.read_bandwidth,
         "ms of launches": 1e3 * launched * device.launch,
         "ms predicted": 1e3 * sum(kernel.seconds(device) for kernel in kernels),
     }
@@ -205,7 +205,7 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
         f"of prompt and {setting.new_tokens} new ones",
         rows,
         plots.bars("part", "ms predicted"),
-        notes=[f"Predicted, not measured: the larger of bytes over {device.bandwidth / 1e9:.0f} GB/s and products over "
+        notes=[f"Predicted, not measured: the larger of bytes over {device.read_bandwidth / 1e9:.0f} GB/s and products over "
                f"{device.flops / 1e12:.0f} TFLOP/s, and {device.launch * 1e6:g} us for every kernel.",
                "large moves: kernels that write at least 1 MB and compute no product.",
                *(_facts(title, program) for title, program in (("plain", plain), ("round", round_))),

@@ -52,6 +52,13 @@ SHAPES = {
     "llama-3.2-1b": llama(vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, groups=8, size=64),
     "llama-3.2-3b": llama(vocab=128256, hidden=3072, inner=8192, layers=28, heads=24, groups=8, size=128),
     "llama-3.1-8b": llama(vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, groups=8, size=128, tied=False),
+    "qwen3-8b": dataclasses.replace(
+        llama(vocab=151936, hidden=4096, inner=12288, layers=36, heads=32, groups=8, size=128, tied=False),
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        qk_norm=True,
+        rope=RopeConfig(theta=1e6),
+    ),
     "llama-3.3-70b": llama(vocab=128256, hidden=8192, inner=28672, layers=80, heads=64, groups=8, size=128, tied=False),
 }
 STRETCHED = {"109m": Stretched(SHAPES["109m"], 2, 0.06)}

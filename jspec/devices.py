@@ -19,6 +19,7 @@ class Device:
         memory: bytes.
         dtype: what weights have there.
         launch: seconds a kernel costs beside its work.
+        bandwidth_share: the part of `bandwidth` that kernels reach; 1 until it is measured (`bench.gpu.fit`).
         kinds: other names that JAX has for it (``jax.devices()[0].device_kind``).
     """
 
@@ -29,7 +30,13 @@ class Device:
     memory: float
     dtype: str = "bfloat16"
     launch: float = LAUNCH
+    bandwidth_share: float = 1.0
     kinds: tuple[str, ...] = ()
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes a second that kernels reach: the published figure times `bandwidth_share`."""
+        return self.bandwidth * self.bandwidth_share
 
 
 DEVICES = {

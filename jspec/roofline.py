@@ -25,7 +25,7 @@ def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: i
 
     All `slots` of the cache are read; the products of attention are left out.
     """
-    moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.bandwidth
+    moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.read_bandwidth
     multiplied = 2 * model.parameters_read * batch * rows / device.flops
     kernels = kernels_a_layer(model, device.dtype) * model.config.num_hidden_layers + KERNELS_A_PASS
     return max(moved, multiplied) + kernels * device.launch

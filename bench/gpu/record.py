@@ -1,9 +1,11 @@
 """What a step of the drill has measured so far, on disk after every measurement."""
 
+import contextlib
 import json
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,14 @@ class Record:
         """Append a row with the traceback of `error`; an error is a result, too."""
         lines = traceback.format_exception(error)
         self.add(what, error=f"{type(error).__name__}: {error}"[:2000], traceback="".join(lines)[-4000:])
+
+    @contextlib.contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Record an exception of the block as the result of `what`, and go on after it."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(what, error)
 
     def finish(self, state: str, **facts: Any) -> None:
         """Write the file for the last time: `state` is "done" or "failed"."""

@@ -1,0 +1,73 @@
+"""Decoding on the device: plain and speculative, bfloat16 and int8, each beside its prediction; and where time goes.
+
+Programs are measured in groups, the most valuable first. A group is compiled together and runs in turns with plain
+decoding of the target, which every speed-up is over.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jspec
+from bench.abstract import trace
+from bench.gpu import profile
+from bench.gpu.bandwidth import read_bandwidth
+from bench.gpu.programs import Case, Program, add_rows, compile_together, device_here, plain, speculative, timed
+from bench.gpu.record import Record
+from bench.gpu.sizes import Sizes, sizes
+from bench.pairs import random_llama
+from bench.timing import spread
+
+PLAIN = "3B plain"
+# Whose launches are looked at, once their group is measured.
+_PROFILED = (PLAIN, "3B, 1B drafts K=2", "8B plain", "3B, int8 1B drafts K=2", "int8 3B plain")
+
+
+def run(record: Record, rehearse: bool) -> None:
+    """Measure all groups; in a rehearsal one K is enough."""
+    size, reference = sizes(rehearse), {}
+    bandwidth = read_bandwidth(record)
+    for cases in _groups(record, size, rehearse):
+        programs = reference | compile_together(record, cases)
+        timings = timed(record, programs, size)
+        add_rows(record, programs, timings, PLAIN, bandwidth)
+        for name in [case.name for case in cases if case.name in timings and case.name in _PROFILED]:
+            with record.attempt(f"profile of {name}"):
+                _profile(record, programs[name], spread(timings[name].seconds).median, size)
+        reference = {name: program for name, program in programs.items() if name == PLAIN}
+    if reference and not rehearse:
+        with record.attempt(f"gaps of {PLAIN} within graphs"):
+            _gaps(record, reference[PLAIN].case, size)
+
+
+def _groups(record: Record, size: Sizes, rehearse: bool) -> Iterator[Sequence[Case]]:
+    """Yield the cases to compile together; a model is made when its group comes."""
+    begin = time.monotonic()
+    target, draft = random_llama(size.target, size.dtype, 0), random_llama(size.draft, size.dtype, 1)
+    record.add("models", seconds=time.monotonic() - begin)
+
+    def drafted(k: int, what: str = "1B", model: Any = draft) -> Case:
+        return speculative(f"3B, {what} drafts K={k}", target, model, k, size)
+
+    yield [plain(PLAIN, target, size), drafted(2)]
+    quantized = jspec.quantize(draft)
+    large = plain("8B plain", random_llama(size.large, size.dtype, 2), size)
+    yield [drafted(2, "int8 1B", quantized), large]
+    if not rehearse:  # the rest is the same code
+        yield [drafted(4, "int8 1B", quantized), plain("int8 3B plain", jspec.quantize(target), size)]
+        yield [drafted(1), drafted(3), drafted(4), plain("1B plain", draft, size), drafted(3, "int8 1B", quantized)]
+
+
+def _profile(record: Record, program: Program, seconds: float, size: Sizes) -> None:
+    found, rounds = profile.traced(program, size.short)
+    kernels = program.kernels.kernels
+    record.add(f"profile of {program.case.name}", **profile.figures(found, kernels, rounds, device_here(), seconds))
+
+
+def _gaps(record: Record, case: Case, size: Sizes) -> None:
+    """Trace the program as it runs untraced: its kernels within CUDA graphs, whose instructions are then not named."""
+    lowered = trace(case.target, case.draft, case.setting).lower()
+    program = Program(case, lowered.compile({"xla_enable_command_buffers_during_profiling": True}), 0.0)
+    program(size.short), program(size.short)  # graphs are built in the first two calls
+    found, rounds = profile.traced(program, size.short)
+    record.add(f"gaps of {case.name} within graphs", rounds=rounds, **profile.gaps(found))

@@ -1,0 +1,208 @@
+"""Decoding programs of the drill: compiled side by side, timed in turns, each row with its prediction.
+
+The seconds of a round are the difference of two calls of one program, over the difference of their rounds: the limit on
+new tokens is an argument of the program. Prefill, dispatch and the copy of the result are in both calls and cancel.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench import compiled
+from bench.abstract import Setting, trace
+from bench.gpu.record import Record
+from bench.gpu.sizes import ACCEPTANCE, Sizes
+from bench.pairs import weight_bytes
+from bench.synthetic import Synthetic
+from bench.timing import in_turns, ratio, spread
+from jspec import theory
+from jspec.devices import DEVICES, Device, find
+from jspec.drafters.model import as_drafter
+from jspec.program import traced
+
+_WORKERS = 8  # compilations at a time
+_NO_EOS = np.array([-1], np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One program to compile and time.
+
+    Attributes:
+        name: of its rows.
+        target: the model that is decoded with.
+        draft: a model or a drafter; None for plain decoding.
+        setting: what fixes the program's shapes.
+        tokens_a_round: expected in a row, at the acceptance that `setting` fixes.
+    """
+
+    name: str
+    target: jspec.Llama
+    draft: Any
+    setting: Setting
+    tokens_a_round: float = 1.0
+
+
+def plain(name: str, target: jspec.Llama, sizes: Sizes, batch: int = 1) -> Case:
+    """Return plain decoding with `target`."""
+    return Case(name, target, None, Setting(batch, sizes.width, sizes.new_tokens, 0))
+
+
+def speculative(name: str, target: jspec.Llama, draft: Any, k: int, sizes: Sizes, batch: int = 1) -> Case:
+    """Return speculative decoding that accepts each of K = `k` drafts with probability `ACCEPTANCE`."""
+    setting = Setting(batch, sizes.width, sizes.new_tokens, k, Synthetic((ACCEPTANCE,)))
+    return Case(name, target, draft, setting, float(theory.expected_tokens(ACCEPTANCE, k)))
+
+
+class Program:
+    """A `Case` that is compiled for this device.
+
+    Attributes:
+        case: what it decodes.
+        executable: what JAX compiled.
+        compile_seconds: how long that took, beside other compilations.
+    """
+
+    def __init__(self, case: Case, executable: Any, compile_seconds: float):
+        self.case, self.executable, self.compile_seconds = case, executable, compile_seconds
+        batch, width = case.setting.batch, case.setting.width
+        tokens = np.random.default_rng(0).integers(1, case.target.config.vocab_size, (batch, width), np.int32)
+        self._request = tokens, np.full(batch, width, np.int32), jax.random.split(jax.random.key(0), batch)
+        self._drafter = None if case.draft is None else as_drafter(case.draft)
+
+    def __call__(self, limit: int) -> jspec.Output:
+        """Decode `limit` new tokens in every row."""
+        sampling = dataclasses.replace(self.case.setting.sampling, max_tokens=limit)
+        return self.executable(self.case.target, self._drafter, *self._request, *traced(sampling, _NO_EOS, 0))[0]
+
+    @functools.cached_property
+    def kernels(self) -> compiled.Program:
+        """What the executable launches, read from its text."""
+        return compiled.read(self.executable)
+
+
+def compile_together(record: Record, cases: Sequence[Case]) -> dict[str, Program]:
+    """Return name -> program; record each failure.
+
+    Tracing holds Python's lock and compiling does not, so programs are traced in turn and compiled by several threads.
+    """
+    begin, programs = time.monotonic(), {}
+    with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
+        pending = []
+        for case in cases:
+            with record.attempt(case.name):
+                lowered = trace(case.target, case.draft, case.setting).lower()
+                pending.append((case, pool.submit(_compiled, lowered)))
+        for case, future in pending:
+            with record.attempt(case.name):
+                programs[case.name] = Program(case, *future.result())
+    record.add("compiled", programs=list(programs), seconds=time.monotonic() - begin)
+    return programs
+
+
+def _compiled(lowered: Any) -> tuple[Any, float]:
+    begin = time.monotonic()
+    return lowered.compile(), time.monotonic() - begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Readings of one program.
+
+    Attributes:
+        seconds: of a round, ``float64[repeats]``.
+        tokens_a_round: of a row, as they were; they differ from those of the case by chance.
+        rounds: how many rounds a reading covers.
+    """
+
+    seconds: np.ndarray
+    tokens_a_round: float
+    rounds: int
+
+
+def timed(record: Record, programs: Mapping[str, Program], sizes: Sizes) -> dict[str, Timing]:
+    """Return the readings of all programs, called in turns; a program that fails in its first call is left out."""
+    outputs, calls = {}, {}
+    for name, program in programs.items():
+        with record.attempt(name):
+            outputs[name] = [jax.device_get(program(limit).stats) for limit in (sizes.short, sizes.long)]
+            for limit in (sizes.short, sizes.long):
+                calls[name, limit] = functools.partial(program, limit)
+    times = in_turns(calls, sizes.repeats, warmup=1)
+    timings = {}
+    for name, stats in outputs.items():
+        first, last = (int(np.max(part.rounds)) for part in stats)
+        spans = times[name, sizes.long] - times[name, sizes.short]
+        tokens = (sizes.long - sizes.short) / np.mean(stats[1].rounds - stats[0].rounds)
+        timings[name] = Timing(spans / (last - first), float(tokens), last - first)
+    return timings
+
+
+def add_rows(record: Record, programs: Mapping[str, Program], timings: Mapping[str, Timing], reference: str,
+             bandwidth: float) -> None:  # fmt: skip
+    """Add the row of every program that has none yet: its speed, also over that of `reference`, and its prediction.
+
+    Args:
+        bandwidth: bytes a second that this device was measured to read.
+    """
+    present = {row["what"] for row in record.rows}
+    for name, timing in timings.items():
+        if name in present:
+            continue
+        case, round_ = programs[name].case, spread(timing.seconds)
+        row = {
+            "batch": case.setting.batch,
+            "k": case.setting.draft_length,
+            "ms": round_.median * 1e3,
+            "ms_low": round_.low * 1e3,
+            "ms_high": round_.high * 1e3,
+            "rounds": timing.rounds,
+            "tokens_a_round": case.tokens_a_round,
+            "tokens_a_round_seen": timing.tokens_a_round,
+            "tokens_per_s": case.setting.batch * case.tokens_a_round / round_.median,
+        }
+        if reference in timings and name != reference:
+            gain = ratio(timings[reference].seconds * case.tokens_a_round, timing.seconds)
+            row |= {"over": reference, "x": gain.median, "x_low": gain.low, "x_high": gain.high}
+        if case.draft is None:
+            row |= shares(weight_bytes(case.target), round_.median, bandwidth)
+        with record.attempt(f"prediction of {name}"):
+            row |= prediction(programs[name].kernels, round_.median)
+        record.add(name, **row, compile_seconds=programs[name].compile_seconds)
+
+
+def shares(size: int, seconds: float, bandwidth: float) -> dict[str, float]:
+    """Return the rate at which `size` bytes of weights are read, as shares of the measured and published bandwidth."""
+    rate = size / seconds
+    return {"gb_per_s": rate / 1e9, "share_of_measured": rate / bandwidth,
+            "share_of_published": rate / device_here().bandwidth}  # fmt: skip
+
+
+def prediction(kernels: compiled.Program, seconds: float) -> dict[str, Any]:
+    """Return what `bench.compiled` predicts for a round that took `seconds`, and the parts that `bench.gpu.fit` fits."""
+    device = device_here()
+    published = dataclasses.replace(device, launch=0.0, bandwidth_share=1.0)
+    predicted = sum(kernel.seconds(device) for kernel in kernels.kernels)
+    return {
+        "predicted_ms": predicted * 1e3,
+        "predicted_over_measured": predicted / seconds,
+        "work_ms": sum(kernel.seconds(published) for kernel in kernels.kernels) * 1e3,
+        "kernels": kernels.count(),
+        "predicted_for": device.title,
+        "temporary_mb": kernels.temporary / 1e6,
+    }
+
+
+def device_here() -> Device:
+    """Return the device that predictions are made for: the one that is here, or an H100 where that is unknown."""
+    try:
+        return find()
+    except ValueError:
+        return DEVICES["h100"]
