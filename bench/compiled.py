@@ -205,8 +205,8 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
         f"of prompt and {setting.new_tokens} new ones",
         rows,
         plots.bars("part", "ms predicted"),
-        notes=[f"Predicted, not measured: the larger of bytes over {device.read_bandwidth / 1e9:.0f} GB/s and products over "
-               f"{device.flops / 1e12:.0f} TFLOP/s, and {device.launch * 1e6:g} us for every kernel.",
+        notes=[f"Predicted, not measured: the larger of bytes over {device.read_bandwidth / 1e9:.0f} GB/s and products "
+               f"over {device.flops / 1e12:.0f} TFLOP/s, and {device.launch * 1e6:g} us for every kernel.",
                "large moves: kernels that write at least 1 MB and compute no product.",
                *(_facts(title, program) for title, program in (("plain", plain), ("round", round_))),
                *([f"Kernels a layer: {', '.join(f'{part} {n:g}' for part, n in layers.items())}."] if layers else [])],

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-
 from bench.gpu.record import Record
 from bench.roofline import probes
 from bench.timing import in_turns, spread

@@ -8,7 +8,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,13 +129,14 @@ class Timing:
 
 def timed(record: Record, programs: Mapping[str, Program], sizes: Sizes) -> dict[str, Timing]:
     """Return the readings of all programs, called in turns; a program that fails in its first call is left out."""
-    outputs, calls = {}, {}
+    outputs: dict[str, Any] = {}
+    calls: dict[Any, Callable[[], Any]] = {}
     for name, program in programs.items():
         with record.attempt(name):
             outputs[name] = [jax.device_get(program(limit).stats) for limit in (sizes.short, sizes.long)]
             for limit in (sizes.short, sizes.long):
                 calls[name, limit] = functools.partial(program, limit)
-    times = in_turns(calls, sizes.repeats, warmup=1)
+    times: dict[Any, np.ndarray] = in_turns(calls, sizes.repeats, warmup=1)
     timings = {}
     for name, stats in outputs.items():
         first, last = (int(np.max(part.rounds)) for part in stats)
@@ -186,7 +187,7 @@ def shares(size: int, seconds: float, bandwidth: float) -> dict[str, float]:
 
 
 def prediction(kernels: compiled.Program, seconds: float) -> dict[str, Any]:
-    """Return what `bench.compiled` predicts for a round that took `seconds`, and the parts that `bench.gpu.fit` fits."""
+    """Return what `bench.compiled` predicts for a round that took `seconds`, and what `bench.gpu.fit` fits it with."""
     device = device_here()
     published = dataclasses.replace(device, launch=0.0, bandwidth_share=1.0)
     predicted = sum(kernel.seconds(device) for kernel in kernels.kernels)

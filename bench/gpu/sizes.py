@@ -24,6 +24,10 @@ class Sizes:
         repeats: readings of each call.
         batches: batch sizes beside 1.
         contexts: tokens in the cache before a pass.
+        draft_vocab: tokens that an EAGLE head can guess.
+        trained: rows of a training batch, their length, and how far a head is unrolled.
+        tree: nodes of a tree of guesses, and its depth.
+        slots: of the engine; with one it has the fewest programs.
     """
 
     target: LlamaConfig
@@ -37,14 +41,18 @@ class Sizes:
     repeats: int
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    draft_vocab: int
+    trained: tuple[int, int, int]
+    tree: tuple[int, int]
+    slots: int
 
 
 # Prompt and new tokens are those that `python -m bench compiled` predicts for.
 _REAL = Sizes(SHAPES["llama-3.2-3b"], SHAPES["llama-3.2-1b"], SHAPES["qwen3-8b"], jnp.bfloat16, 128, 384, 32, 160, 7,
-              (8, 32), (1024, 4096, 16384))  # fmt: skip
+              (8, 32), (1024, 4096, 16384), 32000, (8, 256, 4), (16, 6), 8)  # fmt: skip
 _TINY_SHAPE = llama(vocab=256, hidden=64, inner=128, layers=1, heads=4, groups=2, size=16)
 _TINY = Sizes(_TINY_SHAPE, _TINY_SHAPE, dataclasses.replace(_TINY_SHAPE, qk_norm=True, tie_word_embeddings=False),
-              jnp.bfloat16, 8, 64, 8, 56, 2, (2,), (16, 32))  # fmt: skip
+              jnp.bfloat16, 8, 64, 8, 56, 2, (2,), (16, 32), 64, (2, 16, 1), (4, 2), 1)  # fmt: skip
 
 
 def sizes(rehearse: bool) -> Sizes:
