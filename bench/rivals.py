@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import jspec
+from convert.config import LlamaConfig
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
@@ -25,19 +26,25 @@ def twin(model: jspec.Llama) -> Any:
     import transformers
 
     config = model.config
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    state = {name: torch.tensor(array, dtype=dtype) for name, array in hf_arrays(model).items()}
+    other: Any = transformers.AutoModelForCausalLM.from_config(hf_config(config))
+    other.load_state_dict(state, strict=not config.tie_word_embeddings)
+    other.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return other.to(device, dtype).eval()
+
+
+def hf_config(config: LlamaConfig) -> Any:
+    """Return the configuration of transformers that computes the same function."""
+    import transformers
+
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     same = {name for name in transformers.LlamaConfig().to_dict() if hasattr(config, name)}
     sizes = {name: value for name, value in dataclasses.asdict(config).items() if name in same}
     rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     rope |= {name: getattr(config.rope, name) for name in ROPE_FIELDS[config.rope.kind]}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    state = {name: torch.tensor(array, dtype=dtype) for name, array in hf_arrays(model).items()}
-    theirs = transformers.AutoConfig.for_model(family, **sizes, rope_parameters=rope)
-    other: Any = transformers.AutoModelForCausalLM.from_config(theirs)
-    other.load_state_dict(state, strict=not config.tie_word_embeddings)
-    other.generation_config = transformers.GenerationConfig(pad_token_id=0)
-    return other.to(device, dtype).eval()
+    return transformers.AutoConfig.for_model(family, **sizes, rope_parameters=rope)
 
 
 def hf_arrays(model: jspec.Llama) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ def run(record: Record, rehearse: bool) -> None:
     bandwidth = read_bandwidth(record)
     for cases in _groups(record, size, rehearse):
         programs = reference | compile_together(record, cases)
-        timings = timed(record, programs, size)
+        timings = timed(record, programs, size.lengths, size.repeats)
         add_rows(record, programs, timings, PLAIN, bandwidth)
         for name in [case.name for case in cases if case.name in timings and case.name in _PROFILED]:
             with record.attempt(f"profile of {name}"):
@@ -59,7 +59,7 @@ def _groups(record: Record, size: Sizes, rehearse: bool) -> Iterator[Sequence[Ca
 
 
 def _profile(record: Record, program: Program, seconds: float, size: Sizes) -> None:
-    found, rounds = profile.traced(program, size.short)
+    found, rounds = profile.traced(program, size.lengths[0])
     kernels = program.kernels.kernels
     record.add(f"profile of {program.case.name}", **profile.figures(found, kernels, rounds, device_here(), seconds))
 
@@ -68,6 +68,7 @@ def _gaps(record: Record, case: Case, size: Sizes) -> None:
     """Trace the program as it runs untraced: its kernels within CUDA graphs, whose instructions are then not named."""
     lowered = trace(case.target, case.draft, case.setting).lower()
     program = Program(case, lowered.compile({"xla_enable_command_buffers_during_profiling": True}), 0.0)
-    program(size.short), program(size.short)  # graphs are built in the first two calls
-    found, rounds = profile.traced(program, size.short)
+    for _ in range(2):  # graphs are built in the first two calls
+        program(size.lengths[0])
+    found, rounds = profile.traced(program, size.lengths[0])
     record.add(f"gaps of {case.name} within graphs", rounds=rounds, **profile.gaps(found))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -82,6 +82,10 @@ class Program:
         sampling = dataclasses.replace(self.case.setting.sampling, max_tokens=limit)
         return self.executable(self.case.target, self._drafter, *self._request, *traced(sampling, _NO_EOS, 0))[0]
 
+    def rounds(self, limit: int) -> int:
+        """Decode, and return the rounds until every row is done."""
+        return int(np.max(jax.device_get(self(limit).stats.rounds)))
+
     @functools.cached_property
     def kernels(self) -> compiled.Program:
         """What the executable launches, read from its text."""
@@ -112,37 +116,51 @@ def _compiled(lowered: Any) -> tuple[Any, float]:
     return lowered.compile(), time.monotonic() - begin
 
 
+class Decoder(Protocol):
+    """What can be timed: a `Program`, or a model of transformers."""
+
+    def __call__(self, limit: int) -> Any:
+        """Decode `limit` new tokens in every row."""
+        ...
+
+    def rounds(self, limit: int) -> int:
+        """Return how many passes of the target that takes; the same at every call."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Readings of one program.
+    """Readings of one decoder.
 
     Attributes:
         seconds: of a round, ``float64[repeats]``.
-        tokens_a_round: of a row, as they were; they differ from those of the case by chance.
-        rounds: how many rounds a reading covers.
+        rounds: how many a reading covers.
+        tokens_a_round: of the row that took the most rounds; it differs from what is expected by chance.
     """
 
     seconds: np.ndarray
-    tokens_a_round: float
     rounds: int
+    tokens_a_round: float
 
 
-def timed(record: Record, programs: Mapping[str, Program], sizes: Sizes) -> dict[str, Timing]:
-    """Return the readings of all programs, called in turns; a program that fails in its first call is left out."""
-    outputs: dict[str, Any] = {}
+def timed(record: Record, decoders: Mapping[str, Decoder], lengths: tuple[int, int], repeats: int) -> dict[str, Timing]:
+    """Return the readings of all decoders, called in turns; one that fails in its first calls is left out.
+
+    Args:
+        lengths: new tokens of the two calls, the longer one second.
+    """
+    rounds: dict[str, tuple[int, int]] = {}
     calls: dict[Any, Callable[[], Any]] = {}
-    for name, program in programs.items():
+    for name, decoder in decoders.items():
         with record.attempt(name):
-            outputs[name] = [jax.device_get(program(limit).stats) for limit in (sizes.short, sizes.long)]
-            for limit in (sizes.short, sizes.long):
-                calls[name, limit] = functools.partial(program, limit)
-    times: dict[Any, np.ndarray] = in_turns(calls, sizes.repeats, warmup=1)
+            last, first = decoder.rounds(lengths[1]), decoder.rounds(lengths[0])
+            rounds[name] = first, last
+            calls |= {(name, limit): functools.partial(decoder, limit) for limit in lengths}
+    times: dict[Any, np.ndarray] = in_turns(calls, repeats, warmup=1)
     timings = {}
-    for name, stats in outputs.items():
-        first, last = (int(np.max(part.rounds)) for part in stats)
-        spans = times[name, sizes.long] - times[name, sizes.short]
-        tokens = (sizes.long - sizes.short) / np.mean(stats[1].rounds - stats[0].rounds)
-        timings[name] = Timing(spans / (last - first), float(tokens), last - first)
+    for name, (first, last) in rounds.items():
+        spans = times[name, lengths[1]] - times[name, lengths[0]]
+        timings[name] = Timing(spans / (last - first), last - first, (lengths[1] - lengths[0]) / (last - first))
     return timings
 
 

@@ -57,7 +57,7 @@ def _batches(record: Record, size: Sizes, target: Any, draft: Any, bandwidth: fl
     programs = compile_together(record, [case for batch in size.batches for case in (
         plain(f"3B plain, batch {batch}", target, size, batch),
         speculative(f"3B, 1B drafts K=2, batch {batch}", target, draft, 2, size, batch))])  # fmt: skip
-    timings = timed(record, programs, size)
+    timings = timed(record, programs, size.lengths, size.repeats)
     for batch in size.batches:
         names = [name for name in timings if programs[name].case.setting.batch == batch]
         some = {name: timings[name] for name in names}
@@ -89,7 +89,7 @@ def _other_drafts(record: Record, size: Sizes, target: Any, draft: Any, bandwidt
         Case(f"3B, 1B drafts a tree of {tree.size}", target, jspec.TreeDrafter(draft, tree), setting, worth),
     ]
     programs = compile_together(record, cases)
-    add_rows(record, programs, timed(record, programs, size), "3B plain", bandwidth)
+    add_rows(record, programs, timed(record, programs, size.lengths, size.repeats), "3B plain", bandwidth)
 
 
 def eagle_head(target: Any, size: Sizes) -> Any:
@@ -105,16 +105,16 @@ def _engine(record: Record, size: Sizes, target: Any) -> None:
     case = plain("1B plain, one program", target, size, size.slots)
     program = compile_together(record, [case])[case.name]
     prompts = np.random.default_rng(0).integers(1, target.config.vocab_size, (2 * size.slots, size.width)).tolist()
-    requests = [Request(tuple(prompt), size.long) for prompt in prompts]
+    requests = [Request(tuple(prompt), size.lengths[1]) for prompt in prompts]
     begin_ = time.monotonic()
-    with Engine(target, slots=size.slots, max_length=size.width + size.long) as engine:
+    with Engine(target, slots=size.slots, max_length=size.width + size.lengths[1]) as engine:
         started = time.monotonic() - begin_
         calls = {
             "engine": lambda: [len(result.tokens) for result in engine.generate(requests)],
-            "program": lambda: [program(size.long).tokens for _ in range(2)],
+            "program": lambda: [program(size.lengths[1]).tokens for _ in range(2)],
         }
         times = in_turns(calls, size.repeats, warmup=1)
-    tokens, share = 2 * size.slots * size.long, ratio(times["program"], times["engine"])
+    tokens, share = 2 * size.slots * size.lengths[1], ratio(times["program"], times["engine"])
     record.add(f"1B engine, {size.slots} slots", tokens_per_s=tokens / spread(times["engine"]).median,
                program_tokens_per_s=tokens / spread(times["program"]).median, over_program=share.median,
                over_program_low=share.low, over_program_high=share.high, start_seconds=started)  # fmt: skip

@@ -20,8 +20,9 @@ class Sizes:
         dtype: of weights, activations and caches.
         width: tokens of a prompt.
         new_tokens: the most new tokens, which fixes the size of the cache.
-        short, long: new tokens of the two calls whose difference is timed.
-        repeats: readings of each call.
+        lengths: new tokens of the two calls whose difference is timed.
+        few: the same where a token takes long, with `few_repeats` readings.
+        repeats: readings of each of them.
         batches: batch sizes beside 1.
         contexts: tokens in the cache before a pass.
         draft_vocab: tokens that an EAGLE head can guess.
@@ -36,9 +37,10 @@ class Sizes:
     dtype: Any
     width: int
     new_tokens: int
-    short: int
-    long: int
+    lengths: tuple[int, int]
     repeats: int
+    few: tuple[int, int]
+    few_repeats: int
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     draft_vocab: int
@@ -47,12 +49,43 @@ class Sizes:
     slots: int
 
 
-# Prompt and new tokens are those that `python -m bench compiled` predicts for.
-_REAL = Sizes(SHAPES["llama-3.2-3b"], SHAPES["llama-3.2-1b"], SHAPES["qwen3-8b"], jnp.bfloat16, 128, 384, 32, 160, 7,
-              (8, 32), (1024, 4096, 16384), 32000, (8, 256, 4), (16, 6), 8)  # fmt: skip
+_REAL = Sizes(
+    target=SHAPES["llama-3.2-3b"],
+    draft=SHAPES["llama-3.2-1b"],
+    large=SHAPES["qwen3-8b"],
+    dtype=jnp.bfloat16,
+    width=128,  # with 384 new tokens, what `python -m bench compiled` predicts for
+    new_tokens=384,
+    lengths=(32, 160),
+    repeats=7,
+    few=(9, 33),  # multiples of 3, so that a round of K = 2 whose drafts are all accepted is not cut short
+    few_repeats=3,
+    batches=(8, 32),
+    contexts=(1024, 4096, 16384),
+    draft_vocab=32000,
+    trained=(8, 256, 4),
+    tree=(16, 6),
+    slots=8,
+)
 _TINY_SHAPE = llama(vocab=256, hidden=64, inner=128, layers=1, heads=4, groups=2, size=16)
-_TINY = Sizes(_TINY_SHAPE, _TINY_SHAPE, dataclasses.replace(_TINY_SHAPE, qk_norm=True, tie_word_embeddings=False),
-              jnp.bfloat16, 8, 64, 8, 56, 2, (2,), (16, 32), 64, (2, 16, 1), (4, 2), 1)  # fmt: skip
+_TINY = Sizes(
+    target=_TINY_SHAPE,
+    draft=_TINY_SHAPE,
+    large=dataclasses.replace(_TINY_SHAPE, qk_norm=True, tie_word_embeddings=False),
+    dtype=jnp.bfloat16,
+    width=8,
+    new_tokens=64,
+    lengths=(8, 56),
+    repeats=2,
+    few=(3, 12),
+    few_repeats=1,
+    batches=(2,),
+    contexts=(16, 32),
+    draft_vocab=64,
+    trained=(2, 16, 1),
+    tree=(4, 2),
+    slots=1,
+)
 
 
 def sizes(rehearse: bool) -> Sizes:

@@ -1,0 +1,158 @@
+"""transformers on the same shapes and device, in turns with jspec: plain with a static cache, compiled, and assisted.
+
+Its models have random weights of the same configurations, made on the device: speed does not depend on them. Acceptance
+does, and cannot be set there, so both sides are compared by the cost of a round: the same K, the target's passes
+counted, and tokens a second computed from one acceptance. jspec samples at temperature 1, with an acceptance that is
+set; transformers decodes greedily, which costs it less.
+"""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from bench import rivals
+from bench.gpu.programs import Case, Timing, compile_together, plain, speculative, timed
+from bench.gpu.record import Record
+from bench.gpu.sizes import ACCEPTANCE, Sizes, sizes
+from bench.pairs import random_llama
+from bench.timing import ratio, spread
+from convert.config import LlamaConfig
+from jspec import theory
+
+_K = 2  # the fastest for a 1B that drafts for a 3B, on either side
+_COMPILE_SECONDS = 45.0  # torch.compile may take a minute; without it the uncompiled figure stands
+_OURS, _OURS_DRAFTED = "jspec 3B plain", f"jspec 3B, 1B drafts K={_K}"
+_UNCOMPILED, _COMPILED = "transformers 3B plain, static cache", "transformers 3B plain, static cache, compiled"
+_ASSISTED = f"transformers 3B, 1B assists K={_K}"
+
+
+class Generator:
+    """A model of transformers that decodes one prompt greedily.
+
+    Args:
+        model: the target.
+        width: tokens of the prompt.
+        options: of ``generate``.
+    """
+
+    def __init__(self, model: Any, width: int, **options: Any):
+        prompt = np.random.default_rng(0).integers(1, model.config.vocab_size, width)
+        self._model, self._options = model, options
+        self._tokens, self._mask = rivals.padded([prompt], model.device)
+
+    def __call__(self, limit: int) -> tuple[()]:
+        """Decode `limit` tokens, and wait for them."""
+        import torch
+
+        with torch.no_grad():
+            text = self._model.generate(self._tokens, attention_mask=self._mask, do_sample=False, max_new_tokens=limit,
+                                        **self._options)  # fmt: skip
+        if text.shape[1] != self._tokens.shape[1] + limit:
+            raise ValueError(f"transformers wrote {text.shape[1] - self._tokens.shape[1]} tokens instead of {limit}.")
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return ()
+
+    def rounds(self, limit: int) -> int:
+        """Decode, and count the target's passes."""
+        if "assistant_model" not in self._options:  # a hook would break up what torch compiles
+            self(limit)
+            return limit
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        hook = self._model.register_forward_pre_hook(count)
+        try:
+            self(limit)
+        finally:
+            hook.remove()
+        return passes
+
+
+def run(record: Record, rehearse: bool) -> None:
+    """Measure what needs no compiler of theirs first: it may use up the time that is left."""
+    size = sizes(rehearse)
+    target, assistant = (_random(config, size) for config in (size.target, size.draft))
+    cases = _ours(size)
+    programs = compile_together(record, cases)
+    assistant.generation_config.num_assistant_tokens = _K
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    static = {"cache_implementation": "static"}
+    others = {
+        _UNCOMPILED: Generator(target, size.width, disable_compile=True, **static),
+        _ASSISTED: Generator(target, size.width, assistant_model=assistant),
+    }
+    _add_rows(record, timed(record, programs | others, size.few, size.few_repeats))
+    with record.attempt(_COMPILED), _within(_COMPILE_SECONDS):
+        begin = time.monotonic()
+        compiled = Generator(target, size.width, **static)
+        compiled(size.lengths[1])  # the longer text first: it fixes the size of the cache
+        record.add(
+            "torch.compile", seconds=time.monotonic() - begin, device=target.device.type, torch=torch.__version__
+        )
+        ours = {name: program for name, program in programs.items() if name == _OURS}
+        _add_rows(record, timed(record, ours | {_COMPILED: compiled}, size.lengths, size.repeats))
+
+
+def _ours(size: Sizes) -> list[Case]:
+    target, draft = random_llama(size.target, size.dtype, 0), random_llama(size.draft, size.dtype, 1)
+    return [plain(_OURS, target, size), speculative(_OURS_DRAFTED, target, draft, _K, size)]
+
+
+def _random(config: LlamaConfig, size: Sizes) -> Any:
+    """A model of transformers with random weights, made where it decodes."""
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            rivals.hf_config(config), dtype=getattr(torch, np.dtype(size.dtype).name)
+        )
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def _add_rows(record: Record, timings: Mapping[str, Timing]) -> None:
+    """Add what each costs; to those of transformers, how much faster jspec is in the same turns."""
+    for name, timing in timings.items():
+        round_, drafted = spread(timing.seconds), name in (_ASSISTED, _OURS_DRAFTED)
+        tokens = float(theory.expected_tokens(ACCEPTANCE, _K)) if drafted else 1.0
+        row: dict[str, Any] = {
+            "ms": round_.median * 1e3,
+            "ms_low": round_.low * 1e3,
+            "ms_high": round_.high * 1e3,
+            "rounds": timing.rounds,
+            "tokens_a_round": tokens,
+            "tokens_a_round_seen": timing.tokens_a_round,
+            "tokens_per_s": tokens / round_.median,
+        }
+        ours = _OURS_DRAFTED if drafted else _OURS
+        if name != ours and ours in timings:
+            gain = ratio(timing.seconds, timings[ours].seconds)
+            row |= {"by": ours, "jspec_x": gain.median, "jspec_x_low": gain.low, "jspec_x_high": gain.high}
+        record.add(name, **row)
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block once `seconds` have passed; for the main thread."""
+
+    def expire(*_: Any) -> None:
+        raise TimeoutError(f"torch.compile took more than {seconds:g} s; the uncompiled figures stand.")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
