@@ -7,7 +7,7 @@ from bench.gpu.record import Record
 from bench.roofline import probes
 from bench.timing import in_turns, spread
 
-_FILE, _WHAT, _KEY = "device.json", "read bandwidth", "gb_per_s"
+_FILES, _WHAT, _KEY = "*device.json", "read bandwidth", "gb_per_s"
 
 
 def read_bandwidth(record: Record) -> float:
@@ -20,10 +20,9 @@ def read_bandwidth(record: Record) -> float:
 
 
 def _of_device_step(record: Record) -> float | None:
-    file = record.file.with_name(_FILE)
-    if not file.exists():
-        return None
-    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    rows: list[dict[str, Any]] = []
+    for file in record.file.parent.glob(_FILES):
+        rows += json.loads(file.read_text(encoding="utf-8"))["rows"]
     return next((1e9 * row[_KEY] for row in rows if row["what"] == _WHAT and _KEY in row), None)
 
 

@@ -214,6 +214,7 @@ def prediction(kernels: compiled.Program, seconds: float) -> dict[str, Any]:
         "predicted_over_measured": predicted / seconds,
         "work_ms": sum(kernel.seconds(published) for kernel in kernels.kernels) * 1e3,
         "kernels": kernels.count(),
+        "device": jax.devices()[0].device_kind,
         "predicted_for": device.title,
         "temporary_mb": kernels.temporary / 1e6,
     }
