@@ -108,6 +108,15 @@ def test_published_bounds():
     assert (found.draft.best, round(found.draft.speedup, 2)) == (2, 1.38)
 
 
+def test_a_share_of_the_bandwidth_is_a_smaller_bandwidth():
+    shared = dataclasses.replace(H100, bandwidth_share=0.8)
+    found = jspec.plan(BIG, SMALL, device=shared)
+    expected = jspec.plan(BIG, SMALL, device=dataclasses.replace(H100, bandwidth=0.8 * H100.bandwidth))
+    assert found.plain_seconds == pytest.approx(expected.plain_seconds)
+    assert found.draft.round_seconds == pytest.approx(expected.draft.round_seconds)
+    assert found.plain_seconds > jspec.plan(BIG, SMALL, device=H100).plain_seconds
+
+
 def test_launches_cost_what_they_cost():
     quiet = dataclasses.replace(H100, launch=0.0)
     with_, without = (jspec.plan(BIG, SMALL, device=device) for device in (H100, quiet))

@@ -5,8 +5,8 @@ published bandwidth and products over the peak, and k_i, its kernels. The fit is
 
     measured_i = w_i / share + k_i * launch,
 
-which is linear in 1 / share and launch. They are found by least squares of the relative errors, with a launch of at least
-0 and a share of at most 1. The two are what `jspec.devices.Device` calls `bandwidth_share` and `launch`.
+which is linear in 1 / share and launch. They are found by least squares of the relative errors, within
+launch >= 0 and share <= 1. The two are what `jspec.devices.Device` calls `bandwidth_share` and `launch`.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from bench import rivals
 from bench.gpu.programs import Case, Timing, compile_together, plain, speculative, timed
 from bench.gpu.record import Record
 from bench.gpu.sizes import ACCEPTANCE, Sizes, sizes
-from bench.pairs import random_llama
+from bench.gpu.weights import random_model
 from bench.timing import ratio, spread
 from convert.config import LlamaConfig
 from jspec import theory
@@ -101,7 +101,7 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _ours(size: Sizes) -> list[Case]:
-    target, draft = random_llama(size.target, size.dtype, 0), random_llama(size.draft, size.dtype, 1)
+    target, draft = random_model(size.target, size.dtype, 0), random_model(size.draft, size.dtype, 1)
     return [plain(_OURS, target, size), speculative(_OURS_DRAFTED, target, draft, _K, size)]
 
 

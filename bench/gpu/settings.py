@@ -17,7 +17,8 @@ from bench.gpu.bandwidth import read_bandwidth
 from bench.gpu.programs import Case, add_rows, compile_together, plain, shares, speculative, timed
 from bench.gpu.record import Record
 from bench.gpu.sizes import Sizes, sizes
-from bench.pairs import random_llama, weight_bytes
+from bench.gpu.weights import random_model
+from bench.pairs import weight_bytes
 from bench.passes import Pass, pass_seconds
 from bench.synthetic import Synthetic
 from bench.timing import in_turns, ratio, spread
@@ -37,7 +38,7 @@ def run(record: Record, rehearse: bool) -> None:
     """Measure one set after another."""
     size = sizes(rehearse)
     bandwidth = read_bandwidth(record)
-    target, draft = random_llama(size.target, size.dtype, 0), random_llama(size.draft, size.dtype, 1)
+    target, draft = random_model(size.target, size.dtype, 0), random_model(size.draft, size.dtype, 1)
     sets: dict[str, Callable[[], None]] = {
         "batches": lambda: _batches(record, size, target, draft, bandwidth),
         "contexts": lambda: _contexts(record, size, target, bandwidth),

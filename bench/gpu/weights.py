@@ -1,0 +1,39 @@
+"""Models with random weights, made on the device array by array.
+
+XLA compiles a program for each shape in a second. One for a whole model, as `bench.pairs.random_llama` has it, takes a
+minute or two for a GPU: each array's random numbers are a kernel of their own.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jspec
+from bench import abstract
+from convert.config import LlamaConfig
+
+_STD = 0.02
+_INT8_STD = 73.9  # of uniform bytes
+
+
+def random_model(config: LlamaConfig, dtype: Any, seed: int, quantized: bool = False) -> jspec.Llama:
+    """Return a model whose matrices are normal, or uniform in int8; its norms do nothing."""
+    leaves, form = jax.tree_util.tree_flatten_with_path(abstract.model(config, dtype, quantized))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    arrays = [_array(key, leaf.shape, leaf.dtype, "scale" in str(path))
+              for key, (path, leaf) in zip(keys, leaves, strict=True)]  # fmt: skip
+    return form.unflatten(arrays)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "is_scale"))
+def _array(key: Array, shape: tuple[int, ...], dtype: Any, is_scale: bool) -> Array:
+    if is_scale:
+        return jnp.full(shape, _STD / _INT8_STD, dtype)
+    if len(shape) == 1:
+        return jnp.ones(shape, dtype)
+    if dtype == jnp.int8:
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
+    return (_STD * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
