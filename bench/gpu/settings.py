@@ -35,16 +35,17 @@ _BY_RANK = (0.62, 0.12, 0.06)
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure one set after another."""
+    """Measure one set after another, that of the largest program last."""
     size = sizes(rehearse)
     bandwidth = read_bandwidth(record)
     target, draft = random_model(size.target, size.dtype, 0), random_model(size.draft, size.dtype, 1)
     sets: dict[str, Callable[[], None]] = {
         "batches": lambda: _batches(record, size, target, draft, bandwidth),
         "contexts": lambda: _contexts(record, size, target, bandwidth),
-        "tree and EAGLE": lambda: _other_drafts(record, size, target, draft, bandwidth),
+        "EAGLE": lambda: _over_plain(record, size, _eagle(target, size), bandwidth),
         "engine": lambda: _engine(record, size, draft),
         "training": lambda: _training(record, size, draft),
+        "tree": lambda: _over_plain(record, size, _tree(target, draft, size), bandwidth),
     }
     for name, measure in sets.items():
         begin_ = time.monotonic()
@@ -78,19 +79,22 @@ def _contexts(record: Record, size: Sizes, target: Any, bandwidth: float) -> Non
                    cache_mb=context * each / 1e6, **shares(read, seconds, bandwidth))  # fmt: skip
 
 
-def _other_drafts(record: Record, size: Sizes, target: Any, draft: Any, bandwidth: float) -> None:
-    """A tree of the 1B's and a chain of an EAGLE head's, in turns with plain decoding."""
+def _over_plain(record: Record, size: Sizes, case: Case, bandwidth: float) -> None:
+    """Time `case` in turns with plain decoding, which the second set finds in the compilation cache."""
+    programs = compile_together(record, [plain("3B plain", case.target, size), case])
+    add_rows(record, programs, timed(record, programs, size.lengths, size.repeats), "3B plain", bandwidth)
+
+
+def _eagle(target: Any, size: Sizes) -> Case:
+    drafter = jspec.EagleDrafter(eagle_head(target, size))
+    return speculative("3B, EAGLE drafts K=4", target, drafter, 4, size)
+
+
+def _tree(target: Any, draft: Any, size: Sizes) -> Case:
     tree = theory.best_tree(_BY_RANK, *size.tree)
     setting = Setting(1, size.width, size.new_tokens, tree.max_depth, Synthetic(_BY_RANK))
     worth = float(theory.tree_yield(tree, _BY_RANK))
-    drafter = jspec.EagleDrafter(eagle_head(target, size))
-    cases = [
-        plain("3B plain", target, size),
-        speculative("3B, EAGLE drafts K=4", target, drafter, 4, size),
-        Case(f"3B, 1B drafts a tree of {tree.size}", target, jspec.TreeDrafter(draft, tree), setting, worth),
-    ]
-    programs = compile_together(record, cases)
-    add_rows(record, programs, timed(record, programs, size.lengths, size.repeats), "3B plain", bandwidth)
+    return Case(f"3B, 1B drafts a tree of {tree.size}", target, jspec.TreeDrafter(draft, tree), setting, worth)
 
 
 def eagle_head(target: Any, size: Sizes) -> Any:
