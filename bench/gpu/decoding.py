@@ -11,7 +11,7 @@ Predicted for an H100 before the first run (`bench.compiled`, jax 0.10.1, 2 us a
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from bench.abstract import trace
@@ -29,20 +29,26 @@ _PROFILED = (PLAIN, "3B, 1B drafts K=2", "8B plain", "3B, int8 1B drafts K=2", "
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure all groups; in a rehearsal one K is enough."""
+    """Measure all groups; a rehearsal has fewer."""
     size, reference = sizes(rehearse), {}
     bandwidth = read_bandwidth(record)
     for cases in _groups(record, size, rehearse):
-        programs = reference | compile_together(record, cases)
-        timings = timed(record, programs, size.lengths, size.repeats)
-        add_rows(record, programs, timings, PLAIN, bandwidth)
-        for name in [case.name for case in cases if case.name in timings and case.name in _PROFILED]:
+        with record.attempt(", ".join(case.name for case in cases)):
+            programs = reference | compile_together(record, cases)
+            reference = {name: program for name, program in programs.items() if name == PLAIN}
+            _group(record, programs, size, bandwidth, {case.name for case in cases})
+    with record.attempt(f"gaps of {PLAIN} within graphs"):
+        _gaps(record, reference[PLAIN].case, size)
+
+
+def _group(record: Record, programs: Mapping[str, Program], size: Sizes, bandwidth: float, new: Set[str]) -> None:
+    """Time all programs in turns, then trace those that are `new` and to be profiled."""
+    timings = timed(record, programs, size.lengths, size.repeats)
+    add_rows(record, programs, timings, PLAIN, bandwidth)
+    for name in _PROFILED:
+        if name in timings and name in new:
             with record.attempt(f"profile of {name}"):
                 _profile(record, programs[name], spread(timings[name].seconds).median, size)
-        reference = {name: program for name, program in programs.items() if name == PLAIN}
-    if reference and not rehearse:
-        with record.attempt(f"gaps of {PLAIN} within graphs"):
-            _gaps(record, reference[PLAIN].case, size)
 
 
 def _groups(record: Record, size: Sizes, rehearse: bool) -> Iterator[Sequence[Case]]:
@@ -57,9 +63,10 @@ def _groups(record: Record, size: Sizes, rehearse: bool) -> Iterator[Sequence[Ca
     yield [plain(PLAIN, target, size), drafted(2)]
     light = random_model(size.draft, size.dtype, 1, quantized=True)
     large = random_model(size.large, size.dtype, 2)
+    if rehearse:  # one program of each kind
+        yield [plain("int8 1B plain", light, size), plain("8B plain", large, size)]
+        return
     yield [drafted(2, "int8 1B", light), plain("8B plain", large, size)]
-    if rehearse:
-        return  # the rest is the same code
     light_target = random_model(size.target, size.dtype, 0, quantized=True)
     yield [drafted(4, "int8 1B", light), plain("int8 3B plain", light_target, size)]
     yield [drafted(1), drafted(3), drafted(4), plain("1B plain", draft, size), drafted(3, "int8 1B", light)]
