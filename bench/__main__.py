@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from bench import guesses
+from bench.gpu import command as gpu
 from bench.options import (
     Acceptance,
     Batch,
@@ -342,6 +343,7 @@ def interrupts(
 
 
 app.add_typer(guesses.app)
+app.add_typer(gpu.app)
 
 if __name__ == "__main__":
     app()

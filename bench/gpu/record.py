@@ -55,7 +55,11 @@ class Record:
 
     def _write(self) -> None:
         self.facts["seconds"] = round(time.monotonic() - self._begin, 2)
-        whole = json.dumps(plain(self.facts | {"rows": self.rows}), indent=1) + "\n"
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(whole, encoding="utf-8")
-        os.replace(partial, self.file)
+        write(self.file, self.facts | {"rows": self.rows})
+
+
+def write(file: Path, facts: dict[str, Any]) -> None:
+    """Replace `file` with `facts` as JSON; whoever reads it meanwhile, or after a kill, has all of the old or the new."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(plain(facts), indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, file)

@@ -1,10 +1,8 @@
 """The steps of the drill, in order of value, and how long each may take."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-# Of a drill that is given as long as the shares below add up to.
-SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,25 +12,28 @@ class Step:
     Attributes:
         name: of the step and of its file.
         module: has ``run(record: Record, rehearse: bool) -> None``.
-        share: seconds that it may take of a drill of `SECONDS`, beside those that earlier steps left over.
+        share: seconds of a drill of 300, beside those that earlier steps left over.
+        environment: variables of its process.
     """
 
     name: str
     module: str
     share: float
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 STEPS = (
     Step("device", "bench.gpu.device", 30.0),
-    Step("correctness", "bench.gpu.correctness", 50.0),
-    Step("decoding", "bench.gpu.decoding", 95.0),
-    Step("rivals", "bench.gpu.rivals", 45.0),
-    Step("settings", "bench.gpu.settings", 50.0),
+    Step("correctness", "bench.gpu.correctness", 60.0),
+    Step("decoding", "bench.gpu.decoding", 90.0),
+    # torch needs memory beside JAX, which would take three quarters of it when it starts.
+    Step("rivals", "bench.gpu.rivals", 45.0, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    Step("settings", "bench.gpu.settings", 45.0),
     Step("checks", "bench.gpu.checks", 30.0),
 )
 
 
-def file_of(folder: Path, name: str, steps: tuple[Step, ...] = STEPS) -> Path:
-    """Return where the results of the step `name` are: ``<position>-<name>.json``."""
+def file_of(folder: Path, name: str, steps: Sequence[Step] = STEPS) -> Path:
+    """Return where the results of the step `name` are written: ``<position>-<name>.json``."""
     position = next(i for i, step in enumerate(steps, 1) if step.name == name)
     return folder / f"{position:02}-{name}.json"

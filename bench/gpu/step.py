@@ -1,0 +1,47 @@
+"""One step of the drill in a process of its own: ``python -m bench.gpu.step MODULE FILE [--rehearse]``."""
+
+import argparse
+import ctypes
+import importlib
+import signal
+import sys
+from pathlib import Path
+
+from bench.gpu.record import Record
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def run(module: str, file: Path, rehearse: bool) -> bool:
+    """Write what ``module.run`` measures to `file`; return whether it got to its end.
+
+    An exception, also one of importing the module, is the last row.
+    """
+    record = Record(file, module=module, rehearsal=rehearse)
+    try:
+        from bench.conditions import conditions  # it starts JAX, which may fail
+
+        record.facts["conditions"] = conditions()
+        importlib.import_module(module).run(record, rehearse)
+    except BaseException as error:  # SystemExit of a library too
+        record.fail(module, error)
+        record.finish("failed")
+        return False
+    record.finish("done")
+    return True
+
+
+def _end_with_the_driver() -> None:
+    """Have the kernel kill this process when its parent dies, so that none is left that holds the GPU."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    given = parser.parse_args()
+    _end_with_the_driver()
+    raise SystemExit(not run(given.module, given.file, given.rehearse))
