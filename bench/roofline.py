@@ -14,9 +14,13 @@ from bench.timing import in_turns, spread
 PROBE_BYTES = {"cpu": 2**28, "gpu": 2**32, "tpu": 2**31}
 
 
-def probes() -> tuple[int, dict[str, Callable[[], Any]]]:
-    """Bytes, and calls that do nothing but read as many: a sum, and a matrix times a vector."""
-    size = PROBE_BYTES[jax.default_backend()]
+def probes(size: int | None = None) -> tuple[int, dict[str, Callable[[], Any]]]:
+    """Return a number of bytes, and calls that only read as many: a sum, and a vector times a matrix.
+
+    Args:
+        size: the bytes, at least 16 KiB; None is enough to leave the caches of the device that is here.
+    """
+    size = size or PROBE_BYTES[jax.default_backend()]
     matrix = jax.random.normal(jax.random.key(0), (size // 4 // 4096, 4096), jnp.float32)
     vector = jnp.ones(matrix.shape[0], jnp.float32)
     add, product = jax.jit(jnp.sum), jax.jit(lambda v, m: v @ m)
