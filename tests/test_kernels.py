@@ -15,57 +15,17 @@ from few import by_default
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from bench.gpu.kernels import ATTENTION as CASES
+from bench.gpu.kernels import NORM, attention_arguments, exact_attention, exact_norm, norm_arguments
 from jspec import weights
 from jspec.attention import _attend_projected
-from jspec.cache import visible
 from jspec.kernels import choice
 from jspec.kernels.attention import decode_attention
 from jspec.kernels.norm import project_add_norm
 from jspec.layers import _project_add_norm
 
-# Batch, tokens, heads, groups, size of a head, slots, where rows start; ratios of 1, 3 and 4; 512 slots a share.
-CASES = {
-    "one token": (1, 1, 4, 4, 64, 40, [7]),
-    "an empty cache": (1, 5, 6, 2, 128, 5, [0]),
-    "ratio 3": (3, 5, 6, 2, 128, 200, [0, 63, 195]),
-    "ratio 4": (3, 9, 4, 1, 64, 300, [1, 128, 250]),
-    "whole blocks": (1, 2, 2, 2, 64, 256, [128]),
-    "two shares": (3, 2, 4, 1, 64, 1030, [1000, 3, 0]),
-    "three shares": (1, 1, 3, 1, 128, 1600, [1500]),
-    "rows to the brim": (1, 16, 8, 2, 64, 1100, [1084]),
-}
 KERNEL = jax.jit(functools.partial(decode_attention, interpret=True), static_argnums=5)
 XLA = jax.jit(_attend_projected, static_argnums=5)
-
-
-def _draw(batch, steps, heads, groups, size, slots, starts, seed=0):
-    """Arguments, with zeros in the slots from the first new token on."""
-    rng = np.random.default_rng(seed)
-
-    def draw(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-    angles = rng.uniform(0, 2 * np.pi, (batch, 1, steps, size // 2)).astype(np.float32)
-    behind = np.arange(slots) >= np.array(starts)[:, None]
-    keys = jnp.where(behind[:, None, None, :], 0, draw(batch, groups, size, slots))
-    values = jnp.where(behind[:, None, :, None], 0, draw(batch, groups, slots, size))
-    positions = jnp.array(starts, jnp.int32)[:, None] + jnp.arange(steps)
-    qkv = draw(batch, steps, (heads + 2 * groups) * size)
-    return qkv, (np.cos(angles), np.sin(angles)), keys, values, positions, (heads, groups, size)
-
-
-def _oracle(qkv, tables, keys, values, positions, sizes):
-    """In float64, over caches that hold the new tokens; queries are rounded to bfloat16 when they are rotated."""
-    (heads, groups, size), (batch, steps, _) = sizes, qkv.shape
-    q = np.asarray(qkv[..., : heads * size], np.float64).reshape(batch, steps, heads, 2, -1).swapaxes(1, 2)
-    cos, sin = (np.asarray(table, np.float64) for table in tables)
-    first, second = q[..., 0, :], q[..., 1, :]
-    q = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(jnp.bfloat16)
-    keys, values = (np.asarray(slots, np.float64).repeat(heads // groups, 1) for slots in (keys, values))
-    scores = q.astype(np.float64) @ keys / np.sqrt(size)
-    scores = np.where(visible(positions, keys.shape[3])[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return (weights / weights.sum(-1, keepdims=True) @ values).swapaxes(1, 2).reshape(batch, steps, -1)
 
 
 def _bits(array):
@@ -79,14 +39,14 @@ def _by_head(mixed, size):
 @pytest.mark.parametrize("name", by_default(CASES, ("an empty cache", "ratio 4", "two shares")))
 def test_the_kernel_computes_what_xla_does(name, report):
     """The same caches bit for bit, and results no further from the truth."""
-    arguments = _draw(*CASES[name])
+    arguments = attention_arguments(*CASES[name])
     qkv, tables, *_, positions, sizes = arguments
     mixed, keys, values = KERNEL(*arguments)
     expected = XLA(*arguments)
     assert mixed.dtype == jnp.bfloat16 and mixed.shape == expected[0].shape
     np.testing.assert_array_equal(_bits(keys), _bits(expected[1]))
     np.testing.assert_array_equal(_bits(values), _bits(expected[2]))
-    truth = _oracle(qkv, tables, keys, values, positions, sizes)
+    truth = exact_attention(qkv, tables, keys, values, positions, sizes)
     errors = [np.abs(np.asarray(one, np.float64) - truth) for one in (mixed, expected[0])]
     kernel, xla = (np.sqrt(np.mean(error**2)) for error in errors)
     report(case=repr(name), rms_error=f"{kernel:.1e}", of_xla=f"{xla:.1e}", max_error=f"{errors[0].max():.1e}")
@@ -97,7 +57,7 @@ def test_the_kernel_computes_what_xla_does(name, report):
 @pytest.mark.parametrize("name", ["ratio 3", "two shares"])
 def test_what_no_query_sees_does_not_matter(name):
     """NaN in every slot behind the new tokens, and in those that they are about to take."""
-    qkv, tables, keys, values, positions, sizes = _draw(*CASES[name])
+    qkv, tables, keys, values, positions, sizes = attention_arguments(*CASES[name])
     behind = jnp.arange(keys.shape[3]) >= positions[:, :1]
     clean = KERNEL(qkv, tables, keys, values, positions, sizes)
     keys = jnp.where(behind[:, None, None, :], jnp.nan, keys)
@@ -112,7 +72,7 @@ def test_what_no_query_sees_does_not_matter(name):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_reaches_who_sees_it_and_nobody_else(broken):
     """Its group, from its token on; in the pass that writes it, in the next, and no longer once it is overwritten."""
-    clean = _draw(*CASES["ratio 3"])
+    clean = attention_arguments(*CASES["ratio 3"])
     qkv, tables, keys, _, positions, sizes = clean
     heads, groups, size = sizes
     (row, token, group), column = (1, 2, 1), (heads + groups + 1) * size + 70
@@ -138,7 +98,7 @@ def test_a_value_that_is_not_finite_reaches_who_sees_it_and_nobody_else(broken):
 
 
 def test_tokens_that_do_not_fit_are_dropped():
-    arguments = _draw(3, 5, 6, 2, 128, 200, [0, 196, 210])
+    arguments = attention_arguments(3, 5, 6, 2, 128, 200, [0, 196, 210])
     mixed, keys, values = KERNEL(*arguments)
     _, expected_keys, expected_values = XLA(*arguments)
     np.testing.assert_array_equal(_bits(keys), _bits(expected_keys))
@@ -149,7 +109,7 @@ def test_tokens_that_do_not_fit_are_dropped():
 
 def test_passes_in_a_loop_build_one_cache():
     """Three passes of two tokens under `lax.while_loop`, from one cache to the next."""
-    qkv, tables, keys, values, positions, sizes = _draw(3, 2, 4, 1, 64, 64, [0, 5, 40])
+    qkv, tables, keys, values, positions, sizes = attention_arguments(3, 2, 4, 1, 64, 64, [0, 5, 40])
 
     def run(form):
         def step(carry):
@@ -177,7 +137,7 @@ def test_the_kernel_is_lowered_with_64_bit_types(slots):
 
 
 def test_nothing_is_jitted_where_nothing_may_be():
-    qkv, *others, sizes = _draw(*CASES["one token"])
+    qkv, *others, sizes = attention_arguments(*CASES["one token"])
     with jax.disable_jit():
         found = choice.attention(_attend_projected, qkv, *others, sizes)
     np.testing.assert_allclose(np.float32(found[0]), np.float32(XLA(qkv, *others, sizes)[0]), atol=0.03)
@@ -185,7 +145,7 @@ def test_nothing_is_jitted_where_nothing_may_be():
 
 @pytest.mark.parametrize("name", ["one token", "two shares"])
 def test_a_row_that_is_no_token_changes_nothing(name):
-    qkv, *others, sizes = _draw(*CASES[name])
+    qkv, *others, sizes = attention_arguments(*CASES[name])
     more = jnp.concatenate([qkv, jnp.full_like(qkv[:, :1], 3)], axis=1)
     for form in (KERNEL, XLA):
         expected, found = form(qkv, *others, sizes), form(more, *others, sizes)
@@ -194,19 +154,14 @@ def test_a_row_that_is_no_token_changes_nothing(name):
             np.testing.assert_array_equal(_bits(one), _bits(other))
 
 
-@pytest.mark.parametrize(("batch", "steps", "inner", "size"), [(1, 1, 96, 80), (1, 5, 512, 96), (3, 2, 70, 128)])
-def test_the_norm_kernel_computes_what_xla_does(batch, steps, inner, size, report):
-    """Parts: 16, 16 and 2; sizes that are no power of two."""
-    rng = np.random.default_rng(size)
-    shapes = (batch, steps, size), (batch, steps, inner), (inner, size), (size,)
-    x, mixed, weight, gamma = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
-    mixed = mixed / jnp.bfloat16(16)
+@pytest.mark.parametrize("name", NORM)
+def test_the_norm_kernel_computes_what_xla_does(name, report):
+    x, mixed, weight, gamma = norm_arguments(*NORM[name])
     stream, normed = project_add_norm(x, mixed, weight, gamma, eps=1e-5, interpret=True)
     added = jnp.asarray(np.asarray(mixed, np.float64) @ np.asarray(weight, np.float64), jnp.bfloat16)
     _, of_xla = _project_add_norm(x, mixed, weight, gamma, 1e-5)
     np.testing.assert_allclose(np.float64(stream), np.float64(x + added), rtol=2**-7, atol=2**-6)  # summed otherwise
-    wide = np.float64(stream)
-    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.float64(gamma)
+    exact = exact_norm(stream, gamma, 1e-5)
     errors = [np.abs(np.float64(form) - exact).max() for form in (normed, of_xla)]
     report(max_error=f"{errors[0]:.1e}", of_xla=f"{errors[1]:.1e}")
     np.testing.assert_allclose(np.float64(normed), exact, rtol=2**-6)  # it is rounded twice
@@ -306,7 +261,7 @@ def test_pallas_is_imported_by_those_who_need_it():
 
 def test_transformations_have_xlas_form():
     """Not jitted, under `jax.grad` and under `jax.vmap`."""
-    qkv, *others, sizes = _draw(*CASES["one token"])
+    qkv, *others, sizes = attention_arguments(*CASES["one token"])
 
     def chosen(qkv):
         return choice.attention(_attend_projected, qkv, *others, sizes)

@@ -1,0 +1,83 @@
+"""Arguments for the kernels of `jspec.kernels`, and their results in float64."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jspec.cache import visible
+
+# Batch, tokens, heads, groups, size of a head, slots, where rows start; ratios of 1, 3 and 4; 512 slots a share.
+ATTENTION = {
+    "one token": (1, 1, 4, 4, 64, 40, [7]),
+    "an empty cache": (1, 5, 6, 2, 128, 5, [0]),
+    "ratio 3": (3, 5, 6, 2, 128, 200, [0, 63, 195]),
+    "ratio 4": (3, 9, 4, 1, 64, 300, [1, 128, 250]),
+    "whole blocks": (1, 2, 2, 2, 64, 256, [128]),
+    "two shares": (3, 2, 4, 1, 64, 1030, [1000, 3, 0]),
+    "three shares": (1, 1, 3, 1, 128, 1600, [1500]),
+    "rows to the brim": (1, 16, 8, 2, 64, 1100, [1084]),
+}
+# Batch, tokens, what is summed over, size of the result; parts: 16, 16 and 2; sizes that are no power of two.
+NORM = {"16 parts": (1, 1, 96, 80), "several rows": (1, 5, 512, 96), "two parts": (3, 2, 70, 128)}
+
+
+def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: int, slots: int, starts: list[int],
+                        seed: int = 0, dtype: Any = jnp.bfloat16, unseen: float = 0.0) -> tuple[Any, ...]:  # fmt: skip
+    """Return random arguments of `jspec.kernels.attention.decode_attention`.
+
+    Args:
+        starts: where the new tokens of each row begin.
+        unseen: stands in all slots from there on, which no query may see as it is.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    angles = rng.uniform(0, 2 * np.pi, (batch, 1, tokens, size // 2)).astype(np.float32)
+    after = np.arange(slots) >= np.array(starts)[:, None]
+    keys = jnp.where(after[:, None, None, :], unseen, draw(batch, groups, size, slots))
+    values = jnp.where(after[:, None, :, None], unseen, draw(batch, groups, slots, size))
+    positions = jnp.array(starts, jnp.int32)[:, None] + jnp.arange(tokens)
+    qkv = draw(batch, tokens, (heads + 2 * groups) * size)
+    return qkv, (np.cos(angles), np.sin(angles)), keys, values, positions, (heads, groups, size)
+
+
+def exact_attention(qkv: Array, tables: tuple[Any, Any], keys: Array, values: Array, positions: Array,
+                    sizes: tuple[int, int, int]) -> np.ndarray:  # fmt: skip
+    """Return ``float64[B, S, H D]`` for caches that hold the new tokens; queries are rounded once they are rotated."""
+    (heads, groups, size), (batch, tokens, _) = sizes, qkv.shape
+    q = np.asarray(qkv[..., : heads * size], np.float64).reshape(batch, tokens, heads, 2, -1).swapaxes(1, 2)
+    cos, sin = (np.asarray(table, np.float64) for table in tables)
+    first, second = q[..., 0, :], q[..., 1, :]
+    q = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(qkv.dtype)
+    q = q.astype(np.float64).reshape(batch, groups, -1, size)  # the heads of a group share its cache
+    seen = np.tile(visible(positions, keys.shape[3]), (1, heads // groups, 1))[:, None]
+    keys, values = np.asarray(keys, np.float64), np.where(seen.any(2)[..., None], np.asarray(values, np.float64), 0)
+    with np.errstate(invalid="ignore"):  # what is not seen may be NaN
+        scores = np.where(seen, q @ keys / np.sqrt(size), -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = weights / weights.sum(-1, keepdims=True) @ values
+    return mixed.reshape(batch, heads, tokens, size).swapaxes(1, 2).reshape(batch, tokens, -1)
+
+
+def norm_arguments(batch: int, tokens: int, inner: int, size: int, seed: int = 0,
+                   dtype: Any = jnp.bfloat16) -> tuple[Array, ...]:  # fmt: skip
+    """Return random arguments of `jspec.kernels.norm.project_add_norm`: stream, input, weights of product and norm."""
+    rng = np.random.default_rng(seed)
+    shapes = (batch, tokens, size), (batch, tokens, inner), (inner, size), (size,)
+    x, mixed, weight, gamma = (jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes)
+    return x, mixed / jnp.asarray(16, dtype), weight, gamma
+
+
+def exact_sum(x: Array, inner: Array, weight: Array) -> np.ndarray:
+    """Return ``float64[B, S, E]``, the residual stream after the block."""
+    return np.asarray(x, np.float64) + np.asarray(inner, np.float64) @ np.asarray(weight, np.float64)
+
+
+def exact_norm(stream: Array, gamma: Array, eps: float) -> np.ndarray:
+    """Return ``float64[B, S, E]``, the norm of a stream as it was rounded."""
+    wide = np.asarray(stream, np.float64)
+    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * np.asarray(gamma, np.float64)
