@@ -73,7 +73,9 @@ class Drill:
         entry |= {"rows": len(results["rows"]), "errors": errors}
         self.facts["conditions"] = self.facts["conditions"] or results.get("conditions")
         self._write()
-        print(f"{step.name}: {entry['state']} in {entry['seconds']} s, {entry['rows']} rows, {errors} errors", flush=True)
+        print(
+            f"{step.name}: {entry['state']} in {entry['seconds']} s, {entry['rows']} rows, {errors} errors", flush=True
+        )
 
     def _write(self) -> None:
         self.facts["seconds"] = round(time.monotonic() - self._begin, 1)
@@ -98,10 +100,12 @@ def _in_process(step: Step, file: Path, rehearse: bool, limit: float, output: IO
 def _environment(step: Step, rehearse: bool) -> dict[str, str]:
     """Return the variables of a step's process; one that is set outside is kept, except for the platform."""
     # Without a name JAX falls back to the CPU where a GPU does not start.
-    platforms = "cpu" if rehearse else "cuda,cpu"
+    fixed = {"JAX_PLATFORMS": "cuda,cpu"}
+    if rehearse:  # compiling is most of it
+        fixed = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
     programs = str(Path(tempfile.gettempdir(), "jspec-drill-programs"))  # steps and drills share what is compiled
     defaults = {"JAX_COMPILATION_CACHE_DIR": programs, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**defaults, **step.environment, **os.environ, "JAX_PLATFORMS": platforms}
+    return {**defaults, **step.environment, **os.environ, **fixed}
 
 
 def _tail(output: IO[bytes]) -> str:

@@ -24,12 +24,13 @@ NORM = {"16 parts": (1, 1, 96, 80), "several rows": (1, 5, 512, 96), "two parts"
 
 
 def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: int, slots: int, starts: list[int],
-                        seed: int = 0, dtype: Any = jnp.bfloat16, unseen: float = 0.0) -> tuple[Any, ...]:  # fmt: skip
+                        seed: int = 0, dtype: Any = jnp.bfloat16, spoiled: bool = False) -> tuple[Any, ...]:  # fmt: skip
     """Return random arguments of `jspec.kernels.attention.decode_attention`.
 
     Args:
         starts: where the new tokens of each row begin.
-        unseen: stands in all slots from there on, which no query may see as it is.
+        spoiled: whether slots from there on, which no query may see as they are, hold NaN keys and huge values
+            instead of zeros. (NaN values never get into a cache: XLA's form does not bear them.)
     """
     rng = np.random.default_rng(seed)
 
@@ -38,8 +39,9 @@ def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: 
 
     angles = rng.uniform(0, 2 * np.pi, (batch, 1, tokens, size // 2)).astype(np.float32)
     after = np.arange(slots) >= np.array(starts)[:, None]
-    keys = jnp.where(after[:, None, None, :], unseen, draw(batch, groups, size, slots))
-    values = jnp.where(after[:, None, :, None], unseen, draw(batch, groups, slots, size))
+    unseen_key, unseen_value = (np.nan, 1e4) if spoiled else (0, 0)
+    keys = jnp.where(after[:, None, None, :], unseen_key, draw(batch, groups, size, slots))
+    values = jnp.where(after[:, None, :, None], unseen_value, draw(batch, groups, slots, size))
     positions = jnp.array(starts, jnp.int32)[:, None] + jnp.arange(tokens)
     qkv = draw(batch, tokens, (heads + 2 * groups) * size)
     return qkv, (np.cos(angles), np.sin(angles)), keys, values, positions, (heads, groups, size)
@@ -55,7 +57,7 @@ def exact_attention(qkv: Array, tables: tuple[Any, Any], keys: Array, values: Ar
     q = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(qkv.dtype)
     q = q.astype(np.float64).reshape(batch, groups, -1, size)  # the heads of a group share its cache
     seen = np.tile(visible(positions, keys.shape[3]), (1, heads // groups, 1))[:, None]
-    keys, values = np.asarray(keys, np.float64), np.where(seen.any(2)[..., None], np.asarray(values, np.float64), 0)
+    keys, values = np.asarray(keys, np.float64), np.asarray(values, np.float64)
     with np.errstate(invalid="ignore"):  # what is not seen may be NaN
         scores = np.where(seen, q @ keys / np.sqrt(size), -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))

@@ -31,7 +31,7 @@ class Record:
 
     def add(self, what: str, **figures: Any) -> None:
         """Append the row `what` with its `figures`, print it, and write the file."""
-        self.rows.append({"what": what} | figures)
+        self.rows.append({"what": what} | figures | {"at": round(time.monotonic() - self._begin, 2)})
         print(what, *(f"{name}={value}" for name, value in figures.items()), flush=True)
         self._write()
 
@@ -59,7 +59,7 @@ class Record:
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:
-    """Replace `file` with `facts` as JSON; whoever reads it meanwhile, or after a kill, has all of the old or the new."""
+    """Replace `file` with `facts` as JSON: a reader gets all of the old or all of the new, after a kill too."""
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(plain(facts), indent=1) + "\n", encoding="utf-8")
     os.replace(partial, file)

@@ -6,7 +6,7 @@ from typing import Any
 
 _ROWS = 15  # of a step
 _WIDTH = 130
-_LEFT_OUT = {"what", "traceback", "file", "rounds", "ms_low", "ms_high", "x_low", "x_high", "over", "programs"}
+_LEFT_OUT = {"what", "traceback", "file", "rounds", "ms_low", "ms_high", "x_low", "x_high", "over", "programs", "at"}
 
 
 def text(folder: Path, drill: dict[str, Any]) -> str:

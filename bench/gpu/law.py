@@ -1,0 +1,70 @@
+"""The joint law of three tokens of a toy pair, drawn through the shipped program, against exact enumeration.
+
+Every text is counted, and chi-square compares the counts with the products of the target's probabilities, which come
+from its logits on the same device. In bfloat16 the program has the kernel for attention.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+import jspec
+from bench.gpu.record import Record
+from bench.pairs import llama, random_llama
+
+_VOCAB, _TOKENS = 8, 3
+_PROMPT = (3, 6, 1)
+_ALPHA = 1e-6
+_SHAPE = llama(vocab=_VOCAB, hidden=64, inner=96, layers=2, heads=4, groups=2, size=64)
+# Dtype, rule and K.
+_SETTINGS = ((jnp.bfloat16, "rejection", 4), (jnp.float32, "rejection", 2), (jnp.bfloat16, "block", 2))
+
+
+def check(record: Record, rehearse: bool) -> None:
+    """Add a row for each setting, each of 65,536 texts."""
+    draws, batch = (2048, 1024) if rehearse else (65536, 8192)
+    for dtype, rule, k in _SETTINGS[:1] if rehearse else _SETTINGS:
+        name = f"law, {np.dtype(dtype).name}, {rule}, K={k}"
+        with record.attempt(name):
+            target, draft = random_llama(_SHAPE, dtype, 0), random_llama(_SHAPE, dtype, 1)
+            counts, rate = _counts(target, draft, draws, batch, rule, k)
+            p = p_value(counts, exact(target))
+            record.add(name, ok=p > _ALPHA, p=p, texts=draws, acceptance=rate, distinct=int((counts > 0).sum()))
+
+
+def _counts(target: Any, draft: Any, draws: int, batch: int, rule: str, k: int) -> tuple[np.ndarray, float]:
+    """Return how often each text was drawn, ``int[V^3]``, and how many drafts were accepted."""
+    tokens, lengths = np.tile(np.int32(_PROMPT), (batch, 1)), np.full(batch, len(_PROMPT), np.int32)
+    counts, accepted, drafted = np.zeros(_VOCAB**_TOKENS, np.int64), 0, 0
+    for keys in jax.random.split(jax.random.key(7), (draws // batch, batch)):
+        output = jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=_TOKENS,
+                                            num_draft_tokens=k, accept=rule)  # fmt: skip
+        texts = np.ravel_multi_index(tuple(np.asarray(output.tokens).T), (_VOCAB,) * _TOKENS)
+        counts += np.bincount(texts, minlength=counts.size)
+        accepted += int(np.sum(output.stats.accepted))
+        drafted += int(np.sum(output.stats.drafted))
+    return counts, accepted / drafted
+
+
+def exact(target: Any) -> np.ndarray:
+    """Return the probability of every text, ``float64[V^3]``, at temperature 1."""
+    texts = np.stack(np.unravel_index(np.arange(_VOCAB**_TOKENS), (_VOCAB,) * _TOKENS), axis=1)
+    tokens = np.concatenate([np.tile(np.int32(_PROMPT), (len(texts), 1)), texts[:, :-1].astype(np.int32)], axis=1)
+    logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(target, tokens), np.float64)
+    logs = logits[:, len(_PROMPT) - 1 :]
+    logs = logs - logs.max(-1, keepdims=True)
+    logs -= np.log(np.exp(logs).sum(-1, keepdims=True))
+    return np.exp(np.take_along_axis(logs, texts[..., None], axis=2).sum((1, 2)))
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Return the chance of a chi-square at least this large; texts that are expected fewer than 10 times are pooled."""
+    expected = law * counts.sum()
+    small = expected < 10
+    observed, expected = (np.append(part[~small], part[small].sum()) for part in (counts, expected))
+    live = expected > 0
+    statistic = ((observed - expected)[live] ** 2 / expected[live]).sum()
+    return float(stats.chi2.sf(statistic, live.sum() - 1))
