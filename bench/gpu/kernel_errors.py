@@ -46,7 +46,8 @@ def attention(record: Record, rehearse: bool) -> None:
     cases += [(name, case, dtype) for name, case in few.items() for dtype in (jnp.float16, jnp.float32)]
     programs = {}
     for name, case, dtype in cases:
-        *arrays, sizes = kernels.attention_arguments(*case, dtype=dtype, spoiled=True)
+        qkv, tables, keys, values, positions, sizes = kernels.attention_arguments(*case, dtype=dtype)
+        arrays = qkv, tables, *kernels.spoil(keys, values, positions), positions
         forms = {"XLA": functools.partial(_attend_projected, sizes=sizes)}
         if dtype == jnp.bfloat16:
             forms["kernel"] = functools.partial(decode_attention, sizes=sizes, interpret=_interpreted())

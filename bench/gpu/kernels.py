@@ -24,27 +24,32 @@ NORM = {"16 parts": (1, 1, 96, 80), "several rows": (1, 5, 512, 96), "two parts"
 
 
 def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: int, slots: int, starts: list[int],
-                        seed: int = 0, dtype: Any = jnp.bfloat16, spoiled: bool = False) -> tuple[Any, ...]:  # fmt: skip
-    """Return random arguments of `jspec.kernels.attention.decode_attention`.
+                        dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:  # fmt: skip
+    """Return random arguments of `jspec.kernels.attention.decode_attention`, with zeros in slots that are not filled.
 
     Args:
         starts: where the new tokens of each row begin.
-        spoiled: whether slots from there on, which no query may see as they are, hold NaN keys and huge values
-            instead of zeros. (NaN values never get into a cache: XLA's form does not bear them.)
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
     angles = rng.uniform(0, 2 * np.pi, (batch, 1, tokens, size // 2)).astype(np.float32)
-    after = np.arange(slots) >= np.array(starts)[:, None]
-    unseen_key, unseen_value = (np.nan, 1e4) if spoiled else (0, 0)
-    keys = jnp.where(after[:, None, None, :], unseen_key, draw(batch, groups, size, slots))
-    values = jnp.where(after[:, None, :, None], unseen_value, draw(batch, groups, slots, size))
+    keys, values = draw(batch, groups, size, slots), draw(batch, groups, slots, size)
     positions = jnp.array(starts, jnp.int32)[:, None] + jnp.arange(tokens)
+    caches = spoil(keys, values, positions, 0, 0)
     qkv = draw(batch, tokens, (heads + 2 * groups) * size)
-    return qkv, (np.cos(angles), np.sin(angles)), keys, values, positions, (heads, groups, size)
+    return qkv, (np.cos(angles), np.sin(angles)), *caches, positions, (heads, groups, size)
+
+
+def spoil(keys: Array, values: Array, positions: Array, key: float = np.nan, value: float = 1e4) -> tuple[Array, Array]:
+    """Return caches whose slots from the first new token on hold `key` and `value`, which no query may see.
+
+    A cache never holds values that are NaN: XLA's form does not bear them.
+    """
+    after = jnp.arange(values.shape[2]) >= positions[:, :1]
+    return jnp.where(after[:, None, None, :], key, keys), jnp.where(after[:, None, :, None], value, values)
 
 
 def exact_attention(qkv: Array, tables: tuple[Any, Any], keys: Array, values: Array, positions: Array,

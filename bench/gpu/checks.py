@@ -1,0 +1,41 @@
+"""The project's own tests of round, rules and kernels, on the device."""
+
+import os
+from typing import Any
+
+import pytest
+
+from bench.gpu.record import Record
+
+_FILES = ("tests/test_round.py", "tests/test_rules.py", "tests/test_kernels.py")
+_FEW = ("tests/test_rules.py", "-k", "receipts and TopK")
+# Compiled as shipped, without files in the tree; a library's warning is not an error there.
+_OPTIONS = ("-p", "no:cacheprovider", "--as-shipped", "-o", "filterwarnings=default")
+_WORKERS = 8  # share the device: most of a test's time goes into compiling
+
+
+class _Outcomes:
+    """A plugin of pytest that records every test when it has run."""
+
+    def __init__(self, record: Record):
+        self._record = record
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Add the row of a test, or of a fixture that failed."""
+        if report.when == "call" or report.failed or report.skipped:
+            failed = {"error": report.longreprtext[-4000:]} if report.failed else {}
+            self._record.add(
+                report.nodeid, ok=not report.failed, outcome=report.outcome, seconds=report.duration, **failed
+            )
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Add the row of a file that cannot be imported."""
+        if report.failed:
+            self._record.add(report.nodeid, ok=False, outcome="not collected", error=report.longreprtext[-4000:])
+
+
+def run(record: Record, rehearse: bool) -> None:
+    """Run the tests until they are done or time is over; in a rehearsal one of them."""
+    workers, chosen = (1, _FEW) if rehearse else (min(_WORKERS, os.cpu_count() or 1), _FILES)
+    code = pytest.main(["-n", str(workers), *_OPTIONS, *chosen], plugins=[_Outcomes(record)])
+    record.add("pytest", ok=code == pytest.ExitCode.OK, exit_code=int(code), workers=workers)
