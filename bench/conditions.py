@@ -41,6 +41,7 @@ def conditions() -> dict[str, object]:
     gpu = _first_line(
         ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
     )
+    commit = _first_line(["git", "rev-parse", "--short", "HEAD"])
     changed = _first_line(["git", "status", "--porcelain", "--", "..", ":!results"])
     return {
         "device": device.device_kind,
@@ -52,7 +53,7 @@ def conditions() -> dict[str, object]:
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": (_first_line(["git", "rev-parse", "--short", "HEAD"]) or "unknown") + ("+changes" if changed else ""),
+        "commit": f"{commit}+changes" if commit and changed else commit or os.environ.get("BENCH_COMMIT", "unknown"),
         "command": "python -m bench " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
     }

@@ -21,7 +21,7 @@ def run(module: str, file: Path, rehearse: bool) -> bool:
     try:
         from bench.conditions import conditions  # it starts JAX, which may fail
 
-        record.facts["conditions"] = conditions()
+        record.facts["conditions"] = conditions() | {"command": f"python -m bench.gpu.step {module} {file.name}"}
         importlib.import_module(module).run(record, rehearse)
     except BaseException as error:  # SystemExit of a library too
         record.fail(module, error)
