@@ -1,6 +1,5 @@
 """A report: a table on the terminal, the same as JSON and as a picture in a folder, all with conditions."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -12,19 +11,9 @@ from rich.table import Table
 
 from bench import plots
 from bench.conditions import conditions, summary
+from bench.figures import plain
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON has it; numbers keep six digits."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes: Sequence[str] = (),

@@ -36,8 +36,8 @@ TOY = convert.LlamaConfig(
 )
 
 
-# The emitters that XLA had before it changed them, which jaxlib could be asked for until 0.12.
-_OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 12)
+# The emitters that XLA had before it changed them, which jaxlib can be asked for until 0.10.
+_OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 11)
 # With a worker on every core, to split a program for parallel compilation is work for nothing.
 _QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 SLOW = {*(Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()}

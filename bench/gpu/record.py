@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.report import plain
+from bench.figures import plain
 
 
 class Record:
@@ -61,5 +61,13 @@ class Record:
 def write(file: Path, facts: dict[str, Any]) -> None:
     """Replace `file` with `facts` as JSON: a reader gets all of the old or all of the new, after a kill too."""
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(plain(facts), indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(plain(facts), indent=1, default=_number) + "\n", encoding="utf-8")
     os.replace(partial, file)
+
+
+def _number(value: Any) -> Any:
+    """Return the number in an array, and the text of anything else: no figure may cost a step its file."""
+    try:
+        return value.item()
+    except Exception:
+        return str(value)

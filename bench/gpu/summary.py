@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_ROWS = 15  # of a step
+_ROWS = 13  # of a step
 _WIDTH = 130
 _LEFT_OUT = {"what", "traceback", "file", "rounds", "ms_low", "ms_high", "x_low", "x_high", "over", "programs", "at"}
 

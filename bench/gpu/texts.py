@@ -27,12 +27,12 @@ def check(record: Record, rehearse: bool) -> None:
         with jax.default_device(cpu), record.attempt("device = CPU"):
             there = _plain(jax.device_put(target, cpu), jax.device_put(request, cpu), length, _GREEDY)
             _compare(record, "device = CPU", plain, there, jax.device_put(target, cpu), request)
+        if rehearse:  # the rest is the same code
+            return
         with record.attempt("coupled = plain"):
             sampled = _plain(target, request, length, jspec.SamplingParams())
             coupled = _speculative(target, draft, request, length, jspec.SamplingParams(), "coupled")
             _compare(record, "coupled = plain, temperature 1", coupled, sampled)
-    if rehearse:
-        return
     with record.attempt("bfloat16"):
         target, draft, _ = jspec.demo_pair(jnp.bfloat16)
         texts = (_speculative(target, draft, request, length, _GREEDY), _plain(target, request, length, _GREEDY))
