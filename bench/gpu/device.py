@@ -23,8 +23,9 @@ _NEVER = 2**30  # more kernels than any graph has
 _GRAPHS: dict[str, dict[str, Any]] = {
     "CUDA graphs": {},
     "no CUDA graphs": {"xla_gpu_graph_min_graph_size": _NEVER},
-    "loop within a CUDA graph": {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,WHILE"},
-}
+    "loop within a CUDA graph": {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,WHILE",
+                                 "xla_gpu_graph_min_graph_size": 1},
+}  # fmt: skip
 _KERNELS = (8, 64)  # in a turn; XLA captures five or more
 
 
