@@ -1,0 +1,96 @@
+"""What the drill says of kernels and laws that are wrong: every mistake that is planted shows as a row that is not ok."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.gpu import kernel_errors, kernels, law, texts
+from bench.gpu.record import Record
+from bench.pairs import random_llama
+from jspec.kernels.attention import decode_attention
+from jspec.kernels.norm import project_add_norm
+
+
+def _late(qkv, tables, keys, values, positions, **options):
+    """The new tokens stand one slot late."""
+    return decode_attention(qkv, tables, keys, values, positions + 1, **options)
+
+
+def _turned_back(qkv, tables, keys, values, positions, **options):
+    """Queries and keys are rotated the other way."""
+    return decode_attention(qkv, (tables[0], -tables[1]), keys, values, positions, **options)
+
+
+def _unwritten(qkv, tables, keys, values, positions, **options):
+    """The cache stays as it was."""
+    return decode_attention(qkv, tables, keys, values, positions, **options)[0], keys, values
+
+
+def _coarse(*arguments, **options):
+    """The result has two digits less."""
+    mixed, *caches = decode_attention(*arguments, **options)
+    return (mixed.astype(jnp.float8_e4m3fn).astype(mixed.dtype), *caches)
+
+
+def _unweighted(x, inner, weight, gamma, **options):
+    return project_add_norm(x, inner, weight, jnp.ones_like(gamma), **options)
+
+
+def _without_residual(x, inner, weight, gamma, **options):
+    return project_add_norm(jnp.zeros_like(x), inner, weight, gamma, **options)
+
+
+@pytest.mark.parametrize("wrong", [_late, _turned_back, _unwritten, _coarse, _unweighted, _without_residual, None])
+def test_a_wrong_kernel_is_not_ok(wrong, monkeypatch, tmp_path, quick_compile):
+    """None is the kernel as it is."""
+    record, norms = Record(tmp_path / "step.json"), wrong in (_unweighted, _without_residual)
+    monkeypatch.setattr(kernels, "ATTENTION", {"several tokens": (2, 3, 4, 2, 64, 40, [7, 0])})
+    monkeypatch.setattr(kernels, "NORM", {"several rows": kernels.NORM["several rows"]})
+    if wrong:
+        monkeypatch.setattr(kernel_errors, "project_add_norm" if norms else "decode_attention", wrong)
+    for check in [kernel_errors.attention] * (not norms) + [kernel_errors.norm] * (norms or not wrong):
+        check(record, True)
+    found = {row["what"]: row["ok"] for row in record.rows}
+    if wrong is None:
+        assert len(found) == 4 and all(found.values())
+    else:
+        assert [name for name, ok in found.items() if not ok] == [next(iter(found))]
+
+
+def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
+    """As a GPU does them unless it is asked not to: with ten bits of the operands."""
+
+    def rough(qkv, *arguments, **options):
+        bits = np.uint32(0xFFFFE000)
+        return attend((qkv.view(jnp.uint32) & bits).view(jnp.float32) if qkv.dtype == jnp.float32 else qkv,
+                      *arguments, **options)  # fmt: skip
+
+    attend = kernel_errors._attend_projected
+    monkeypatch.setattr(kernel_errors, "_attend_projected", rough)
+    monkeypatch.setattr(kernels, "ATTENTION", {"one token": kernels.ATTENTION["one token"]})
+    record = Record(tmp_path / "step.json")
+    kernel_errors.attention(record, True)
+    assert [row["ok"] for row in record.rows] == [True, True, False]
+
+
+@pytest.mark.slow
+def test_another_law_is_not_ok(quick_compile):
+    """The counts of a model, against its own law and that of its draft."""
+    target, draft = (random_llama(law._SHAPE, jnp.float32, seed) for seed in (0, 1))
+    counts, rate = law._counts(target, draft, 4096, 4096, "rejection", 2)
+    assert counts.sum() == 4096 and 0.1 < rate < 0.9
+    exact = law.exact(target)
+    assert exact.sum() == pytest.approx(1, abs=1e-6)
+    assert law.p_value(counts, exact) > law._ALPHA > law.p_value(counts, law.exact(draft))
+
+
+def test_a_text_may_leave_another_only_where_two_tokens_are_tied(tmp_path, monkeypatch):
+    record, request = Record(tmp_path / "step.json"), (np.zeros((2, 1), np.int32), np.ones(2, np.int32), None)
+    ours, theirs = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 2, 3], [4, 0, 6]])
+    for lead in (1e-6, 0.1):
+        monkeypatch.setattr(texts, "_lead", lambda *_, lead=lead: lead)
+        texts._compare(record, "texts", ours, theirs, object(), request)
+    texts._compare(record, "texts", ours, theirs)
+    texts._compare(record, "texts", ours, ours)
+    assert [row["ok"] for row in record.rows] == [True, False, False, True]
+    assert record.rows[0]["first"] == {1: 1} and record.rows[0]["differing"] == 1
