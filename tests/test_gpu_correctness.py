@@ -1,4 +1,4 @@
-"""What the drill says of kernels and laws that are wrong: every mistake that is planted shows as a row that is not ok."""
+"""What the drill says of wrong kernels and laws: every mistake that is planted shows as a row that is not ok."""
 
 import jax.numpy as jnp
 import numpy as np
