@@ -134,5 +134,5 @@ def _host(record: Record, rehearse: bool) -> None:
 
 def _slope(call: Callable[[int], Any], few: int, many: int, repeats: int) -> float:
     """Return the seconds that each of `many - few` more takes."""
-    times = in_turns({count: lambda count=count: call(count) for count in (few, many)}, repeats)
-    return spread(times[many] - times[few]).median / (many - few)
+    times = in_turns({"few": lambda: call(few), "many": lambda: call(many)}, repeats)
+    return spread(times["many"] - times["few"]).median / (many - few)

@@ -52,7 +52,7 @@ def spoil(keys: Array, values: Array, positions: Array, key: float = np.nan, val
     return jnp.where(after[:, None, None, :], key, keys), jnp.where(after[:, None, :, None], value, values)
 
 
-def exact_attention(qkv: Array, tables: tuple[Any, Any], keys: Array, values: Array, positions: Array,
+def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, positions: Any,
                     sizes: tuple[int, int, int]) -> np.ndarray:  # fmt: skip
     """Return ``float64[B, S, H D]`` for caches that hold the new tokens; queries are rounded once they are rotated."""
     (heads, groups, size), (batch, tokens, _) = sizes, qkv.shape

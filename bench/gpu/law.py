@@ -39,7 +39,7 @@ def check(record: Record, rehearse: bool) -> None:
 
 def _counts(target: Any, draft: Any, draws: int, batch: int, rule: str, k: int) -> tuple[np.ndarray, float]:
     """Return how often each text was drawn, ``int[V^3]``, and how many drafts were accepted."""
-    tokens, lengths = np.tile(np.int32(_PROMPT), (batch, 1)), np.full(batch, len(_PROMPT), np.int32)
+    tokens, lengths = np.tile(np.array(_PROMPT, np.int32), (batch, 1)), np.full(batch, len(_PROMPT), np.int32)
     counts, accepted, drafted = np.zeros(_VOCAB**_TOKENS, np.int64), 0, 0
     for keys in jax.random.split(jax.random.key(7), (draws // batch, batch)):
         output = jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=_TOKENS,
@@ -54,7 +54,9 @@ def _counts(target: Any, draft: Any, draws: int, batch: int, rule: str, k: int) 
 def exact(target: Any) -> np.ndarray:
     """Return the probability of every text, ``float64[V^3]``, at temperature 1."""
     texts = np.stack(np.unravel_index(np.arange(_VOCAB**_TOKENS), (_VOCAB,) * _TOKENS), axis=1)
-    tokens = np.concatenate([np.tile(np.int32(_PROMPT), (len(texts), 1)), texts[:, :-1].astype(np.int32)], axis=1)
+    tokens = np.concatenate(
+        [np.tile(np.array(_PROMPT, np.int32), (len(texts), 1)), texts[:, :-1].astype(np.int32)], axis=1
+    )
     logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(target, tokens), np.float64)
     logs = logits[:, len(_PROMPT) - 1 :]
     logs = logs - logs.max(-1, keepdims=True)
