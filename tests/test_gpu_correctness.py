@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from bench.gpu import kernel_errors, kernels, law, texts
 from bench.gpu.record import Record
@@ -48,13 +49,11 @@ def test_a_wrong_kernel_is_not_ok(wrong, monkeypatch, tmp_path, quick_compile):
     monkeypatch.setattr(kernels, "NORM", {"several rows": kernels.NORM["several rows"]})
     if wrong:
         monkeypatch.setattr(kernel_errors, "project_add_norm" if norms else "decode_attention", wrong)
-    for check in [kernel_errors.attention] * (not norms) + [kernel_errors.norm] * (norms or not wrong):
-        check(record, True)
+    kernel_errors.small(record, True)
     found = {row["what"]: row["ok"] for row in record.rows}
-    if wrong is None:
-        assert len(found) == 4 and all(found.values())
-    else:
-        assert [name for name, ok in found.items() if not ok] == [next(iter(found))]
+    assert len(found) == 4
+    expected = [name for name in found if name.startswith("norm" if norms else "attention, several tokens, bfloat16")]
+    assert [name for name, ok in found.items() if not ok] == (expected if wrong else [])
 
 
 def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
@@ -69,7 +68,8 @@ def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
     monkeypatch.setattr(kernel_errors, "_attend_projected", rough)
     monkeypatch.setattr(kernels, "ATTENTION", {"one token": kernels.ATTENTION["one token"]})
     record = Record(tmp_path / "step.json")
-    kernel_errors.attention(record, True)
+    monkeypatch.setattr(kernels, "NORM", {})
+    kernel_errors.small(record, True)
     assert [row["ok"] for row in record.rows] == [True, True, False]
 
 
@@ -81,7 +81,10 @@ def test_another_law_is_not_ok(quick_compile):
     assert counts.sum() == 4096 and 0.1 < rate < 0.9
     exact = law.exact(target)
     assert exact.sum() == pytest.approx(1, abs=1e-6)
-    assert law.p_value(counts, exact) > law._ALPHA > law.p_value(counts, law.exact(draft))
+    same, other = (stats.chi2.sf(*law.chi_square(counts, one)) for one in (exact, law.exact(draft)))
+    assert same > law._ALPHA > other
+    statistic, freedom = law.chi_square(counts, law.exact(draft))
+    assert (statistic - freedom) / counts.sum() > 10 * law._ROUNDED
 
 
 def test_a_text_may_leave_another_only_where_two_tokens_are_tied(tmp_path, monkeypatch):

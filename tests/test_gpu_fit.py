@@ -56,8 +56,22 @@ def test_a_fit_says_what_to_write(tmp_path, capsys):
     assert fit.main([str(tmp_path)]) is None
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == "In jspec/devices.py, NVIDIA H100 80GB HBM3: launch=1.5e-06, bandwidth_share=0.8"
-    assert out[-2] == "After the fit the largest error is 0.0 %."
-    assert out[1].split() == ["plain", "2.881", "ms", "0.882", "1.000"]
+    assert out[-2] == "Predicted by a fit without itself, the worst round is 0.0 % off."
+    assert out[1].split() == ["plain", "2.881", "ms", "0.882", "1.000", "1.000"]
+
+
+def test_int8_is_held_out_and_too_few_rounds_are_refused(tmp_path, monkeypatch):
+    """An int8 round that takes twice as long changes no constant, and shows."""
+    monkeypatch.setitem(LOADS, "int8 3B plain", (1.0, 300))
+    write(tmp_path, lambda work, kernels: (2 if kernels == 300 else 1) * (work / 0.8 + kernels * 1.5e-3))
+    assert fit.main([str(tmp_path)]) is None
+    report = fit.report(tmp_path).splitlines()
+    assert report[-1].endswith("launch=1.5e-06, bandwidth_share=0.8") and "50.0 % off" in report[-2]
+    for name in ("K=1", "K=2"):
+        monkeypatch.delitem(LOADS, name)
+    write(tmp_path, lambda work, kernels: work)
+    with pytest.raises(ValueError, match="3 measured rounds of the drill's decoding step, and a fit needs 4"):
+        fit.report(tmp_path)
 
 
 @pytest.mark.parametrize("rows", [None, [], [{"what": "3B plain", "error": "out of memory"}]])

@@ -1,4 +1,4 @@
-"""The project's own tests of round, rules and kernels, on the device."""
+"""The project's own tests of rounds and rules, on the device; its tests of kernels interpret them."""
 
 import os
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 
 from bench.gpu.record import Record
 
-_FILES = ("tests/test_round.py", "tests/test_rules.py", "tests/test_kernels.py")
+_FILES = ("tests/test_round.py", "tests/test_rules.py")
 _FEW = ("tests/test_rules.py", "-k", "receipts and TopK")
 # Compiled as shipped, without files in the tree; a library's warning is not an error there.
 _OPTIONS = ("-p", "no:cacheprovider", "--as-shipped", "-o", "filterwarnings=default")
-_WORKERS = 8  # share the device: most of a test's time goes into compiling
+_WORKERS = 14  # share the device: most of a test's time goes into compiling, on one core each
 
 
 class _Outcomes:

@@ -16,7 +16,7 @@ def gpu(
     output: Annotated[
         Path, typer.Option("--output", metavar="DIR", file_okay=False, help="A JSON file for each step.")
     ],
-    seconds: Annotated[float, typer.Option("--seconds", min=1, help="For all steps together.")] = 300.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="For all steps together.")] = 540.0,
     rehearse: Annotated[bool, typer.Option("--rehearse", help="The same code on CPU, with tiny shapes.")] = False,
     only: Annotated[list[str], typer.Option("--step", help=f"Of {_NAMES}; may be repeated.")] = [],  # noqa: B006
 ) -> None:

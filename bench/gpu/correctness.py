@@ -6,7 +6,7 @@ from bench.gpu.record import Record
 
 def run(record: Record, rehearse: bool) -> None:
     """Check what has never run elsewhere first."""
-    for name, check in (("attention", kernel_errors.attention), ("norm", kernel_errors.norm), ("texts", texts.check),
-                        ("law", law.check)):  # fmt: skip
+    for name, check in (("kernels", kernel_errors.small), ("texts", texts.check), ("law", law.check),
+                        ("kernels at real sizes", kernel_errors.large)):  # fmt: skip
         with record.attempt(name):
             check(record, rehearse)

@@ -73,9 +73,7 @@ class Drill:
         entry |= {"rows": len(results["rows"]), "errors": errors}
         self.facts["conditions"] = self.facts["conditions"] or results.get("conditions")
         self._write()
-        print(
-            f"{step.name}: {entry['state']} in {entry['seconds']} s, {entry['rows']} rows, {errors} errors", flush=True
-        )
+        print(summary.of_step(self._folder, entry), flush=True)
 
     def _write(self) -> None:
         self.facts["seconds"] = round(time.monotonic() - self._begin, 1)
@@ -94,7 +92,8 @@ def _in_process(step: Step, file: Path, rehearse: bool, limit: float, output: IO
     finally:  # what it started may outlive it, and hold the GPU
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may be stuck in the driver of the device
+            child.wait(10)
 
 
 def _environment(step: Step, rehearse: bool) -> dict[str, str]:
@@ -103,8 +102,10 @@ def _environment(step: Step, rehearse: bool) -> dict[str, str]:
     fixed = {"JAX_PLATFORMS": "cuda,cpu"}
     if rehearse:  # compiling is most of it
         fixed = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    programs = str(Path(tempfile.gettempdir(), "jspec-drill-programs"))  # steps and drills share what is compiled
-    defaults = {"JAX_COMPILATION_CACHE_DIR": programs, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    programs = Path(tempfile.gettempdir(), "jspec-drill-programs")  # steps and drills share what is compiled
+    defaults = {"JAX_COMPILATION_CACHE_DIR": str(programs / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "TORCHINDUCTOR_CACHE_DIR": str(programs / "torch"), "PYTHONUNBUFFERED": "1",
+                "PYTHONFAULTHANDLER": "1"}  # fmt: skip
     return {**defaults, **step.environment, **os.environ, **fixed}
 
 

@@ -5,6 +5,7 @@ held to what the dtype can do, which also shows products in float32 that are sil
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from jspec.kernels.attention import decode_attention
 from jspec.kernels.norm import project_add_norm
 from jspec.layers import _project_add_norm
 
-_THREADS = 8  # that compile
+_THREADS = 8  # that compile, one for each form of a few cases
 _EPS = 1e-5
 _AS_XLA = 1.5  # times its error a kernel may have
 # The error that a dtype may have, relative to the result.
@@ -39,47 +40,71 @@ _LARGE_NORMS = {f"{inner} to {size}, batch {batch}": (batch, 1, inner, size)
                 for batch in (1, 5, 8, 64)}  # fmt: skip
 
 
-def attention(record: Record, rehearse: bool) -> None:
-    """Add a row for each case in bfloat16, and a few in the other dtypes; slots that no query sees are spoiled."""
+def small(record: Record, rehearse: bool) -> None:
+    """Add a row for each small case in bfloat16, and a few of attention in the other dtypes."""
     few = dict(list(kernels.ATTENTION.items())[: 1 if rehearse else 3])
-    cases = [(name, case, jnp.bfloat16) for name, case in (few if rehearse else kernels.ATTENTION | _LARGE).items()]
+    cases = [(name, case, jnp.bfloat16) for name, case in (few if rehearse else kernels.ATTENTION).items()]
     cases += [(name, case, dtype) for name, case in few.items() for dtype in (jnp.float16, jnp.float32)]
-    programs = {}
-    for name, case, dtype in cases:
-        qkv, tables, keys, values, positions, sizes = kernels.attention_arguments(*case, dtype=dtype)
-        arrays = qkv, tables, *kernels.spoil(keys, values, positions), positions
-        forms = {"XLA": functools.partial(_attend_projected, sizes=sizes)}
-        if dtype == jnp.bfloat16:
-            forms["kernel"] = functools.partial(decode_attention, sizes=sizes, interpret=_interpreted())
-        programs[f"attention, {name}, {np.dtype(dtype).name}"] = forms, arrays, functools.partial(_attended, sizes)
-    _add_rows(record, programs)
+    _add_rows(record, [_attention(*case) for case in cases] + [_norm(*case) for case in kernels.NORM.items()])
 
 
-def norm(record: Record, rehearse: bool) -> None:
-    """Add a row for each case: of the sum, and of the norm of the sum as the same form has rounded it."""
-    programs = {}
-    for name, case in (kernels.NORM if rehearse else kernels.NORM | _LARGE_NORMS).items():
-        forms = {"XLA": functools.partial(_project_add_norm, eps=_EPS),
-                 "kernel": functools.partial(project_add_norm, eps=_EPS, interpret=_interpreted())}  # fmt: skip
-        programs[f"norm, {name}"] = forms, kernels.norm_arguments(*case), _normed
-    _add_rows(record, programs)
+def large(record: Record, rehearse: bool) -> None:
+    """Add a row for each case of real sizes; a rehearsal has none."""
+    if not rehearse:
+        cases = [_attention(name, case, jnp.bfloat16) for name, case in _LARGE.items()]
+        _add_rows(record, cases + [_norm(*case) for case in _LARGE_NORMS.items()])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """Forms of one function, its arguments, and what makes a row of the arguments and the results of the forms."""
+
+    name: str
+    forms: Mapping[str, Callable]
+    arrays: Callable[[], Sequence[Any]]
+    judge: Callable
+
+
+def _attention(name: str, case: tuple, dtype: Any) -> _Case:
+    """Return attention with spoiled slots, which no query sees."""
+    _, _, heads, groups, size, *_ = case
+    sizes = heads, groups, size
+    forms = {"XLA": functools.partial(_attend_projected, sizes=sizes)}
+    if dtype == jnp.bfloat16:
+        forms["kernel"] = functools.partial(decode_attention, sizes=sizes, interpret=_interpreted())
+
+    def arrays() -> Sequence[Any]:
+        qkv, tables, keys, values, positions, _ = kernels.attention_arguments(*case, dtype=dtype)
+        return qkv, tables, *kernels.spoil(keys, values, positions), positions
+
+    return _Case(f"attention, {name}, {np.dtype(dtype).name}", forms, arrays, functools.partial(_attended, sizes))
+
+
+def _norm(name: str, case: tuple) -> _Case:
+    """Return the sum of a block, and the norm of the sum as the same form has rounded it."""
+    forms = {"XLA": functools.partial(_project_add_norm, eps=_EPS),
+             "kernel": functools.partial(project_add_norm, eps=_EPS, interpret=_interpreted())}  # fmt: skip
+    return _Case(f"norm, {name}", forms, functools.partial(kernels.norm_arguments, *case), _normed)
 
 
 def _interpreted() -> bool:
     return jax.default_backend() != "gpu"
 
 
-def _add_rows(record: Record, programs: Mapping[str, tuple[Mapping[str, Callable], Sequence[Any], Callable]]) -> None:
-    """Compile all programs side by side, and add what the third member of each says of the results of its forms."""
+def _add_rows(record: Record, cases: Sequence[_Case]) -> None:
+    """Add the row of each case; the programs of a few cases are compiled side by side."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        compiled = {
-            name: {form: pool.submit(jax.jit(program).lower(*arrays).compile) for form, program in forms.items()}
-            for name, (forms, arrays, _) in programs.items()
-        }
-        for name, (_, arrays, judge) in programs.items():
-            with record.attempt(name):
-                results = {form: future.result()(*arrays) for form, future in compiled[name].items()}
-                record.add(name, **judge(arrays, results))
+        for begin in range(0, len(cases), _THREADS // 2):
+            pending = []
+            for case in cases[begin : begin + _THREADS // 2]:
+                with record.attempt(case.name):
+                    arrays = case.arrays()
+                    lowered = {form: jax.jit(program).lower(*arrays) for form, program in case.forms.items()}
+                    pending.append((case, arrays, {form: pool.submit(one.compile) for form, one in lowered.items()}))
+            for case, arrays, compiled in pending:
+                with record.attempt(case.name):
+                    results = {form: future.result()(*arrays) for form, future in compiled.items()}
+                    record.add(case.name, **case.judge(arrays, results))
 
 
 def _attended(sizes: tuple[int, int, int], arrays: Sequence[Any], results: Mapping[str, Any]) -> dict[str, Any]:

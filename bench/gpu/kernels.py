@@ -27,29 +27,34 @@ def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: 
                         dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:  # fmt: skip
     """Return random arguments of `jspec.kernels.attention.decode_attention`, with zeros in slots that are not filled.
 
+    NumPy makes them: on a device each new shape would be a program to compile.
+
     Args:
         starts: where the new tokens of each row begin.
     """
     rng = np.random.default_rng(0)
 
-    def draw(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32).astype(np.dtype(dtype))
 
     angles = rng.uniform(0, 2 * np.pi, (batch, 1, tokens, size // 2)).astype(np.float32)
     keys, values = draw(batch, groups, size, slots), draw(batch, groups, slots, size)
-    positions = jnp.array(starts, jnp.int32)[:, None] + jnp.arange(tokens)
+    positions = np.array(starts, np.int32)[:, None] + np.arange(tokens, dtype=np.int32)
     caches = spoil(keys, values, positions, 0, 0)
-    qkv = draw(batch, tokens, (heads + 2 * groups) * size)
-    return qkv, (np.cos(angles), np.sin(angles)), *caches, positions, (heads, groups, size)
+    qkv = jnp.asarray(draw(batch, tokens, (heads + 2 * groups) * size))
+    return qkv, (np.cos(angles), np.sin(angles)), *caches, jnp.asarray(positions), (heads, groups, size)
 
 
-def spoil(keys: Array, values: Array, positions: Array, key: float = np.nan, value: float = 1e4) -> tuple[Array, Array]:
+def spoil(keys: Any, values: Any, positions: Any, key: float = np.nan, value: float = 1e4) -> tuple[Array, Array]:
     """Return caches whose slots from the first new token on hold `key` and `value`, which no query may see.
 
     A cache never holds values that are NaN: XLA's form does not bear them.
     """
-    after = jnp.arange(values.shape[2]) >= positions[:, :1]
-    return jnp.where(after[:, None, None, :], key, keys), jnp.where(after[:, None, :, None], value, values)
+    keys, values = np.array(keys), np.array(values)
+    after = np.arange(values.shape[2]) >= np.asarray(positions)[:, :1]
+    np.copyto(keys, np.asarray(key, keys.dtype), where=after[:, None, None, :])
+    np.copyto(values, np.asarray(value, values.dtype), where=after[:, None, :, None])
+    return jnp.asarray(keys), jnp.asarray(values)
 
 
 def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, positions: Any,
@@ -75,8 +80,8 @@ def norm_arguments(batch: int, tokens: int, inner: int, size: int, seed: int = 0
     """Return random arguments of `jspec.kernels.norm.project_add_norm`: stream, input, weights of product and norm."""
     rng = np.random.default_rng(seed)
     shapes = (batch, tokens, size), (batch, tokens, inner), (inner, size), (size,)
-    x, mixed, weight, gamma = (jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes)
-    return x, mixed / jnp.asarray(16, dtype), weight, gamma
+    x, mixed, weight, gamma = (rng.standard_normal(shape, np.float32).astype(np.dtype(dtype)) for shape in shapes)
+    return tuple(map(jnp.asarray, (x, mixed / np.asarray(16, mixed.dtype), weight, gamma)))
 
 
 def exact_sum(x: Array, inner: Array, weight: Array) -> np.ndarray:

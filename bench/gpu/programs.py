@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -67,11 +68,11 @@ class Program:
     Attributes:
         case: what it decodes.
         executable: what JAX compiled.
-        compile_seconds: how long that took, beside other compilations.
+        compile_or_load_seconds: how long that took, beside other compilations.
     """
 
-    def __init__(self, case: Case, executable: Any, compile_seconds: float):
-        self.case, self.executable, self.compile_seconds = case, executable, compile_seconds
+    def __init__(self, case: Case, executable: Any, compile_or_load_seconds: float):
+        self.case, self.executable, self.compile_or_load_seconds = case, executable, compile_or_load_seconds
         batch, width = case.setting.batch, case.setting.width
         tokens = np.random.default_rng(0).integers(1, case.target.config.vocab_size, (batch, width), np.int32)
         self._request = tokens, np.full(batch, width, np.int32), jax.random.split(jax.random.key(0), batch)
@@ -165,11 +166,12 @@ def timed(record: Record, decoders: Mapping[str, Decoder], lengths: tuple[int, i
 
 
 def add_rows(record: Record, programs: Mapping[str, Program], timings: Mapping[str, Timing], reference: str,
-             bandwidth: float) -> None:  # fmt: skip
+             bandwidth: float, ahead: Mapping[str, float] = MappingProxyType({})) -> None:  # fmt: skip
     """Add the row of every program that has none yet: its speed, also over that of `reference`, and its prediction.
 
     Args:
         bandwidth: bytes a second that this device was measured to read.
+        ahead: milliseconds of a round, as they were predicted before anything ran.
     """
     present = {row["what"] for row in record.rows}
     for name, timing in timings.items():
@@ -192,9 +194,11 @@ def add_rows(record: Record, programs: Mapping[str, Program], timings: Mapping[s
             row |= {"over": reference, "x": gain.median, "x_low": gain.low, "x_high": gain.high}
         if case.draft is None:
             row |= shares(weight_bytes(case.target), round_.median, bandwidth)
+        if name in ahead:
+            row |= {"ahead_ms": ahead[name], "ahead_over_measured": ahead[name] / (1e3 * round_.median)}
         with record.attempt(f"prediction of {name}"):
             row |= prediction(programs[name].kernels, round_.median)
-        record.add(name, **row, compile_seconds=programs[name].compile_seconds)
+        record.add(name, **row, compile_or_load_seconds=programs[name].compile_or_load_seconds)
 
 
 def shares(size: int, seconds: float, bandwidth: float) -> dict[str, float]:

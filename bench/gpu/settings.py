@@ -146,5 +146,5 @@ def _training(record: Record, size: Sizes, target: Any) -> None:
     taken = spread(in_turns({"step": call}, size.repeats, warmup=1)["step"])
     record.add("1B: a step of training EAGLE", ms=taken.median * 1e3, ms_low=taken.low * 1e3, ms_high=taken.high * 1e3,
                tokens=batch.tokens.size, tokens_per_s=batch.tokens.size / taken.median,
-               trained=sum(leaf.size for leaf in trainee.weights.values()), compile_seconds=compiled_in,
+               trained=sum(leaf.size for leaf in trainee.weights.values()), compile_or_load_seconds=compiled_in,
                temporary_mb=step.memory_analysis().temp_size_in_bytes / 1e6)  # fmt: skip

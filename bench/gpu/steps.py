@@ -12,7 +12,7 @@ class Step:
     Attributes:
         name: of the step and of its file.
         module: has ``run(record: Record, rehearse: bool) -> None``.
-        share: seconds of a drill of 300, beside those that earlier steps left over.
+        share: seconds of a drill of 540, beside those that earlier steps left over.
         environment: variables of its process.
     """
 
@@ -25,12 +25,13 @@ class Step:
 # For processes that share the device: JAX takes three quarters of its memory when it starts.
 _SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 STEPS = (
-    Step("device", "bench.gpu.device", 30.0),
-    Step("correctness", "bench.gpu.correctness", 60.0),
-    Step("decoding", "bench.gpu.decoding", 90.0),
-    Step("rivals", "bench.gpu.rivals", 45.0, _SHARED),
-    Step("settings", "bench.gpu.settings", 45.0),
-    Step("checks", "bench.gpu.checks", 30.0, _SHARED),
+    Step("device", "bench.gpu.device", 35.0),
+    Step("decoding", "bench.gpu.decoding", 180.0),
+    Step("correctness", "bench.gpu.correctness", 90.0),
+    Step("without-kernels", "bench.gpu.without_kernels", 40.0, {"JSPEC_KERNELS": "0"}),
+    Step("rivals", "bench.gpu.rivals", 110.0, _SHARED),
+    Step("settings", "bench.gpu.settings", 65.0),
+    Step("checks", "bench.gpu.checks", 20.0, _SHARED),
 )
 
 

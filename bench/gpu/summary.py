@@ -4,21 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-_ROWS = 13  # of a step
+_ROWS = 11  # of a step
 _WIDTH = 130
 _LEFT_OUT = {"what", "traceback", "file", "rounds", "ms_low", "ms_high", "x_low", "x_high", "over", "programs", "at"}
 
 
 def text(folder: Path, drill: dict[str, Any]) -> str:
     """Return a line for each row of every step, errors and wrong results first."""
-    lines = []
-    for entry in drill["steps"]:
-        lines.append(f"\n{entry['step']}: {entry['state']}, {entry.get('seconds', 0)} s")
-        rows = json.loads((folder / entry["file"]).read_text(encoding="utf-8"))["rows"]
-        rows.sort(key=lambda row: not _bad(row))  # stable
-        lines += [_line(row) for row in rows[:_ROWS]]
-        if len(rows) > _ROWS:
-            lines.append(f"  and {len(rows) - _ROWS} rows more in {entry['file']}")
+    return "\n".join(of_step(folder, entry) for entry in drill["steps"])
+
+
+def of_step(folder: Path, entry: dict[str, Any]) -> str:
+    """Return the lines of the step that `entry` of ``drill.json`` is about."""
+    lines = [f"\n{entry['step']}: {entry['state']}, {entry.get('seconds', 0)} s"]
+    rows = json.loads((folder / entry["file"]).read_text(encoding="utf-8"))["rows"]
+    rows.sort(key=lambda row: not _bad(row))  # stable
+    lines += [_line(row) for row in rows[:_ROWS]]
+    if len(rows) > _ROWS:
+        lines.append(f"  and {len(rows) - _ROWS} rows more in {entry['file']}")
     return "\n".join(lines)
 
 

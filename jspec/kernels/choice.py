@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,8 @@ def project_add_norm(
 def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
     """The kernel of a `primitive`, if it `suits`, on one NVIDIA GPU of the Ampere generation or later.
 
+    With ``JSPEC_KERNELS=0`` in the environment no program that is lowered has a kernel.
+
     Elsewhere the program is as without it. XLA cannot divide a kernel, and would gather caches and weights on each of
     several devices; under `jax.shard_map` there is nothing to divide. `jax.vmap` and derivatives have `otherwise`.
 
@@ -87,7 +90,8 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
 
     def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
         alone = _on_one_device(context.module_context.axis_context)
-        form = otherwise if not alone or is_before_ampere() else on_gpu
+        wanted = alone and not is_before_ampere() and os.environ.get("JSPEC_KERNELS") != "0"
+        form = on_gpu if wanted else otherwise
         return mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others)
 
     primitive = Primitive(name)
