@@ -241,6 +241,13 @@ def test_a_gpu_without_triton_has_xla_form(monkeypatch):
     assert weights.default_dtype() == jnp.bfloat16
 
 
+def test_programs_can_do_without_kernels(monkeypatch):
+    monkeypatch.setenv("JSPEC_KERNELS", "0")
+    assert not _has_kernel(_choose, _shapes())
+    monkeypatch.setenv("JSPEC_KERNELS", "1")
+    assert _has_kernel(_choose, _shapes())
+
+
 def test_elsewhere_the_program_is_as_without_it():
     def without(*arguments):
         return _attend_projected(*arguments, (6, 2, 64))
