@@ -58,7 +58,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests that tests/slow.txt names: the slow ones among many of a kind, of which others run by default."""
+    """Mark as slow the tests that tests/slow.txt lists, mostly members of families that also have quick ones."""
     found = {item.nodeid.removeprefix("tests/"): item for item in items}
     for name in SLOW & found.keys():
         found[name].add_marker(pytest.mark.slow)
@@ -109,9 +109,9 @@ def as_shipped():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_run(tmp_path_factory):
-    """Keep the programs of commands, and of the processes that tests start, out of the user's own folder.
+    """Keep the programs that commands and child processes compile out of the user's own folder.
 
-    JAX has read its environment before, so that the programs of this process are not kept.
+    JAX has already read its environment, so the programs of this process are not cached.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
@@ -121,9 +121,9 @@ def cache_of_this_run(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def engines_compile_when_needed():
-    """An engine compiles each program when it first needs it: most tests need few of its dozens.
+    """Have engines compile each program when they first need it, because most tests need only a few.
 
-    A test of warm engines calls the `Device.compile` that its file has kept.
+    A test that needs all of them calls the `Device.compile` that its file has kept.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jspec.engine.device.Device.compile", lambda _: None)

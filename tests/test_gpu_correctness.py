@@ -1,4 +1,4 @@
-"""What the drill says of wrong kernels and laws: every mistake that is planted shows as a row that is not ok."""
+"""The drill detects wrong kernels and wrong laws: every planted mistake shows as a row that is not ok."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The read bandwidth that shares are taken of: as the device step found it, or measured where that has not run."""
+"""The device's read bandwidth: from the file of the device step, or measured if there is none."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ def read_bandwidth(record: Record) -> float:
     """Return bytes a second, and add them to `record`."""
     source, bandwidth = "device step", _of_device_step(record)
     if bandwidth is None:
-        source, bandwidth = "measured by this step", _measured()
+        source, bandwidth = "measured by this step", max(rates(5).values())
     record.add("bandwidth", gb_per_s=bandwidth / 1e9, source=source)
     return bandwidth
 
@@ -26,7 +26,8 @@ def _of_device_step(record: Record) -> float | None:
     return next((1e9 * row[_KEY] for row in rows if row["what"] == _WHAT and _KEY in row), None)
 
 
-def _measured() -> float:
-    size, calls = probes()
-    times = in_turns(calls, 5)
-    return max(size / spread(taken).median for taken in times.values())
+def rates(repeats: int, megabytes: int | None = None) -> dict[str, float]:
+    """Return the bytes a second of each way to read one large array, of so many `megabytes` or of the usual size."""
+    size, calls = probes(None if megabytes is None else megabytes * 2**20)
+    times = in_turns(calls, repeats)
+    return {name.removeprefix("read: "): size / spread(taken).median for name, taken in times.items()}

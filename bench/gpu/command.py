@@ -22,7 +22,7 @@ def gpu(
 ) -> None:
     """Run the GPU drill: constants of the device, correctness, decoding speed, rivals, settings, tests."""
     if unknown := set(only) - {step.name for step in STEPS}:
-        raise typer.BadParameter(f"There is no step {min(unknown)!r}; there are {_NAMES}.", param_hint="--step")
+        raise typer.BadParameter(f"There is no step {min(unknown)!r}; choose from {_NAMES}.", param_hint="--step")
     from bench.gpu.drill import Drill
 
     drill = Drill(output, seconds, rehearse, only=only)

@@ -1,8 +1,8 @@
 """Decoding on the device: plain and speculative, bfloat16 and int8, each beside its prediction; and where time goes.
 
 Programs are measured in groups, the most valuable first. A group is compiled together and runs in turns with plain
-decoding of the target, which every speed-up is over. That is compiled alone, so that kernels are tuned in peace and
-there is a figure early.
+decoding of the target, the reference of every speed-up. The reference is compiled alone, so that nothing disturbs its
+autotuning and the first figure comes early.
 """
 
 import time
@@ -19,10 +19,10 @@ from bench.gpu.weights import random_model
 from bench.timing import spread
 
 PLAIN = "3B plain"
-# Whose launches are looked at, once so many groups are measured: the profiler takes seconds to start.
+# Programs to profile, after the first three groups: the profiler takes seconds to start.
 _PROFILED, _BEFORE = (PLAIN, "3B, 1B drafts K=2", "8B plain", "3B, int8 1B drafts K=2"), 3
-# Milliseconds of a round on an H100, as `bench.compiled` predicted them before the first run: jax 0.10.1, kernels that
-# are not tuned, 2 us for each, the published bandwidth.
+# Milliseconds of a round on an H100, predicted before the first run by the arithmetic of `python -m bench compiled`:
+# jax 0.10.1, kernels without autotuning, 2 us for each, the published bandwidth.
 _AHEAD = {
     PLAIN: 2.55,
     "8B plain": 6.03,
@@ -58,7 +58,7 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _profiles(record: Record, programs: dict[str, Program], seconds: Mapping[str, float], size: Sizes) -> None:
-    """Trace each of `programs`, a round of which takes so many `seconds`; only plain decoding is kept."""
+    """Profile each of `programs`, then drop all but plain decoding; `seconds` are those of an untraced round."""
     for name in [*programs]:
         with record.attempt(f"profile of {name}"):
             _profile(record, programs[name], seconds[name], size)

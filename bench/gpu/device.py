@@ -1,4 +1,4 @@
-"""What the device costs whatever it computes: reads, copies, products, kernels, loops and round trips to the host.
+"""Costs of the device that no model decides: reads, copies, products, kernels, loops and round trips to the host.
 
 Kernels and turns of loops are measured by differences. A turn runs few or many kernels that do nothing, and the slope
 over their number is the cost of one; what is left is the cost of the turn. `jspec.devices.LAUNCH` assumes the slope.
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from bench.gpu.bandwidth import rates
 from bench.gpu.record import Record
-from bench.roofline import probes
 from bench.timing import in_turns, seconds, spread
 from jspec.devices import LAUNCH
 
@@ -30,7 +30,7 @@ _KERNELS = (8, 64)  # in a turn; XLA captures five or more
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure first what predictions are made with; loops of kernels come last, because they take longest."""
+    """Measure the bandwidth first, which other steps read; loops of kernels come last because they take longest."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     record.add("device", kind=device.device_kind, platform=device.platform, count=jax.device_count(),
@@ -47,11 +47,8 @@ def run(record: Record, rehearse: bool) -> None:
 
 def _read(record: Record, rehearse: bool) -> None:
     """Read one large array by a sum and by a product with a vector; the bandwidth is that of the faster one."""
-    size, calls = probes(2**24 if rehearse else None)
-    times = in_turns(calls, 3 if rehearse else 15)
-    rates = {name: size / spread(taken).median / 1e9 for name, taken in times.items()}
-    record.add("read bandwidth", gb_per_s=max(rates.values()), megabytes=size / 1e6, **{
-        name.removeprefix("read: "): rate for name, rate in rates.items()})  # fmt: skip
+    found = {name: rate / 1e9 for name, rate in (rates(3, 16) if rehearse else rates(15)).items()}
+    record.add("read bandwidth", gb_per_s=max(found.values()), **found)
 
 
 def _copy(record: Record, rehearse: bool) -> None:

@@ -59,7 +59,7 @@ class Drill:
         print(summary.text(self._folder, self.facts), flush=True)
 
     def _play(self, step: Step, limit: float) -> None:
-        """Run `step` for at most `limit` seconds, and see to it that its file says how it ended."""
+        """Run `step` for at most `limit` seconds, and record in its file how it ended."""
         begin, file = time.monotonic(), file_of(self._folder, step.name, self._all)
         entry = {"step": step.name, "file": file.name, "state": "running", "limit": round(limit, 1)}
         self.facts["steps"].append(entry)

@@ -47,7 +47,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What fits best: seconds a kernel, and the part of the published bandwidth that is reached."""
+    """The fitted constants: seconds per kernel, and the share of the published bandwidth that kernels reach."""
 
     launch: float
     bandwidth_share: float

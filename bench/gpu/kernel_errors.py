@@ -57,7 +57,7 @@ def large(record: Record, rehearse: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Forms of one function, its arguments, and what makes a row of the arguments and the results of the forms."""
+    """Forms of one function and its arguments; `judge` makes a row of the arguments and the results of all forms."""
 
     name: str
     forms: Mapping[str, Callable]

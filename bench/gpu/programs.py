@@ -89,7 +89,7 @@ class Program:
 
     @functools.cached_property
     def kernels(self) -> compiled.Program:
-        """What the executable launches, read from its text."""
+        """The kernels of the executable, read from its text."""
         return compiled.read(self.executable)
 
 
@@ -118,7 +118,7 @@ def _compiled(lowered: Any) -> tuple[Any, float]:
 
 
 class Decoder(Protocol):
-    """What can be timed: a `Program`, or a model of transformers."""
+    """A decoder to time: a `Program`, or a model of transformers."""
 
     def __call__(self, limit: int) -> Any:
         """Decode `limit` new tokens in every row."""

@@ -1,4 +1,4 @@
-"""What a step of the drill has measured so far, on disk after every measurement."""
+"""The measurements of one step of the drill, written to disk one by one."""
 
 import contextlib
 import json

@@ -77,7 +77,7 @@ class Generator:
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure what needs no compiler of theirs first: it may use up the time that is left."""
+    """Measure the uncompiled models first, because torch.compile may use up the time that is left."""
     size = sizes(rehearse)
     target, assistant = (_random(config, size) for config in (size.target, size.draft))
     cases = _ours(size)
@@ -96,7 +96,7 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _compiled(record: Record, size: Sizes, generator: Generator, ours: Mapping[str, Any]) -> None:
-    """Time what torch compiles, and say whether it compiled anything while it was timed: the figure would be none."""
+    """Time the model that torch compiles; the figure is valid only if torch compiled nothing while it was timed."""
     import torch._dynamo.utils
 
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than go on uncompiled without a word

@@ -35,7 +35,7 @@ _BY_RANK = (0.62, 0.12, 0.06)
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure one set after another, that of the largest program last."""
+    """Run the sets of measurements in order; the set with the largest program comes last."""
     size = sizes(rehearse)
     bandwidth = read_bandwidth(record)
     target, draft = random_model(size.target, size.dtype, 0), random_model(size.draft, size.dtype, 1)

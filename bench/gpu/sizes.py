@@ -13,7 +13,7 @@ ACCEPTANCE = 0.8  # of every drafted token, whatever it is (`bench.synthetic`)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how often.
+    """The shapes to measure, and the number of readings.
 
     Attributes:
         target, draft, large: the models; `large` decodes plainly.

@@ -1,4 +1,4 @@
-"""What a drill has found, in lines that fit a terminal."""
+"""The results of a drill, in lines that fit a terminal."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Decoding in XLA's own form, without the kernels of `jspec.kernels`: what they are worth, and a way on if they fail.
+"""Decoding without the kernels of `jspec.kernels`: shows what they gain, and gives figures even if they fail.
 
-The step runs with ``JSPEC_KERNELS=0``; its rows are those of the same names in the step `decoding`.
+The step runs with ``JSPEC_KERNELS=0``. Its rows have the names of those of the step `decoding`.
 """
 
 from bench.gpu.bandwidth import read_bandwidth

@@ -178,7 +178,7 @@ def _decode(
         with timed(times, name):
             return jax.device_get(task.decode(*models, max_new_tokens, sampling, seed, **drafting))
 
-    task.check_length(*models, max_new_tokens)  # the run that compiles would accept one token of any limit
+    task.check_length(*models, max_new_tokens)  # the run that compiles asks for one token, which always fits
     say("Compiling, which is kept for the next time")
     run("compile", dataclasses.replace(sampling, max_tokens=1))
     say("Decoding")

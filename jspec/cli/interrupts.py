@@ -85,6 +85,6 @@ def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
         if os.isatty(2):  # a pipe may be full, or closed
             shown = "".join(_last_words).encode(errors="backslashreplace")
             terminal = os.dup(2)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a spinner may draw its next frame
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a spinner may still draw a frame
             os.write(terminal, _CLEAR_LINE_AND_SHOW_CURSOR + shown)
         os._exit(STATUS)  # what was printed is out: typer and rich flush, and a flush here could wait for a full pipe

@@ -47,10 +47,9 @@ def project_add_norm(
 def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
     """The kernel of a `primitive`, if it `suits`, on one NVIDIA GPU of the Ampere generation or later.
 
-    With ``JSPEC_KERNELS=0`` in the environment no program that is lowered has a kernel.
-
-    Elsewhere the program is as without it. XLA cannot divide a kernel, and would gather caches and weights on each of
-    several devices; under `jax.shard_map` there is nothing to divide. `jax.vmap` and derivatives have `otherwise`.
+    Elsewhere, and with ``JSPEC_KERNELS=0`` in the environment, the program is as without it. XLA cannot divide a
+    kernel, and would gather caches and weights on each of several devices; under `jax.shard_map` there is nothing to
+    divide. `jax.vmap` and derivatives have `otherwise`.
 
     Args:
         otherwise: does the same with arguments of any shape and dtype; programs are told apart by it.
