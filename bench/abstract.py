@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jspec
 from bench import pairs
 from convert.config import LlamaConfig
-from jspec.draft_length import as_draft_length
-from jspec.drafters.model import as_drafter
-from jspec.layout import BY_TOKEN
-from jspec.program import decode_program, traced
-from jspec.quantizer import matrices
+from jspec.decoding.program import decode_program, traced
+from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.standalone.model import as_drafter
+from jspec.models.array_layout import BY_TOKEN
+from jspec.models.quantize import matrices
 from jspec.rules import RULES, Rule
 
 
@@ -29,7 +29,7 @@ class Setting:
         batch: rows.
         width: of the prompts, in tokens.
         new_tokens: the most that are added.
-        draft_length: K, a `jspec.draft_length.DraftLength`, or 0 for plain decoding.
+        draft_length: K, a `jspec.drafters.draft_length.DraftLength`, or 0 for plain decoding.
         rule: an object.
     """
 

@@ -10,7 +10,7 @@ from bench import plots
 from bench.report import publish
 from bench.subject import Subject, span
 from jspec import theory
-from jspec.tuning import acceptance_rates
+from jspec.tuning.tune_chain import acceptance_rates
 
 
 def acceptance_rate(out: jspec.Output) -> float:

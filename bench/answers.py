@@ -18,7 +18,7 @@ from bench.subject import Subject
 from bench.timing import in_turns, ratio, spread
 from jspec import text
 from jspec.drafters.base import own_tree
-from jspec.drafters.fallback import behind_lookup
+from jspec.drafters.combine.fallback import behind_lookup
 
 DRAFTING = ("tokens a round", "accepted")
 RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")

@@ -12,10 +12,10 @@ import numpy as np
 import jspec
 from bench.subject import Request, Subject
 from jspec import text
-from jspec.completion import how_far
 from jspec.drafters.base import own_tree
-from jspec.prompts import encode
-from jspec.training.rows import divide, written
+from jspec.generation.complete import how_far
+from jspec.text.chat_template import encode
+from jspec.training.dataset import divide, written
 from jspec.training.train import Recipe
 
 FOLDER = Path(__file__).parent / "prompts"  # of files as `jspec generate --chat --file` takes them

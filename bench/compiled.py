@@ -1,6 +1,7 @@
 """The program as a device would run it: kernels, bytes, copies and memory, part by part, and how long that should take.
 
-XLA compiles it for a device that is not there. Times are predictions from constants of `jspec.devices`, not measured.
+XLA compiles it for a device that is not there. Times are not measured: they are predicted from the constants of
+`jspec.core.devices`.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ from bench import abstract, devices, graphs, plots
 from bench.hlo import Instruction, Module, array_bytes
 from bench.report import publish
 from bench.traffic import flops, traffic
-from jspec.devices import Device
-from jspec.footprint import Weights, slots_of
+from jspec.core.devices import Device
+from jspec.planning.memory import Weights, slots_of
 
 PARTS = ("prefill", "draft", "verify", "accept", "commit")
 DRAFT_STEP = "draft step"  # in the loop of drafting; the first pass is outside

@@ -5,7 +5,7 @@ from importlib import metadata
 
 import numpy as np
 
-from jspec.devices import DEVICES, Device
+from jspec.core.devices import DEVICES, Device
 
 # What XLA must know of a GPU, as in the descriptions that come with it (xla/tools/hlo_opt/gpu_specs).
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench import plots
 from bench.report import publish
-from convert.names import MODELS
+from convert.hub_names import MODELS
 
 ROOT = Path(__file__).parent.parent
 MODEL = "smollm2"

@@ -13,11 +13,11 @@ from bench import plots
 from bench.report import publish
 from bench.subject import Subject
 from jspec.training.batches import Plan
+from jspec.training.dataset import Row, of_answer, parts
 from jspec.training.fit import Schedule, Source, fit, predicted, read_log
 from jspec.training.kinds import KINDS, Trainee, trainee_of
 from jspec.training.losses import LOSSES
-from jspec.training.rows import Row, of_answer, parts
-from jspec.training.sight import StoredStates
+from jspec.training.target_states import StoredStates
 from pair.corpus import load_corpus
 
 LENGTH, STEP_TOKENS = 256, 4096

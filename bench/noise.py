@@ -1,8 +1,8 @@
 """Two ways to draw a token with noise that target and draft share: in two steps, as jspec does, or with one a token.
 
-In two steps of sqrt(V) Gumbels each, of a block and of a token in it (`jspec.probs.sample_with_noise`), or at once with
-full noise, the largest of ``log p + g`` with a Gumbel g a token. Under the rule "coupled" the k children of a node are
-k draws in two steps, each without those before, or the k largest of ``log q + g``.
+In two steps of sqrt(V) Gumbels each, of a block and of a token in it (`jspec.core.probs.sample_with_noise`), or at
+once with full noise, the largest of ``log p + g`` with a Gumbel g a token. Under the rule "coupled" the k children of a
+node are k draws in two steps, each without those before, or the k largest of ``log q + g``.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from bench.report import publish
 from bench.subject import WIDTH, Subject
 from bench.timing import in_turns, seconds, spread
 from jspec import theory
-from jspec.keys import Purpose, gumbel, positions_from, stream, target_noise
-from jspec.probs import sample_with_noise
+from jspec.core.keys import Purpose, gumbel, positions_from, stream, target_noise
+from jspec.core.probs import sample_with_noise
 
 CHILDREN = 1, 2, 4, 8
 SIZES = (1, 1), (8, 5)  # requests, laws of each: plain decoding, and a round of four drafts
@@ -55,7 +55,7 @@ WAYS: dict[str, Draw] = {"two steps": in_two_steps, "full noise": at_once, "of 3
 
 
 def full_noise(keys: Array, vocab_size: int) -> Array:
-    """A Gumbel a token, ``float32[n, V]`` of ``keys[n]``, in the mode of `jspec.keys.gumbel`."""
+    """A Gumbel a token, ``float32[n, V]`` of ``keys[n]``, in the mode of `jspec.core.keys.gumbel`."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high"))(keys)
 
 

@@ -13,11 +13,11 @@ from bench.losses import STEP_TOKENS, windows
 from bench.report import publish
 from bench.subject import Subject, ragged
 from jspec import text
-from jspec.report import training_line
+from jspec.cli.report import training_line
 from jspec.training.batches import Plan
+from jspec.training.dataset import Row
 from jspec.training.fit import Progress, Schedule, Source, fit
 from jspec.training.kinds import KINDS, trainee_of
-from jspec.training.rows import Row
 from pair.corpus import Document, load_corpus
 
 _PROMPT = 64

@@ -10,10 +10,11 @@ import numpy as np
 import jspec
 from bench.drafters import in_batches, joined
 from bench.subject import Request, Subject
-from jspec import tree_tuning, tuning
-from jspec.keys import trial_keys
-from jspec.origins import KEPT
-from jspec.tuning import acceptance_rates
+from jspec.core.keys import trial_keys
+from jspec.core.origins import KEPT
+from jspec.tuning import tune_chain as tuning
+from jspec.tuning import tune_tree as tree_tuning
+from jspec.tuning.tune_chain import acceptance_rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Play:
         return in_batches(decode, models, self.request, self.temperature, limit, **options)
 
     def run(self, setting: tuning.Setting, limit: int, trial: int, accept: Any) -> jspec.Output:
-        """The first batch, as `jspec.tuning` asks for it."""
+        """The first batch, as `jspec.tuning.tune_chain` asks for it."""
         tokens, lengths, keys = (part[: self.batch] for part in self.request)
         one = dataclasses.replace(self, request=(tokens, lengths, trial_keys(keys, trial)), ends=())
         if setting == 0:

@@ -10,10 +10,10 @@ import jspec
 from bench import plots
 from bench.report import publish
 from bench.subject import WIDTH, Subject, span
+from jspec.core.keys import trial_keys
 from jspec.drafters import AutoregressiveDrafter
-from jspec.drafters.model import as_drafter
-from jspec.keys import trial_keys
-from jspec.tuning import TRIALS
+from jspec.drafters.standalone.model import as_drafter
+from jspec.tuning.tune_chain import TRIALS
 
 LENGTHS = 1, 2, 3, 4, 6, 8
 TREES = (2,), (4,), (2, 1), (3, 1, 1), (2, 2, 1, 1)

@@ -19,8 +19,8 @@ from bench import plots
 from bench.report import RESULTS, publish
 from bench.subject import held_out, ragged
 from jspec import theory
+from jspec.bundled import PAIR
 from jspec.text import load_tokenizer
-from jspec.weights import PAIR
 
 _MODEL, _WAITING = "model", 1024  # so many requests that nobody is refused
 _RATES = 0.5, 0.8, 1.2  # of arrival, as parts of what the plain server can do

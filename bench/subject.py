@@ -13,10 +13,10 @@ from bench import pairs
 from bench.passes import Pass
 from bench.report import RESULTS
 from jspec import text
-from jspec.cli.shared import UsageError
-from jspec.cli.sources import BESIDE, LOOKUP, NONE, check_exit, is_model, sources, without_model
-from jspec.drafters.fallback import behind_lookup
-from jspec.weights import PAIR
+from jspec.bundled import PAIR
+from jspec.cli.common import UsageError
+from jspec.cli.model_args import BESIDE, LOOKUP, NONE, check_exit, is_model, sources, without_model
+from jspec.drafters.combine.fallback import behind_lookup
 from pair.corpus import is_held_out, read_documents
 
 WIDTH = 96

@@ -13,10 +13,10 @@ from bench.report import publish
 from bench.subject import Subject
 from bench.timing import in_turns
 from jspec.training.batches import Batch, side_by_side
+from jspec.training.dataset import of_answer
 from jspec.training.fit import Schedule, begin
 from jspec.training.kinds import KINDS, Trainee, trainee_of
-from jspec.training.rows import of_answer
-from jspec.training.sight import Sight, laws_of, look
+from jspec.training.target_states import Sight, laws_of, look
 
 LENGTH = 256
 

@@ -20,8 +20,8 @@ from bench.report import publish
 from bench.subject import span
 from bench.synthetic import Synthetic
 from bench.timing import in_turns, ratio, spread
-from jspec.draft_length import doubling
-from jspec.tuning import acceptance_rates
+from jspec.drafters.draft_length import doubling
+from jspec.tuning.tune_chain import acceptance_rates
 
 # Rule -> that whose acceptance of several guesses for one token it shares.
 RULES = {"rejection": "rejection", "traversal": "rejection", "k-seq": "k-seq", "coupled": "coupled"}
@@ -80,7 +80,7 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
                " every depth a child of a rank is accepted as often as where all guesses are for one token. x plain:"
                f" medians of {repeats} calls in turns, prompts included; rounds alone: without them. predicted x: as"
                " rounds alone, from the predicted tokens and straight lines through what chains and fans take"
-               " (jspec.tree_tuning).",
+               " (jspec.tuning.tune_tree).",
                *fastest(rows)],
         folder=subject.folder,
         rates={rule: rate.tolist() for rule, rate in rates.items()},

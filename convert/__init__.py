@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from convert import moved
+
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint
     from convert.config import LlamaConfig, RopeConfig, parse_config, read_config
@@ -40,6 +42,8 @@ _HOMES = {
     "save_hf": "convert.saving",
     "shapes": "convert.keymap",
 }
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

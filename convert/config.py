@@ -4,12 +4,13 @@ import dataclasses
 import reprlib
 from pathlib import Path
 
-from convert import gguf_header, quantized
+from convert import quantized
 from convert.architectures import FAMILIES, Family
 from convert.errors import CheckpointError
-from convert.fields import Fields, flag, integer, number, token_ids
 from convert.generation_config import NAME, SamplingDefaults, parse_sampling
-from convert.gguf_config import raw_config, raw_generation_config
+from convert.gguf import header as gguf_header
+from convert.gguf.config import raw_config, raw_generation_config
+from convert.json_fields import Fields, flag, integer, number, token_ids
 from convert.json_file import read_object
 from convert.rope import RopeConfig, parse_rope
 from convert.weight_files import INDEX, SINGLE

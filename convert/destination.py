@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from convert import gguf_header, gguf_tokenizer
 from convert.errors import CheckpointError
 from convert.generation_config import NAME
-from convert.gguf_config import raw_config, raw_generation_config
+from convert.gguf import header as gguf_header
+from convert.gguf import tokenizer as gguf_tokenizer
+from convert.gguf.config import raw_config, raw_generation_config
 from convert.source import PARTIAL
 from convert.store import DESCRIPTION
 from convert.unfinished import deleted_in_the_end

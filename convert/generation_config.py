@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from convert.errors import CheckpointError
-from convert.fields import Fields, flag
+from convert.json_fields import Fields, flag
 
 NAME = "generation_config.json"
 # Name: the allowed values, and their test.

@@ -30,7 +30,7 @@ _QK_NORMS = (("self_attn.q_norm", "D"), ("self_attn.k_norm", "D"))
 _BUFFER = re.compile(r"model\.(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Heads that were trained with their target lie beside it; `convert.medusa_files` reads them.
+# Heads that were trained with their target lie beside it; `convert.heads.medusa_files` reads them.
 MEDUSA = "medusa_head."
 
 

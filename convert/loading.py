@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from convert import dtypes, from_gguf, from_hf, gguf_header, notes, store, weight_files
+from convert import dtypes, from_hf, notes, store, weight_files
 from convert.checkpoint import Checkpoint
 from convert.config import LlamaConfig, gguf_config, read_config
+from convert.gguf import header as gguf_header
+from convert.gguf import reader as from_gguf
 from convert.source import resolve
 
 Arrays = Iterator[tuple[str, np.ndarray]]

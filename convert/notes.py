@@ -7,9 +7,10 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from convert import gguf_config, rope_notes, weight_files
-from convert.fields import Fields
-from convert.gguf_header import Header
+from convert import rope_notes, weight_files
+from convert.gguf import config as gguf_config
+from convert.gguf.header import Header
+from convert.json_fields import Fields
 from convert.json_file import read_object
 
 _LOG = logging.getLogger("jspec.convert")

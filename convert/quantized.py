@@ -4,7 +4,7 @@ import reprlib
 from typing import Any
 
 from convert.errors import CheckpointError
-from convert.fields import Fields
+from convert.json_fields import Fields
 
 # `quant_method` -> how people call it, where that differs.
 _NAMES = {

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from convert.errors import CheckpointError
-from convert.fields import Fields, flag, integer, number
+from convert.json_fields import Fields, flag, integer, number
 
 _ORIGINAL = "original_max_position_embeddings"
 _USED = {

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from convert.fields import Fields, number
+from convert.json_fields import Fields, number
 from convert.rope import KNOWN, attention_factor, given_sections, parse_rope
 
 # vLLM reads the first two for yarn, the third scales queries of Ministral 3; of these families transformers reads none.

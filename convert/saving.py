@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from convert import dtypes, layout, llama_json, manifest, store, to_hf
+from convert import config_json as llama_json
+from convert import dtypes, manifest, store, to_hf
+from convert import shard_layout as layout
 from convert.architectures import FAMILIES
 from convert.checkpoint import Checkpoint
 from convert.config import LlamaConfig, read_config

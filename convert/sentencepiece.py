@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from convert.errors import CheckpointError
-from convert.gguf_vocabulary import Vocabulary
+from convert.gguf.vocabulary import Vocabulary
 
 _BPE, _USER_DEFINED = 2, 4
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3

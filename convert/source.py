@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
-from convert import names, placeholders
+from convert import hub_names as names
+from convert import placeholders
 from convert.errors import CheckpointError, brief
-from convert.gguf_header import MAGIC
+from convert.gguf.header import MAGIC
 
 PARTIAL = ".partial-"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -16,7 +17,7 @@ _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """The local place of `source`: itself if it exists, else that of a name (`convert.names`) or hub id `org/name`.
+    """The local place of `source`: itself if it exists, else that of a name (`convert.hub_names`) or hub id `org/name`.
 
     A name is looked for on this machine first, and the hub is asked only where it is not there.
 

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from convert import keymap
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError
-from convert.layout import Layout
+from convert.shard_layout import Layout
 from convert.weight_files import INDEX, SINGLE
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 import jspec
-from jspec import report
+from jspec.cli import report
 
 FILE = Path(__file__).parent / "terminal.svg"
 PROMPT = "def fibonacci(n):"

@@ -3,13 +3,17 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from convert import moved
+
 if TYPE_CHECKING:
     from jspec import lengths, online, rules, theory
     from jspec.acceptance.lossy import Lenient, Relaxed, Threshold, TopK, Typical
-    from jspec.auto import tune
-    from jspec.completion import Completion, complete
-    from jspec.decode import generate, speculative_generate
-    from jspec.draft_length import ByAcceptance, ByConfidence, Heuristic, UpTo, WhileConfident
+    from jspec.bundled.demo_pair import demo_pair
+    from jspec.bundled.pretrained import pretrained
+    from jspec.core.sampling import SamplingParams
+    from jspec.core.sharding import tensor_parallel
+    from jspec.core.tree import Tree
+    from jspec.core.types import Output, Stats
     from jspec.drafters import (
         BigramDrafter,
         BlockwiseDrafter,
@@ -33,19 +37,18 @@ if TYPE_CHECKING:
         TreeDrafter,
         UnigramDrafter,
     )
-    from jspec.exit_tuning import best_exit
-    from jspec.llama import Llama
-    from jspec.names import pretrained
-    from jspec.planning import Plan, plan
-    from jspec.quantizer import quantize
-    from jspec.sampling import SamplingParams
-    from jspec.sharding import tensor_parallel
-    from jspec.streaming import stream
+    from jspec.drafters.draft_length import ByAcceptance, ByConfidence, Heuristic, UpTo, WhileConfident
+    from jspec.generation.complete import Completion, complete
+    from jspec.generation.generate import generate, speculative_generate
+    from jspec.generation.stream import stream
+    from jspec.models.llama import Llama
+    from jspec.models.load import load
+    from jspec.models.quantize import quantize
+    from jspec.planning.plan import Plan, plan
     from jspec.training.train import train_drafter
-    from jspec.tree import Tree
-    from jspec.tuning import Tuning
-    from jspec.types import Output, Stats
-    from jspec.weights import demo_pair, load
+    from jspec.tuning.tune import tune
+    from jspec.tuning.tune_chain import Tuning
+    from jspec.tuning.tune_exit import best_exit
 
 __version__ = "0.1.0"
 
@@ -110,14 +113,14 @@ __all__ = [
 
 # Names are looked up when they are first used: importing jax takes a second, which `jspec --help` should not.
 _HOMES = {
-    "ByAcceptance": "jspec.draft_length",
-    "ByConfidence": "jspec.draft_length",
-    "Heuristic": "jspec.draft_length",
-    "UpTo": "jspec.draft_length",
-    "WhileConfident": "jspec.draft_length",
+    "ByAcceptance": "jspec.drafters.draft_length",
+    "ByConfidence": "jspec.drafters.draft_length",
+    "Heuristic": "jspec.drafters.draft_length",
+    "UpTo": "jspec.drafters.draft_length",
+    "WhileConfident": "jspec.drafters.draft_length",
     "Lenient": "jspec.acceptance.lossy",
     "Relaxed": "jspec.acceptance.lossy",
-    "Llama": "jspec.llama",
+    "Llama": "jspec.models.llama",
     "BigramDrafter": "jspec.drafters",
     "BlockwiseDrafter": "jspec.drafters",
     "CascadeDrafter": "jspec.drafters",
@@ -139,30 +142,32 @@ _HOMES = {
     "TokenRecyclingDrafter": "jspec.drafters",
     "TreeDrafter": "jspec.drafters",
     "UnigramDrafter": "jspec.drafters",
-    "Tree": "jspec.tree",
-    "Completion": "jspec.completion",
-    "complete": "jspec.completion",
-    "Output": "jspec.types",
-    "SamplingParams": "jspec.sampling",
-    "tensor_parallel": "jspec.sharding",
-    "Stats": "jspec.types",
+    "Tree": "jspec.core.tree",
+    "Completion": "jspec.generation.complete",
+    "complete": "jspec.generation.complete",
+    "Output": "jspec.core.types",
+    "SamplingParams": "jspec.core.sampling",
+    "tensor_parallel": "jspec.core.sharding",
+    "Stats": "jspec.core.types",
     "Threshold": "jspec.acceptance.lossy",
     "TopK": "jspec.acceptance.lossy",
-    "Tuning": "jspec.tuning",
+    "Tuning": "jspec.tuning.tune_chain",
     "Typical": "jspec.acceptance.lossy",
-    "demo_pair": "jspec.weights",
-    "load": "jspec.weights",
-    "Plan": "jspec.planning",
-    "plan": "jspec.planning",
-    "pretrained": "jspec.names",
-    "quantize": "jspec.quantizer",
-    "generate": "jspec.decode",
-    "speculative_generate": "jspec.decode",
-    "stream": "jspec.streaming",
+    "demo_pair": "jspec.bundled.demo_pair",
+    "load": "jspec.models.load",
+    "Plan": "jspec.planning.plan",
+    "plan": "jspec.planning.plan",
+    "pretrained": "jspec.bundled.pretrained",
+    "quantize": "jspec.models.quantize",
+    "generate": "jspec.generation.generate",
+    "speculative_generate": "jspec.generation.generate",
+    "stream": "jspec.generation.stream",
     "train_drafter": "jspec.training.train",
-    "tune": "jspec.auto",
-    "best_exit": "jspec.exit_tuning",
+    "tune": "jspec.tuning.tune",
+    "best_exit": "jspec.tuning.tune_exit",
 }
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,8 @@
 A length derives from `AtMost`, or has what `DraftLength` has.
 """
 
-from jspec.draft_length import (
+from jspec.core.keys import trial_keys
+from jspec.drafters.draft_length import (
     AtMost,
     ByAcceptance,
     ByConfidence,
@@ -14,7 +15,6 @@ from jspec.draft_length import (
     WhileConfident,
     compiled_lengths,
 )
-from jspec.keys import trial_keys
 
 __all__ = [
     "AtMost",

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.checks import check_target
+from jspec.core.transfers import explicit_transfers
+from jspec.core.types import Output, check_count
+from jspec.decoding.validate_arguments import check_target
 from jspec.training.batches import side_by_side
+from jspec.training.dataset import Row, of_answer, parts
 from jspec.training.fit import Schedule, begin
 from jspec.training.kinds import check_fits, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
-from jspec.training.rows import Row, of_answer, parts
-from jspec.transfers import explicit_transfers
-from jspec.types import Output, check_count
 
 
 class Learner:

@@ -23,9 +23,9 @@ from jspec.acceptance.walk import (
     length_of_prefix,
     sibling_uniforms,
 )
-from jspec.keys import Purpose, of_sibling, positions_from, stream, target_noise, uniform
-from jspec.probs import at_tokens, residual, sample, sample_with_noise
-from jspec.types import Draft, Verdict
+from jspec.core.keys import Purpose, of_sibling, positions_from, stream, target_noise, uniform
+from jspec.core.probs import at_tokens, residual, sample, sample_with_noise
+from jspec.core.types import Draft, Verdict
 
 __all__ = [
     "RULES",

@@ -82,7 +82,7 @@ def report_losses(measures: dict[str, torch.Tensor], ratio: float) -> None:
 def main() -> None:
     """Print every figure for the pair in a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pair", type=Path, default=Path("jspec/pair_data"))
+    parser.add_argument("--pair", type=Path, default=Path("jspec/bundled/pair_data"))
     parser.add_argument("--windows", type=int, default=200, help="held-out windows of 512 tokens")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts to continue")
     options = parser.parse_args()

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 
 from jspec.text import load_tokenizer
-from jspec.training import rows
+from jspec.training import dataset as rows
 
 COUNTS = {"chat": 960, "summary": 320, "rewriting": 320, "code": 320}
 MODULES = """

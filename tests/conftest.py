@@ -15,7 +15,7 @@ import text_pair
 import convert
 from jspec import Llama, cli
 from jspec.cli import app as _app  # noqa: F401, loads the commands
-from jspec.weights import from_arrays
+from jspec.models.load import from_arrays
 
 TOY = convert.LlamaConfig(
     vocab_size=61,
@@ -126,7 +126,7 @@ def engines_compile_when_needed():
     A test that needs all of them calls the `Device.compile` that its file has kept.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jspec.engine.device.Device.compile", lambda _: None)
+        patch.setattr("jspec.engine.runner.Device.compile", lambda _: None)
         patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
         yield
 
@@ -136,7 +136,7 @@ def no_programs_of_other_files():
     """In a process that holds thousands of programs everything takes longer, and few are of use to the next file."""
     yield
     jax.clear_caches()
-    if engines := sys.modules.get("jspec.engine.device"):
+    if engines := sys.modules.get("jspec.engine.runner"):
         engines._programs.cache_clear()
 
 

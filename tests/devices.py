@@ -19,11 +19,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jspec
-from jspec.draft_length import DEFAULT
+from jspec.bundled import PAIR
+from jspec.core.sharding import place
+from jspec.core.types import pytree
 from jspec.drafters import AutoregressiveDrafter
-from jspec.sharding import place
-from jspec.types import pytree
-from jspec.weights import PAIR
+from jspec.drafters.draft_length import DEFAULT
 
 NEW, K = 8, 2
 EXCHANGES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"

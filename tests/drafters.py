@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import jspec
+from jspec.core.sampling import SamplingParams
 from jspec.drafters import (
     BigramDrafter,
     CascadeDrafter,
@@ -24,7 +25,6 @@ from jspec.drafters import (
     TokenRecyclingDrafter,
     UnigramDrafter,
 )
-from jspec.sampling import SamplingParams
 
 # Name -> the drafter, made of target, draft, a corpus of tokens, and V.
 _MAKERS = {

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jspec.eagle import Eagle, EagleConfig
+from jspec.drafters.heads.eagle_module import Eagle, EagleConfig
 
 
 def eagle(target, generation=3, seed=3, layer=None, **details):

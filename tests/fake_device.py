@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from jspec.engine.constraints import Constraints
-from jspec.engine.news import Packed, Piece
 from jspec.engine.scheduler import Tenant
+from jspec.engine.slot_output import Packed, Piece
 from jspec.engine.slots import Sizes
 
 SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2, fewer=(1, 2))

@@ -7,10 +7,10 @@ import toys
 from flax import nnx
 
 import jspec
-from jspec.drafters.blockwise import BlockwiseDrafter
-from jspec.drafters.hydra import HydraDrafter
-from jspec.drafters.kangaroo import KangarooDrafter
-from jspec.drafters.medusa import MedusaDrafter
+from jspec.drafters.heads.blockwise import BlockwiseDrafter
+from jspec.drafters.heads.hydra import HydraDrafter
+from jspec.drafters.heads.kangaroo import KangarooDrafter
+from jspec.drafters.heads.medusa import MedusaDrafter
 
 # Logits of a text that goes round in a circle of 8 tokens.
 CIRCLE = 20 * np.roll(np.eye(8), 3, axis=1)
@@ -27,7 +27,7 @@ def drawn(module, seed=0):
 
 
 def loaded(linear, ours):
-    """`linear` with the weights of a `jspec.layers.Linear` or of an output head."""
+    """`linear` with the weights of a `jspec.models.layers.Linear` or of an output head."""
     import torch  # not everywhere the tests run
 
     linear.weight.data = torch.tensor(np.array(ours.weight[...].T))

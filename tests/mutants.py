@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import keys, probs, sampling
-from jspec import round as rounds
-from jspec import verify as verification
 from jspec.acceptance import block, coupled, rejection, traversal, walk
+from jspec.core import keys, probs, sampling
+from jspec.decoding import round as rounds
+from jspec.decoding import verify as verification
 from jspec.drafters import Context, Draft, FallbackDrafter, base
-from jspec.drafters import autoregressive as drafting
+from jspec.drafters.standalone import autoregressive as drafting
 
 RULE_MODULES = block, coupled, rejection, traversal, walk
 

@@ -81,7 +81,7 @@ def joint_law(next_law, vocab_size, num_tokens, eos=()):
 
 
 def sample_with_noise(noise, probs):
-    """What `jspec.probs.sample_with_noise` draws, in float64: ``int[N]`` of noise ``[N, 2, W]`` and laws ``[N, V]``."""
+    """Return the draws ``int[N]`` of `sample_with_noise`, in float64, from noise ``[N, 2, W]`` and laws ``[N, V]``."""
     rows, (size, width) = np.arange(len(probs)), (probs.shape[-1], noise.shape[-1])
     blocks = np.pad(np.asarray(probs, np.float64), ((0, 0), (0, -size % width))).reshape(len(probs), -1, width)
     with np.errstate(divide="ignore"):

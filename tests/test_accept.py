@@ -7,10 +7,10 @@ import oracle
 import pytest
 from mutants import in_rules
 
-from jspec import keys
 from jspec.acceptance import RULES, rejection
-from jspec.probs import residual, sample
-from jspec.types import Draft
+from jspec.core import keys
+from jspec.core.probs import residual, sample
+from jspec.core.types import Draft
 
 PAIRS = 10_000
 

@@ -14,7 +14,7 @@ import pytest
 import toys
 
 import jspec
-from jspec import keys as streams
+from jspec.core import keys as streams
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -9,10 +9,10 @@ import pytest
 import toys
 
 import jspec
-from jspec.attention import _prefixes
-from jspec.cache import whole_tiles
-from jspec.rope import rope_tables
-from jspec.tree import Branches
+from jspec.core.tree import Branches
+from jspec.models.attention import _prefixes
+from jspec.models.kv_cache import whole_tiles
+from jspec.models.rope import rope_tables
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import program
+from jspec.decoding import program
 
 B, P, V = 3, 5, 61
 KEYS = jax.random.split(jax.random.key(0), B)

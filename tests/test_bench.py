@@ -33,7 +33,7 @@ from bench import report as reporting
 from bench.__main__ import app
 from convert import RopeConfig
 from jspec import text, theory
-from jspec.weights import PAIR
+from jspec.bundled import PAIR
 from pair.corpus import Document
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -19,7 +19,7 @@ import jspec
 from bench import agreement, answers, chats, first_answer, llamacpp, plots, rivals
 from bench.__main__ import app
 from bench.subject import Subject
-from jspec.training import rows
+from jspec.training import dataset as rows
 from pair.corpus import Document
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

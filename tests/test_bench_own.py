@@ -12,7 +12,7 @@ from bench import subject
 from bench.__main__ import app
 from bench.report import RESULTS
 from jspec import text
-from jspec.weights import PAIR
+from jspec.bundled import PAIR
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -12,15 +12,15 @@ import toys
 import jspec
 from jspec import ModelDrafter, SamplingParams
 from jspec.acceptance import RULES
-from jspec.cache import KVCache, append, copy_slots, keep, prefill, whole_tiles, write
-from jspec.draft_length import Fixed
-from jspec.output import collect
-from jspec.program import start
-from jspec.round import play_round
-from jspec.sampling import broadcast_rows, draft_transforms, target_transforms
-from jspec.state import RequestParams
-from jspec.tree import Branches
-from jspec.types import Draft, pytree
+from jspec.core.sampling import broadcast_rows, draft_transforms, target_transforms
+from jspec.core.tree import Branches
+from jspec.core.types import Draft, pytree
+from jspec.decoding.buffers import collect
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
+from jspec.decoding.state import RequestParams
+from jspec.drafters.draft_length import Fixed
+from jspec.models.kv_cache import KVCache, append, copy_slots, keep, prefill, whole_tiles, write
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -12,7 +12,7 @@ import text_pair
 from test_prompts import TEMPLATE
 
 import jspec
-from convert import names
+from convert import hub_names as names
 from jspec.cli import chat, interrupts
 from jspec.engine import Engine
 from jspec.text import request_keys

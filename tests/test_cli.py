@@ -21,10 +21,11 @@ import convert
 import jspec
 from convert import __main__ as module
 from convert import dtypes
-from jspec import auto, cli
-from jspec.cli.shared import status_line
-from jspec.cli.sources import Sources
-from jspec.program import decode_program
+from jspec import cli
+from jspec.cli.common import status_line
+from jspec.cli.model_args import Sources
+from jspec.decoding.program import decode_program
+from jspec.tuning import tune as auto
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FIELDS = {"prompt", "text", "tokens", "logprobs", "origins", "finish_reason", "num_draft_tokens", "stats", "times"}
@@ -72,11 +73,11 @@ def test_help_and_mistakes_load_nothing_slow(arguments):
 
 def test_public_names_are_found_when_they_are_used():
     """They are imported lazily, from the file that defines them."""
-    module = importlib.import_module("jspec.decode")
+    module = importlib.import_module("jspec.generation.generate")
     assert jspec.generate is module.generate and jspec.speculative_generate is module.speculative_generate
     assert all(getattr(jspec, name) is not None for name in jspec.__all__) and {*jspec.__all__} <= {*dir(jspec)}
-    with pytest.raises(AttributeError, match="no attribute 'generation'"):
-        _ = jspec.generation
+    with pytest.raises(AttributeError, match="no attribute 'generator'"):
+        _ = jspec.generator
 
 
 def test_version_and_help(run):
@@ -197,7 +198,7 @@ def test_another_limit_needs_no_other_program(generate, report):
 def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
     tuning = {2: jspec.Tuning(2, 1.5, 1.0, (1.0, 1.0), (1.2, 1.5)), 0: jspec.Tuning(0, 1.0, 1.0, (2.0,), (1.2,))}
     for best, options in ((2, ["--num-draft-tokens", 2]), (0, ["--plain"])):
-        monkeypatch.setattr("jspec.tuning._answers", {})
+        monkeypatch.setattr("jspec.tuning.tune_chain._answers", {})
         monkeypatch.setattr(auto, "measure", lambda *_, best=best: tuning[best])
         found, fixed = (generate(PROMPTS[0], *extra) for extra in (["--num-draft-tokens", "auto"], options))
         assert [line["tokens"] for line in found] == [line["tokens"] for line in fixed]
@@ -209,7 +210,7 @@ def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
     ("best", "said"), [(2, "auto: num_draft_tokens=2 "), (0, "auto: plain decoding is the fastest")]
 )
 def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
-    monkeypatch.setattr("jspec.tuning._answers", {})
+    monkeypatch.setattr("jspec.tuning.tune_chain._answers", {})
     monkeypatch.setattr(auto, "tune", lambda *_, **__: jspec.Tuning(best, 1.5, 1.0, (1.0,), (1.2,)))
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
     code, _, error = run(*command, "--num-draft-tokens", "auto")
@@ -287,7 +288,7 @@ def _printed(text):
 def test_one_line_says_what_is_done_and_goes(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    log = logging.getLogger("jspec.tuning")
+    log = logging.getLogger("jspec.tuning.tune_chain")
     with status_line() as say:
         for tell, what in ((say, "Loading"), (log.info, "Measuring")):
             tell(what)

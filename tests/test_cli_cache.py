@@ -7,7 +7,8 @@ import sys
 import pytest
 import text_pair
 
-from jspec.cli import app, shared
+from jspec.cli import app
+from jspec.cli import common as shared
 
 # Runs a command in this process and says which cache JAX uses then.
 RUN = """
@@ -70,7 +71,7 @@ def test_the_folder_stays_bounded(tmp_path):
     for i in range(10):
         (folder / f"old{i}-cache").write_bytes(b"x" * 10**6)
     code = """
-import jspec.cli.shared as shared
+import jspec.cli.common as shared
 shared.CACHE_BYTES = 3 * 10**6
 shared.prepare_environment()
 import jax, warnings

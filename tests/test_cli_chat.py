@@ -8,7 +8,7 @@ import text_pair
 from test_prompts import TEMPLATE
 
 import jspec
-from jspec.cli.sources import Sources, exit_name
+from jspec.cli.model_args import Sources, exit_name
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HELLO = [{"role": "user", "content": "Hello"}]

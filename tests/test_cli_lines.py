@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from jspec.cli import interrupts, lines
-from jspec.cli.shared import UsageError
+from jspec.cli import interrupts
+from jspec.cli import line_input as lines
+from jspec.cli.common import UsageError
 
 # A conversation with somebody who says what was said.
 TALK = """

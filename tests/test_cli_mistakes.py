@@ -129,7 +129,7 @@ def test_what_is_no_standard_input(run, monkeypatch, stdin, said):
 
 
 def test_prompts_are_read_before_models(run, sources, monkeypatch):
-    monkeypatch.setattr(cli.sources.Sources, "load", lambda *_: pytest.fail("models were loaded"))
+    monkeypatch.setattr(cli.model_args.Sources, "load", lambda *_: pytest.fail("models were loaded"))
     assert "The prompt is empty" in run("generate", "", "--target", sources[0], "--draft", sources[1])[2]
 
 
@@ -146,7 +146,7 @@ def test_bugs_keep_their_traceback(run, monkeypatch):
 
 
 def test_a_text_that_is_too_long_is_refused_before_it_is_compiled(run, sources, monkeypatch):
-    monkeypatch.setattr("jspec.completion.Task.decode", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("jspec.generation.complete.Task.decode", lambda *_, **__: pytest.fail("it went on"))
     target, draft = sources
     for drafting in (["--plain"], ["--draft", draft], ["--draft", "lookup"]):
         code, out, error = run("generate", "x", "--target", target, *drafting, "--max-new-tokens", 500)

@@ -8,7 +8,7 @@ import pytest
 import toys
 
 import jspec
-from jspec.weights import PAIR
+from jspec.bundled import PAIR
 
 
 @pytest.fixture

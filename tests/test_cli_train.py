@@ -14,7 +14,7 @@ from test_training import chats
 
 import convert
 import jspec
-from convert.head_files import kind_of
+from convert.heads.files import kind_of
 from jspec.cli.train import how_saved, train
 from jspec.training.kinds import KINDS
 from jspec.training.train import Recipe

@@ -12,10 +12,10 @@ from few import by_default
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.cache import whole_tiles
-from jspec.draft_length import Fixed
+from jspec.decoding.program import decode_program, traced
 from jspec.drafters.base import own_tree, tree_of
-from jspec.program import decode_program, traced
+from jspec.drafters.draft_length import Fixed
+from jspec.models.kv_cache import whole_tiles
 
 SIZE, NEW, K = 3, 12, 2
 HEADS = (*drafters.HEADS, "vectors", "eagle", "eagle 3")

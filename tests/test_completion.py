@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jspec
-from jspec import completion, program, text
-from jspec.completion import until
-from jspec.prompts import encode
+from jspec import text
+from jspec.decoding import program
+from jspec.generation import complete as completion
+from jspec.generation.complete import until
+from jspec.text.chat_template import encode
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENIZER = text_pair.tokenizer()

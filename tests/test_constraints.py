@@ -13,7 +13,7 @@ from test_matrix import PROMPTS
 
 import jspec
 from jspec.engine import Engine, Request
-from jspec.engine.device import Device
+from jspec.engine.runner import Device
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 OPTIONS = {"max_length": 40, "chunks": (8,), "rounds": 3}

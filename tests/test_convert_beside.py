@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 from test_convert_load import assert_same, expected_params
 
 import convert
-from convert import CheckpointError, head_files, weight_files
+from convert import CheckpointError, weight_files
+from convert.heads import files as head_files
 
 SHARD, SINGLE, HEAD, EMBEDDING = (
     "model-00001-of-00003.safetensors", "model.safetensors", "lm_head.weight", "model.embed_tokens.weight"

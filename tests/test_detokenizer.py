@@ -9,10 +9,10 @@ from tokenizer_kinds import BYTES, KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import jspec
-from jspec.detokenizer import Pieces, pieces
-from jspec.serve.text import Names
-from jspec.tokenizer_file import TokenizerFile
-from jspec.writer import Writer
+from jspec.core.detokenizer import Pieces, pieces
+from jspec.serve.token_text import Names
+from jspec.text.stop_strings import Writer
+from jspec.text.tokenizer_file import TokenizerFile
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 WITH_BYTES = [name for name in KINDS if tokenizer_kinds.kind(name).token_to_id(BYTES[0]) is not None]

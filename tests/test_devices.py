@@ -16,11 +16,11 @@ from test_engine_device import copies_of_a_cache
 import jspec
 from bench import abstract, compiled, devices, graphs
 from bench.hlo import arrays
-from jspec import roofline
 from jspec.acceptance import RULES
-from jspec.engine.device import Device
+from jspec.engine.runner import Device
 from jspec.engine.slots import Needs, Sizes
-from jspec.footprint import Weights, footprint, slots_of
+from jspec.planning import roofline
+from jspec.planning.memory import Weights, footprint, slots_of
 from jspec.training import fit, kinds
 
 PAIRS = {"h100": "llama-3.2-3b/llama-3.2-1b", "t4": "llama-3.2-3b/llama-3.2-1b", "v5e": "109m"}

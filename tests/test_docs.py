@@ -13,7 +13,7 @@ import typer
 import bench.__main__
 import convert
 import jspec
-from jspec import weights
+from jspec.bundled import PAIR
 from jspec.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -33,10 +33,10 @@ def blocks(page, language):
 def stand_ins(monkeypatch, tmp_path):
     """What the pages load from elsewhere: the bundled pair for models of the hub, one layer for SmolLM2."""
     tiny, _ = gguf_files.model(tmp_path / "tiny.gguf", num_hidden_layers=1)
-    monkeypatch.setattr("convert.names.find", lambda name: tiny)
-    monkeypatch.setattr("jspec.names.head_of", lambda name: None)  # the head knows all layers
+    monkeypatch.setattr("convert.hub_names.find", lambda name: tiny)
+    monkeypatch.setattr("jspec.bundled.pretrained.head_of", lambda name: None)  # the head knows all layers
     monkeypatch.setattr(
-        "convert.source._download", lambda repo_id, *_: weights.PAIR / ("draft" if "135M" in repo_id else "target")
+        "convert.source._download", lambda repo_id, *_: PAIR / ("draft" if "135M" in repo_id else "target")
     )
 
 

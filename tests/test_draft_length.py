@@ -15,9 +15,9 @@ from test_early_exit import LENGTHS, TOKENS, K, drafted
 from test_matrix import check_texts, pair, text_p_values
 
 import jspec
-from jspec.draft_length import as_draft_length, compiled_lengths
-from jspec.rows import slice_rows, write_rows
-from jspec.types import pytree
+from jspec.core.row_ops import slice_rows, write_rows
+from jspec.core.types import pytree
+from jspec.drafters.draft_length import as_draft_length, compiled_lengths
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 

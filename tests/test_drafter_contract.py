@@ -12,7 +12,7 @@ import pytest
 import toys
 
 import jspec
-from jspec.types import NO_DRAFT, Draft, pytree
+from jspec.core.types import NO_DRAFT, Draft, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jspec
-from jspec.drafters import fallback
+from jspec.core.types import Draft, pytree
 from jspec.drafters.base import Stateless
-from jspec.types import Draft, pytree
+from jspec.drafters.combine import fallback
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 DRAWS = 200_000

@@ -13,12 +13,12 @@ import toys
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.draft_length import as_draft_length
+from jspec.core.keys import draft_noise
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
 from jspec.drafters import EagleDrafter
 from jspec.drafters.base import Context, TargetView
-from jspec.keys import draft_noise
-from jspec.program import start
-from jspec.round import play_round
+from jspec.drafters.draft_length import as_draft_length
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET, V = toys.tiny_llama(0, 3), 8

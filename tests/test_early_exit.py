@@ -11,10 +11,10 @@ import toys
 from flax import nnx
 
 import jspec
-from jspec.cache import prefill
+from jspec.core.keys import draft_noise
+from jspec.decoding.program import decode_program
 from jspec.drafters.base import Context, TargetView
-from jspec.keys import draft_noise
-from jspec.program import decode_program
+from jspec.models.kv_cache import prefill
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 K = 3

@@ -13,11 +13,11 @@ from flax import nnx
 import jspec
 from jspec.acceptance import RULES
 from jspec.acceptance.walk import end_of
-from jspec.draft_length import as_draft_length
+from jspec.core.tree import Tree
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
 from jspec.drafters import Draft, FallbackDrafter, NGramDrafter
-from jspec.program import start
-from jspec.round import play_round
-from jspec.tree import Tree
+from jspec.drafters.draft_length import as_draft_length
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 V, AHEAD = 8, 2

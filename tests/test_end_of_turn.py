@@ -6,7 +6,7 @@ import text_pair
 
 import jspec
 from jspec import text
-from jspec.end_of_turn import end_of_turn
+from jspec.text.end_of_turn import end_of_turn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CHATML = (

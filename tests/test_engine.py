@@ -14,8 +14,8 @@ from test_law import VOCAB, plain
 
 import jspec
 from jspec.engine import Engine, Request
-from jspec.engine.device import Device
-from jspec.engine.news import unpack
+from jspec.engine.runner import Device
+from jspec.engine.slot_output import unpack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONGEST, NEW = 48, 24

@@ -17,9 +17,9 @@ from test_law import VOCAB
 import jspec
 from jspec.acceptance import RULES
 from jspec.engine import Engine, Request
-from jspec.engine.device import Device
 from jspec.engine.loop import Loop
-from jspec.engine.news import unpack
+from jspec.engine.runner import Device
+from jspec.engine.slot_output import unpack
 from jspec.engine.slots import Needs, Sizes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

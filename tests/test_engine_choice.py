@@ -7,9 +7,9 @@ import unittest.mock
 import numpy as np
 import pytest
 
-from jspec.engine import rehearsal
-from jspec.engine.choice import RECENT, Choice
-from jspec.engine.pace import Pace
+from jspec.engine import warmup as rehearsal
+from jspec.engine.length_policy import RECENT, Choice
+from jspec.engine.round_budget import Pace
 from jspec.engine.slots import Needs, Sizes
 
 LENGTHS = (0, 1, 2, 4, 8)
@@ -28,7 +28,7 @@ class Requests:
         self.rates, self.true, self.noise, self.easy = rates, costs, noise, easy
         self.rng, self.rounds = np.random.default_rng(seed), [[] for _ in rates]
         self.pace, self.now, self.calls = Pace(most=1, seconds=1.0), 0.0, 0
-        with unittest.mock.patch("jspec.engine.pace.perf_counter", lambda: 0.0):
+        with unittest.mock.patch("jspec.engine.round_budget.perf_counter", lambda: 0.0):
             self.pace.settled(None, 1, False, True)
         for k in LENGTHS * 3:  # as `rehearse` does
             self.pace.learn(k, costs[k] * np.exp(noise * self.rng.normal()) * (1 if k else biased))
@@ -44,7 +44,7 @@ class Requests:
             each = self.true[k] * np.exp(self.noise * self.rng.normal())
             each *= self.by if self.rng.random() < self.disturbed else 1
             self.now, seconds = self.now + each * (self.more if self.calls // self.busy % 2 else 1), seconds + each
-            with unittest.mock.patch("jspec.engine.pace.perf_counter", lambda: self.now):
+            with unittest.mock.patch("jspec.engine.round_budget.perf_counter", lambda: self.now):
                 self.pace.settled(k, 1, True, True)
             found = [self.one(rate, k) for rate in self.rates]
             for row, accepted in zip(self.rounds, found, strict=True):
@@ -112,7 +112,7 @@ def test_each_is_tried_once_and_then_seldom():
 def test_a_first_cost_that_was_disturbed_is_measured_again(monkeypatch):
     """Texts were read before the first calls, as when an engine starts under load."""
     clock = iter(np.cumsum([0.0, 12.0, 1.0, 1.0]).tolist())
-    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
     pace = Pace(most=16, seconds=4.0)
     pace.settled("kind", 1, True, True)
     pace.settled("kind", 1, True, False)
@@ -175,7 +175,7 @@ def test_a_rehearsal_tells_of_each_kind_what_it_has_cost(monkeypatch):
 
 def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
     clock = iter([0.0, 1.0, 11.0, 12.0, 13.0])
-    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
     pace = Pace(most=16, seconds=4.0)
     for at_once, alone in ((False, True), (True, True), (True, False), (False, True), (True, True)):
         pace.settled("kind", 1, at_once, alone)
@@ -184,7 +184,7 @@ def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
 
 def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
     pace, now = Pace(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
-    monkeypatch.setattr("jspec.engine.pace.perf_counter", lambda: next(now))
+    monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(now))
     pace.settled("kind", 1, True, True)
     pace.settled("kind", 1, True, True)
     pace.away(98.0)

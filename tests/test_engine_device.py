@@ -13,13 +13,13 @@ import toys
 
 import jspec
 from jspec.acceptance import RULES
+from jspec.decoding.state import RequestParams
 from jspec.drafters.base import own_tree
-from jspec.engine.device import Device
-from jspec.engine.news import unpack
-from jspec.engine.pace import Pace
-from jspec.engine.rehearsal import rehearse
+from jspec.engine.round_budget import Pace
+from jspec.engine.runner import Device
+from jspec.engine.slot_output import unpack
 from jspec.engine.slots import Needs, Sizes, neutral_transforms
-from jspec.state import RequestParams
+from jspec.engine.warmup import rehearse
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LENGTHS, NEW, SLOTS, TOP = (1, 5, 40, 17, 2, 3), 20, 3, 2

@@ -10,11 +10,11 @@ import toys
 import jspec
 from jspec.acceptance import RULES
 from jspec.engine import Engine
-from jspec.engine import room as rooms
-from jspec.engine.device import Device
-from jspec.engine.room import free_bytes, slots_bytes
+from jspec.engine import memory_budget as rooms
+from jspec.engine.memory_budget import free_bytes, slots_bytes
+from jspec.engine.runner import Device
 from jspec.engine.slots import Sizes
-from jspec.footprint import LAWS
+from jspec.planning.memory import LAWS
 
 CPU = jax.devices("cpu")[0]
 OPTIONS = {"slots": 8, "max_length": 2048, "num_draft_tokens": 4, "chunks": (16, 64)}

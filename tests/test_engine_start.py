@@ -11,7 +11,7 @@ import pytest
 from test_constraints import OPTIONS, NoMultiples, models, requests, texts
 
 from jspec.engine import Engine, Request
-from jspec.engine.device import Device, _programs
+from jspec.engine.runner import Device, _programs
 from jspec.engine.slots import Needs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -46,7 +46,7 @@ def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
             raise RuntimeError("planted")
         return key
 
-    monkeypatch.setattr("jspec.engine.device.ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr("jspec.engine.runner.ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
     monkeypatch.setattr(device, "_lowered", lowered)
     with pytest.raises(RuntimeError, match="planted"):
         COMPILE(device)

@@ -9,9 +9,9 @@ import pytest
 import toys
 
 import jspec
-from jspec import exit_tuning
-from jspec.program import traced
-from jspec.sampling import TokenCounts, broadcast_rows, token_probs
+from jspec.core.sampling import TokenCounts, broadcast_rows, token_probs
+from jspec.decoding.program import traced
+from jspec.tuning import tune_exit as exit_tuning
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -12,7 +12,7 @@ from checkpoints import MISTRAL, QWEN2, QWEN3, hf_shapes, make, raw_config, writ
 import convert
 import jspec
 from convert import CheckpointError, parse_config
-from jspec.rope import rope_frequencies, rope_tables
+from jspec.models.rope import rope_frequencies, rope_tables
 
 OLD = {"rope_parameters": ..., "rope_theta": 1e6}  # as before transformers 5
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}

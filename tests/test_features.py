@@ -12,13 +12,13 @@ import toys
 import jspec
 from jspec.acceptance import RULES
 from jspec.acceptance.path import at_path
-from jspec.draft_length import as_draft_length
+from jspec.core.row_ops import write_rows
+from jspec.core.tree import Tree
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
 from jspec.drafters import AutoregressiveDrafter, FallbackDrafter, HorizontalDrafter, MixtureDrafter, NGramDrafter
 from jspec.drafters.base import certain, tree_of
-from jspec.program import start
-from jspec.round import play_round
-from jspec.rows import write_rows
-from jspec.tree import Tree
+from jspec.drafters.draft_length import as_draft_length
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LAYERS, NEW = (0, 2, 1), 20

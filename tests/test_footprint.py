@@ -12,12 +12,12 @@ from flax import nnx
 import jspec
 from bench import abstract
 from bench.pairs import SHAPES, llama
-from jspec import footprint
-from jspec.draft_length import Fixed
-from jspec.drafters.model import as_drafter
-from jspec.footprint import Weights, slots_of
-from jspec.program import start
-from jspec.sampling import SamplingParams
+from jspec.core.sampling import SamplingParams
+from jspec.decoding.program import start
+from jspec.drafters.draft_length import Fixed
+from jspec.drafters.standalone.model import as_drafter
+from jspec.planning import memory as footprint
+from jspec.planning.memory import Weights, slots_of
 
 BIG, SMALL = SHAPES["llama-3.2-3b"], SHAPES["llama-3.2-1b"]
 UNTIED = SHAPES["llama-3.1-8b"]

@@ -9,9 +9,11 @@ import pytest
 from gguf_damage_cases import CHANGES, FILES, good
 
 import convert
-from convert import CheckpointError, from_gguf, gguf_header
+from convert import CheckpointError
 from convert.config import gguf_config
-from convert.gguf_vocabulary import vocabulary
+from convert.gguf import header as gguf_header
+from convert.gguf import reader as from_gguf
+from convert.gguf.vocabulary import vocabulary
 from jspec import text
 
 OUTCOMES: list[bool] = []  # of every damaged file: was it refused?

@@ -14,10 +14,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 import convert
 import jspec
 from convert import CheckpointError
-from convert.gguf_splits import SPLITS
-from jspec import text, tokenizer_file
-from jspec.cli.shared import UsageError
-from jspec.cli.sources import sources
+from convert.gguf.pre_tokenizers import SPLITS
+from jspec import text
+from jspec.cli.common import UsageError
+from jspec.cli.model_args import sources
+from jspec.text import tokenizer_file
 
 END, START, TOOL = "<|endoftext|>", "<|start|>", "<|tool call|>"
 SENTENCE_KEYS = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": None, "tokenizer.ggml.merges": None}

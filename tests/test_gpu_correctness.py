@@ -8,8 +8,8 @@ from scipy import stats
 from bench.gpu import kernel_errors, kernels, law, texts
 from bench.gpu.record import Record
 from bench.pairs import random_llama
-from jspec.kernels.attention import decode_attention
-from jspec.kernels.norm import project_add_norm
+from jspec.models.kernels.add_norm import project_add_norm
+from jspec.models.kernels.decode_attention import decode_attention
 
 
 def _late(qkv, tables, keys, values, positions, **options):

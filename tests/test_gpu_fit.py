@@ -8,7 +8,7 @@ import pytest
 
 from bench.compiled import Kernel
 from bench.gpu import fit, profile
-from jspec.devices import DEVICES
+from jspec.core.devices import DEVICES
 
 H100 = DEVICES["h100"]
 # Milliseconds of work and kernels, about those of plain decoding, rounds of K = 1, 2 and 4, and an 8B.
@@ -55,7 +55,7 @@ def test_a_fit_says_what_to_write(tmp_path, capsys):
     write(tmp_path, lambda work, kernels: work / 0.8 + kernels * 1.5e-3)
     assert fit.main([str(tmp_path)]) is None
     out = capsys.readouterr().out.splitlines()
-    assert out[-1] == "In jspec/devices.py, NVIDIA H100 80GB HBM3: launch=1.5e-06, bandwidth_share=0.8"
+    assert out[-1] == "In jspec/core/devices.py, NVIDIA H100 80GB HBM3: launch=1.5e-06, bandwidth_share=0.8"
     assert out[-2] == "Predicted by a fit without itself, the worst round is 0.0 % off."
     assert out[1].split() == ["plain", "2.881", "ms", "0.882", "1.000", "1.000"]
 

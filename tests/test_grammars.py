@@ -15,8 +15,8 @@ import pytest
 
 import jspec
 from jspec.engine import Engine, Request, grammar_worker
-from jspec.engine.device import Device
 from jspec.engine.grammars import Grammars
+from jspec.engine.runner import Device
 
 WORDS = ("name", "size", "import", "value", "x")
 

@@ -13,7 +13,7 @@ import pytest
 from few import by_default
 
 import jspec
-from jspec.weights import PAIR
+from jspec.bundled import PAIR
 
 PROMPTS, NEW = 200, 128
 GREEDY = jspec.SamplingParams(temperature=0.0)

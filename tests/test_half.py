@@ -8,7 +8,7 @@ import toys
 from checkpoints import raw_config, tensors, write
 
 import jspec
-from jspec.half import activations, check_fits_float16
+from jspec.models.float16_check import activations, check_fits_float16
 
 
 def half(scale=1.0):

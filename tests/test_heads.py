@@ -12,9 +12,9 @@ from flax import nnx
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.draft_length import as_draft_length
-from jspec.program import start
-from jspec.round import play_round
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
+from jspec.drafters.draft_length import as_draft_length
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 2)

@@ -11,7 +11,7 @@ import toys
 
 import jspec
 from jspec.drafters.base import Context, TargetView
-from jspec.drafters.heads import LastState
+from jspec.drafters.heads.base import LastState
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 2)

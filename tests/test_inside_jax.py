@@ -15,8 +15,8 @@ import toys
 from flax import nnx
 
 import jspec
+from jspec.core.sampling import target_transforms
 from jspec.engine import Engine, Request, weights
-from jspec.sampling import target_transforms
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, max_position_embeddings=40)

@@ -18,9 +18,9 @@ from few import by_default
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.cache import KVCache, visible, write
+from jspec.core.types import ACCEPTED, BONUS, PADDING, pytree
 from jspec.drafters import CascadeDrafter, EarlyExitDrafter, FallbackDrafter, MixtureDrafter, ModelDrafter, NGramDrafter
-from jspec.types import ACCEPTED, BONUS, PADDING, pytree
+from jspec.models.kv_cache import KVCache, visible, write
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 K, NEW, VOCAB, FEATURES = 3, 20, 8, 4

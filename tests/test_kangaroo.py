@@ -11,7 +11,7 @@ import toys
 from test_heads import rounds
 
 import jspec
-from jspec.drafters.kangaroo import Adapter
+from jspec.drafters.heads.kangaroo import Adapter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 2)

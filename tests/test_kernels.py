@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from bench.gpu.kernels import ATTENTION as CASES
 from bench.gpu.kernels import NORM, attention_arguments, exact_attention, exact_norm, norm_arguments
-from jspec import weights
-from jspec.attention import _attend_projected
-from jspec.kernels import choice
-from jspec.kernels.attention import decode_attention
-from jspec.kernels.norm import project_add_norm
-from jspec.layers import _project_add_norm
+from jspec.models import load as weights
+from jspec.models.attention import _attend_projected
+from jspec.models.kernels import dispatch as choice
+from jspec.models.kernels.add_norm import project_add_norm
+from jspec.models.kernels.decode_attention import decode_attention
+from jspec.models.layers import _project_add_norm
 
 KERNEL = jax.jit(functools.partial(decode_attention, interpret=True), static_argnums=5)
 XLA = jax.jit(_attend_projected, static_argnums=5)

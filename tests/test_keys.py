@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl
 
-from jspec import keys
-from jspec.tuning import TRIALS
+from jspec.core import keys
+from jspec.tuning.tune_chain import TRIALS
 
 # Every position of a text, each power of two and what is beside it: where a number that is too narrow begins anew.
 POWERS = 1 << np.arange(13, 28)

@@ -15,9 +15,9 @@ import toys
 from oracle import ALPHA, POWER
 
 import jspec
-from jspec import keys as streams
+from jspec.core import keys as streams
+from jspec.core.sampling import SamplingParams
 from jspec.drafters import ModelDrafter
-from jspec.sampling import SamplingParams
 
 # Sampling of the one-round test; K runs over all of ROUND_DRAFTS with each.
 ROUND_SAMPLING = {

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 import jspec
-from jspec.left_padding import check_right_padded
+from jspec.decoding.left_padding import check_right_padded
 from jspec.text import request_keys
 
 PAD, BOS, EOS, OTHER = 9, 1, 2, 40

@@ -8,7 +8,7 @@ import pytest
 from few import by_default
 
 import jspec
-from jspec.types import ACCEPTED, BONUS, CORRECTED, PADDING
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED, PADDING
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jspec
 from convert import RopeConfig
-from jspec import layers
+from jspec.models import layers
 
 # Positions of the longest row: past the original context of the llama3 rope below, so that all its branches matter.
 LENGTHS = np.array([48, 1, 17, 33])

@@ -9,7 +9,7 @@ from test_own_trees import context, matches, propose
 
 import jspec
 from jspec import LookaheadDrafter
-from jspec.types import Verdict
+from jspec.core.types import Verdict
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -13,7 +13,7 @@ from test_law import NUM_TOKENS, VOCAB, exact_law, text_counts
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.sampling import SamplingParams
+from jspec.core.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 

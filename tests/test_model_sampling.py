@@ -14,8 +14,8 @@ import convert
 import jspec
 from convert import CheckpointError
 from convert.generation_config import SamplingDefaults, parse_sampling
-from jspec import model_sampling
-from jspec.serve import asked
+from jspec.models import sampling_defaults as model_sampling
+from jspec.serve import parse_request as asked
 from jspec.serve.schemas import CompletionBody, understood
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

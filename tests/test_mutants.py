@@ -19,10 +19,10 @@ from scipy import stats
 from test_accept import algebra_error
 
 import jspec
-from jspec import sampling
 from jspec.acceptance import RULES
+from jspec.core import sampling
+from jspec.decoding.program import decode_program
 from jspec.drafters import FallbackDrafter, ModelDrafter, RetrievalDrafter
-from jspec.program import decode_program
 
 DRAWS, VOCAB, NUM_TOKENS, EOS, PROMPT = 20_000, 8, 3, 5, (3, 6)
 SETTINGS = {"temperature": 0.7, "top_p": 0.85, "repetition_penalty": 1.2, "presence_penalty": 0.6,

@@ -9,11 +9,12 @@ import pytest
 
 import convert
 import jspec
-from convert import eagle_files, names
+from convert import hub_names as names
+from convert.heads.eagle import files as eagle_files
 from jspec import text
-from jspec.cli.shared import UsageError
-from jspec.cli.sources import sources
-from jspec.head_data import head_of
+from jspec.bundled.head_data import head_of
+from jspec.cli.common import UsageError
+from jspec.cli.model_args import sources
 
 
 @pytest.fixture

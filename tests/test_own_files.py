@@ -10,7 +10,7 @@ import toys
 
 import convert
 import jspec
-from convert.head_files import kind_of
+from convert.heads.files import kind_of
 
 TARGET = toys.tiny_llama(0, 3)
 OTHER = toys.tiny_llama(0, 3, hidden_size=24)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import jspec
 from jspec import MultiDrafter, NGramDrafter, TokenRecyclingDrafter, Tree
+from jspec.core.types import Draft, Verdict, pytree
 from jspec.drafters.base import Context
-from jspec.types import Draft, Verdict, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -110,7 +110,7 @@ def test_recycling_is_a_matrix_of_what_was_likeliest_last():
 
 
 def test_recycling_forgets_what_is_oldest(monkeypatch):
-    monkeypatch.setattr("jspec.drafters.recycling._ROWS", 8)
+    monkeypatch.setattr("jspec.drafters.standalone.recycling._ROWS", 8)
     drafter = TokenRecyclingDrafter(3)
     state = drafter.init(jnp.zeros((1, 1), jnp.int32), 9)
     for first in range(3):

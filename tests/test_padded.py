@@ -9,9 +9,10 @@ import toys
 from flax import nnx
 
 import jspec
-from jspec.drafters import Context, ModelDrafter, autoregressive
-from jspec.sampling import draft_transforms, target_transforms
-from jspec.types import longer_by_padding, same_but_for_padding
+from jspec.core.sampling import draft_transforms, target_transforms
+from jspec.core.types import longer_by_padding, same_but_for_padding
+from jspec.drafters import Context, ModelDrafter
+from jspec.drafters.standalone import autoregressive
 
 V, PADDED = 61, 64
 DRAFTERS = {

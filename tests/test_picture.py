@@ -8,9 +8,9 @@ import pytest
 import toys
 
 import jspec
-from jspec.origins import ACCEPTED, BONUS, COLOURS, CORRECTED, KEPT, NO_DRAFT, NO_GUESS, REFUSED
-from jspec.picture import picture
-from jspec.tree import Tree
+from jspec.core.origins import ACCEPTED, BONUS, COLOURS, CORRECTED, KEPT, NO_DRAFT, NO_GUESS, REFUSED
+from jspec.core.round_display import picture
+from jspec.core.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LETTERS = types.SimpleNamespace(decode=lambda ids, **_: "".join("ab\ncdefg"[i] for i in ids))

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 import jspec
 from bench.pairs import SHAPES
 from convert.config import LlamaConfig
-from jspec import devices, planning, roofline
-from jspec.footprint import Weights
+from jspec.core import devices
+from jspec.planning import plan as planning
+from jspec.planning import roofline
+from jspec.planning.memory import Weights
 
 BIG, SMALL = SHAPES["llama-3.2-3b"], SHAPES["llama-3.2-1b"]
 H100 = devices.DEVICES["h100"]
@@ -218,11 +220,11 @@ def test_the_largest_that_fits():
 
 def test_sources_are_read_by_their_configurations(tmp_path, monkeypatch):
     target, draft, _ = jspec.demo_pair()
-    monkeypatch.setattr("jspec.weights.stream", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("jspec.models.load.stream", lambda *_: pytest.fail("weights were read"))
     folders = []
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
-        text = (jspec.weights.PAIR / name / "config.json").read_text(encoding="utf-8")
+        text = (jspec.bundled.PAIR / name / "config.json").read_text(encoding="utf-8")
         (tmp_path / name / "config.json").write_text(text, encoding="utf-8")
         folders.append(tmp_path / name)
     expected = jspec.plan(target.config, draft.config, device="h100")

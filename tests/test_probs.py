@@ -5,8 +5,8 @@ import numpy as np
 import oracle
 import pytest
 
-from jspec import probs
-from jspec.keys import gumbel
+from jspec.core import probs
+from jspec.core.keys import gumbel
 
 LLAMA_3 = 128_256
 NEAR = 1e-5

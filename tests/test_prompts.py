@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import text_pair
 
-from jspec.prompts import encode, listed
+from jspec.text.chat_template import encode, listed
 
 TOKENIZER = text_pair.tokenizer()
 STARTING = text_pair.tokenizer(bos=True)

@@ -14,9 +14,10 @@ from flax import nnx
 
 import convert
 import jspec
-from jspec import weights
-from jspec.layers import Linear
-from jspec.quantizer import matrices
+from jspec.bundled import PAIR
+from jspec.models import load as weights
+from jspec.models.layers import Linear
+from jspec.models.quantize import matrices
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -264,7 +265,7 @@ def test_one_program_serves_all_int8_models_of_a_shape(toy, prompts, compilation
 def test_on_a_tpu_a_tokens_numbers_lie_side_by_side(monkeypatch):
     """As its programs read them; otherwise each call would begin with a copy."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    path = weights.PAIR / "draft"
+    path = PAIR / "draft"
     model = jspec.load(path, "float32")
     for one in (model, jspec.load(path, "float32", "int8"), jspec.quantize(model)):
         matrices = one.embed_tokens, one.layers[0].mlp.down_proj

@@ -11,14 +11,14 @@ import toys
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.cache import prefill_with_features
-from jspec.draft_length import Fixed
-from jspec.drafters.asked import features_of
+from jspec.core.sampling import SamplingParams
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
 from jspec.drafters.base import own_tree
-from jspec.drafters.reading import begin, can_read, keeps_nothing, read_on
-from jspec.program import start
-from jspec.round import play_round
-from jspec.sampling import SamplingParams
+from jspec.drafters.capabilities import features_of
+from jspec.drafters.draft_length import Fixed
+from jspec.drafters.late_reading import begin, can_read, keeps_nothing, read_on
+from jspec.models.kv_cache import prefill_with_features
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PIECE = 3

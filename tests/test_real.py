@@ -12,8 +12,9 @@ from test_tokenizer_file import strings
 
 import convert
 import jspec
-from jspec import text, tokenizer_file
-from jspec.head_data import head_of
+from jspec import text
+from jspec.bundled.head_data import head_of
+from jspec.text import tokenizer_file
 
 pytestmark = pytest.mark.real
 

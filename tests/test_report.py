@@ -9,10 +9,12 @@ import pytest
 import text_pair
 from rich.console import Console
 
-from jspec import completion, report, theory
-from jspec.tree import Tree
-from jspec.tuning import Tuning
-from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
+from jspec import theory
+from jspec.cli import report
+from jspec.core.tree import Tree
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
+from jspec.generation import complete as completion
+from jspec.tuning.tune_chain import Tuning
 
 TOKENIZER = text_pair.tokenizer()
 MODEL = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(0,), vocab_size=len(TOKENIZER)))

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import jspec
 from jspec import cli
 from jspec.drafters import Level, Tree
-from jspec.drafters.retrieval import RetrievalDrafter
+from jspec.drafters.standalone.retrieval import RetrievalDrafter
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 VOCAB, WIDTH, K = 3, 12, 3

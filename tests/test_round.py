@@ -12,8 +12,8 @@ from test_matrix import pair
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.program import start
-from jspec.round import play_round
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -10,10 +10,10 @@ from jax import export
 from jax.experimental.layout import Format
 
 import jspec
-from jspec import rows
-from jspec.cache import write
-from jspec.layout import BY_TOKEN
-from jspec.rows import slice_rows, tally, write_rows
+from jspec.core import row_ops as rows
+from jspec.core.row_ops import slice_rows, tally, write_rows
+from jspec.models.array_layout import BY_TOKEN
+from jspec.models.kv_cache import write
 
 START = np.array([0, 5, 3, 9], np.int32)
 ROWS = np.arange(4 * 12, dtype=np.int32).reshape(4, 12)

@@ -14,11 +14,11 @@ import jspec
 from jspec.acceptance import RULES, block, lossy, rejection
 from jspec.acceptance.block import Block, block_chances, block_weights
 from jspec.acceptance.rejection import Rejection, next_probs
+from jspec.core.keys import Purpose, gumbel, stream
+from jspec.core.probs import sample_with_noise
+from jspec.core.sampling import SamplingParams
+from jspec.core.types import BONUS, Draft
 from jspec.drafters import ModelDrafter
-from jspec.keys import Purpose, gumbel, stream
-from jspec.probs import sample_with_noise
-from jspec.sampling import SamplingParams
-from jspec.types import BONUS, Draft
 
 # The others are one of these on a chain, see tests/test_tree_rules.py.
 ON_CHAINS = ("rejection", "block", "coupled")

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import toys
 
-from jspec.sampling import (
+from jspec.core.sampling import (
     LogitsTransforms,
     SamplingParams,
     add_tokens,

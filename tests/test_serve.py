@@ -18,7 +18,7 @@ from servers import PROMPT
 
 import jspec
 from jspec.engine import Result
-from jspec.serve.figures import Figures
+from jspec.serve.usage import Figures
 from jspec.text import pieces
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

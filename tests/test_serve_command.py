@@ -124,7 +124,7 @@ never = lambda *_: threading.Event().wait()
 from jspec.cli import serve as command
 command._SOON = 1
 import jspec.serve.run, jspec.serve.job, jspec.engine.engine
-from jspec.engine.device import Device
+from jspec.engine.runner import Device
 Device.compile = jspec.engine.engine.rehearse = lambda *_: None
 def run(server, *others, real=jspec.serve.run.run):
     if where == "engine":
@@ -226,7 +226,7 @@ def test_an_empty_host_is_not_all_addresses(run, sources, host):
 
 
 def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr("jspec.engine.device.Device.compile", lambda _: pytest.fail("it went on"))
+    monkeypatch.setattr("jspec.engine.runner.Device.compile", lambda _: pytest.fail("it went on"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

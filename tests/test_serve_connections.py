@@ -142,7 +142,7 @@ def test_an_upgrade_is_not_made(running, caplog):
 def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
     """The oldest of those that have sent nothing, or half a request, or half a body; never one that is answered."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 20)
-    monkeypatch.setattr("jspec.engine.device.Device.compile", lambda _: None)
+    monkeypatch.setattr("jspec.engine.runner.Device.compile", lambda _: None)
     monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
     with servers.running(sources) as running:
         play = running.engine.device.play
@@ -165,7 +165,7 @@ def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
 def test_a_crowd_that_is_answered_lets_others_wait(sources, monkeypatch):
     """For a place, and no longer: all get their answers."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 2)
-    monkeypatch.setattr("jspec.engine.device.Device.compile", lambda _: None)
+    monkeypatch.setattr("jspec.engine.runner.Device.compile", lambda _: None)
     monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
     with servers.running(sources) as running:
         streams = [connected(running, LONG | {"stream": True, "max_tokens": 20}) for _ in range(6)]

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 import jspec
 from jspec.engine import Engine
-from jspec.engine.device import Device
+from jspec.engine.runner import Device
 from jspec.serve.app import Server
 from jspec.serve.schemas import ChatBody
-from jspec.serve.sending import dump, dump_pieces
+from jspec.serve.sse import dump, dump_pieces
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TEXT, CHAT = (

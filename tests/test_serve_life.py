@@ -14,7 +14,7 @@ import pytest
 import servers
 from test_serve import metrics
 
-from jspec.serve.sending import Whole, dump
+from jspec.serve.sse import Whole, dump
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LONG = {"model": servers.NAME, "prompt": "in a thing", "max_tokens": 100, "logit_bias": {"0": -100}}
@@ -227,7 +227,7 @@ def test_a_slow_reader_disturbs_nobody(running):
 @pytest.mark.parametrize("patience", [0.1, 60])
 def test_a_whole_answer_is_unread_until_it_is_sent(monkeypatch, patience):
     """Or until its client has taken none of it for too long."""
-    monkeypatch.setattr("jspec.serve.sending._PATIENCE", patience)
+    monkeypatch.setattr("jspec.serve.sse._PATIENCE", patience)
     told, sent = [], []
 
     class Job:
@@ -249,7 +249,7 @@ def test_a_whole_answer_is_unread_until_it_is_sent(monkeypatch, patience):
 
 
 def test_a_body_that_does_not_come(running, monkeypatch):
-    monkeypatch.setattr("jspec.serve.body._PATIENCE", 0.2)
+    monkeypatch.setattr("jspec.serve.request_body._PATIENCE", 0.2)
     host, port = running.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
         connection.connect((host, int(port)))
@@ -291,7 +291,7 @@ def test_a_failing_device(running, monkeypatch):
 
 def test_nothing_but_pings_comes_before_the_first_token(running, gate, monkeypatch):
     """Clients take the role of a chat for it. Pings end no event, and none comes between tokens."""
-    monkeypatch.setattr("jspec.serve.sending._PING", 0.001)
+    monkeypatch.setattr("jspec.serve.sse._PING", 0.001)
     body = {"model": servers.NAME, "messages": servers.HELLO, "max_tokens": 40, "n": 2, "stream": True, "seed": 1}
     with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as answer:
         pieces = answer.iter_text()

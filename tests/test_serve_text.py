@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from jspec.completion import until
-from jspec.serve.text import Names
+from jspec.generation.complete import until
+from jspec.serve.token_text import Names
 from jspec.text import Pieces, pieces
-from jspec.writer import Writer
+from jspec.text.stop_strings import Writer
 
 TOKENIZER = text_pair.tokenizer()
 TEXTS = st.text(alphabet=st.sampled_from("ab théin🙂Ω≠\n\u0301"), max_size=20)

@@ -9,8 +9,8 @@ import pytest
 import toys
 
 import jspec
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, PADDING, Stats
 from jspec.drafters import Draft, ModelDrafter, Stateless
-from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, PADDING, Stats
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 K, NEW = 4, 24

@@ -12,7 +12,7 @@ from test_prompts import TEMPLATE
 
 import jspec
 from jspec.engine import Engine, Request
-from jspec.engine.device import Device
+from jspec.engine.runner import Device
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPT = "in a thing"

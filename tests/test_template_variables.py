@@ -8,9 +8,9 @@ import text_pair
 from test_prompts import HELLO
 
 import jspec
-from jspec.cli.shared import UsageError, template_variables
-from jspec.prompts import encode
-from jspec.tokenizer_file import TokenizerFile
+from jspec.cli.common import UsageError, template_variables
+from jspec.text.chat_template import encode
+from jspec.text.tokenizer_file import TokenizerFile
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 THINKS = (

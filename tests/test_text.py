@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 import convert
 import jspec
 from jspec import text
-from jspec.program import decode_program
-from jspec.prompts import Batch, encode, room
+from jspec.decoding.program import decode_program
+from jspec.text.chat_template import Batch, encode, room
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TOKENIZER = text_pair.tokenizer()

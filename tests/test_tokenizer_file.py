@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 import convert
-from jspec import text, tokenizer_file
-from jspec.weights import PAIR
+from jspec import text
+from jspec.bundled import PAIR
+from jspec.text import tokenizer_file
 
 ALPHABETS = (
     *("def return (self): \n\t  []{}#'\"._=+-*/0123456789", "abcxyzTHEtheina ", "Ωμέγα ≠ 🙂🙃 ñçß 漢字 \u200b\u0301"),

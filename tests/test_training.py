@@ -11,11 +11,13 @@ import text_pair
 import toys
 
 import jspec
-from jspec.cache import prefill_with_features
-from jspec.drafters.asked import features_of
+from jspec.core.tree import Level, Tree
 from jspec.drafters.base import Context, TargetView
-from jspec.training import batches, boost, fit, kinds, losses, objective, rows, sight, train
-from jspec.tree import Level, Tree
+from jspec.drafters.capabilities import features_of
+from jspec.models.kv_cache import prefill_with_features
+from jspec.training import batches, boost, fit, kinds, losses, objective, train
+from jspec.training import dataset as rows
+from jspec.training import target_states as sight
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET, V = toys.tiny_llama(0, 3), 8

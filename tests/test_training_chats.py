@@ -7,7 +7,7 @@ import toys
 from test_training import chats, chatty
 
 import jspec
-from jspec.training import rows
+from jspec.training import dataset as rows
 
 TARGET = toys.tiny_llama(0, 1, vocab_size=261)
 

@@ -12,7 +12,9 @@ from test_training import chats, chatty
 
 import convert
 import jspec
-from jspec.training import rows, sight, writing
+from jspec.training import dataset as rows
+from jspec.training import self_generated as writing
+from jspec.training import target_states as sight
 
 TARGET = toys.tiny_llama(0, 1, vocab_size=261)
 

@@ -4,9 +4,10 @@ import eagle_heads
 import pytest
 import toys
 
-from jspec.decode import generate, speculative_generate
 from jspec.drafters import EagleDrafter
-from jspec.training import fit, result
+from jspec.generation.generate import generate, speculative_generate
+from jspec.training import evaluate as result
+from jspec.training import fit
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

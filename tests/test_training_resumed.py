@@ -10,7 +10,8 @@ from orbax.checkpoint import v1 as ocp
 from test_training import TARGET, some_rows
 
 from convert import CheckpointError
-from jspec.training import batches, fit, kinds, sight
+from jspec.training import batches, fit, kinds
+from jspec.training import target_states as sight
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

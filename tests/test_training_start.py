@@ -10,7 +10,7 @@ from test_training import LONG, TARGET, chats, chatty
 
 import jspec
 from jspec.drafters import EagleDrafter
-from jspec.training.sight import fingerprint
+from jspec.training.target_states import fingerprint
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -8,8 +8,8 @@ import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.cache import keep, prefill
-from jspec.tree import Branches, Tree
+from jspec.core.tree import Branches, Tree
+from jspec.models.kv_cache import keep, prefill
 
 TREES = {
     "chain": Tree.chain(3),

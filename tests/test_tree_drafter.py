@@ -11,8 +11,8 @@ from test_matrix import check_texts, pair, ragged, text_p_values
 
 import jspec
 from jspec import DynamicTreeDrafter, Tree, TreeDrafter
-from jspec.draft_length import DEFAULT
-from jspec.types import ACCEPTED, BONUS, CORRECTED
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED
+from jspec.drafters.draft_length import DEFAULT
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 

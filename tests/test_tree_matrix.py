@@ -7,7 +7,7 @@ import pytest
 from test_matrix import check_texts, pair, ragged, text_p_values
 
 import jspec
-from jspec.draft_length import DEFAULT
+from jspec.drafters.draft_length import DEFAULT
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 

@@ -13,14 +13,15 @@ import toys
 from few import by_default
 
 import jspec
-from jspec import Tree, TreeDrafter, keys
-from jspec import round as rounds
-from jspec import verify as verification
+from jspec import Tree, TreeDrafter
 from jspec.acceptance import rejection, traversal, walk
+from jspec.core import keys
+from jspec.core.probs import at_tokens
+from jspec.core.tree import Branches
+from jspec.core.types import Draft
+from jspec.decoding import round as rounds
+from jspec.decoding import verify as verification
 from jspec.drafters import BigramDrafter, UnigramDrafter
-from jspec.probs import at_tokens
-from jspec.tree import Branches
-from jspec.types import Draft
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 

@@ -9,8 +9,8 @@ import toys
 
 import jspec
 from jspec import DynamicTreeDrafter, Tree, TreeDrafter
+from jspec.core.types import Draft, pytree
 from jspec.drafters import CascadeDrafter, FallbackDrafter, NGramDrafter
-from jspec.types import Draft, pytree
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 

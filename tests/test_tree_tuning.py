@@ -9,8 +9,11 @@ import toys
 from test_tune import made
 
 import jspec
-from jspec import auto, theory, tree_tuning, tuning
-from jspec.tree import Tree
+from jspec import theory
+from jspec.core.tree import Tree
+from jspec.tuning import tune as auto
+from jspec.tuning import tune_chain as tuning
+from jspec.tuning import tune_tree as tree_tuning
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 RATES = np.array([0.5, 0.25, 0.0625, 0.0625, 0, 0, 0, 0])  # of children by rank

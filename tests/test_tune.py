@@ -14,10 +14,13 @@ import toys
 from flax import nnx
 
 import jspec
-from jspec import auto, program, theory, tuning
-from jspec.draft_length import doubling
-from jspec.keys import Purpose, stream, trial_keys
-from jspec.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
+from jspec import theory
+from jspec.core.keys import Purpose, stream, trial_keys
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
+from jspec.decoding import program
+from jspec.drafters.draft_length import doubling
+from jspec.tuning import tune as auto
+from jspec.tuning import tune_chain as tuning
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CHOICES = {

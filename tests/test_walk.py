@@ -14,9 +14,9 @@ from test_accept import random_laws
 from jspec.acceptance.k_seq import judge_alike, law_behind_all
 from jspec.acceptance.traversal import traverse
 from jspec.acceptance.walk import whole
+from jspec.core.tree import Tree
+from jspec.core.types import Draft
 from jspec.rules import RULES, accept_nodes, accept_tokens, follow, kept_in_turn, law_behind
-from jspec.tree import Tree
-from jspec.types import Draft
 
 CASES = {
     "chain": (Tree.chain(3), 3),

@@ -12,13 +12,13 @@ from jax import Array
 
 from convert.config import LlamaConfig, RopeConfig
 from jspec.acceptance import RULES
-from jspec.cache import KVCache
-from jspec.draft_length import Fixed, as_draft_length
-from jspec.llama import Llama
-from jspec.program import decode_program, start
-from jspec.round import play_round
-from jspec.sampling import LogitsTransforms, broadcast_rows, draft_transforms, target_transforms
-from jspec.state import RequestParams
+from jspec.core.sampling import LogitsTransforms, broadcast_rows, draft_transforms, target_transforms
+from jspec.decoding.program import decode_program, start
+from jspec.decoding.round import play_round
+from jspec.decoding.state import RequestParams
+from jspec.drafters.draft_length import Fixed, as_draft_length
+from jspec.models.kv_cache import KVCache
+from jspec.models.llama import Llama
 
 SPREAD_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                  "frequency_penalty", "draft_temperature")  # fmt: skip

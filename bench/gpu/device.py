@@ -1,7 +1,8 @@
 """Costs of the device that no model decides: reads, copies, products, kernels, loops and round trips to the host.
 
 Kernels and turns of loops are measured by differences. A turn runs few or many kernels that do nothing, and the slope
-over their number is the cost of one; what is left is the cost of the turn. `jspec.devices.LAUNCH` assumes the slope.
+over their number is the cost of one; what is left is the cost of the turn. `jspec.core.devices.LAUNCH`
+assumes the slope.
 """
 
 import functools
@@ -16,7 +17,7 @@ from jax import Array, lax
 from bench.gpu.bandwidth import rates
 from bench.gpu.record import Record
 from bench.timing import in_turns, seconds, spread
-from jspec.devices import LAUNCH
+from jspec.core.devices import LAUNCH
 
 _NEVER = 2**30  # more kernels than any graph has
 # Options of the compiler that decide what becomes a CUDA graph. By default XLA captures a turn, and not the loop.

@@ -6,7 +6,7 @@ published bandwidth and products over the peak, and k_i, its kernels. The fit is
     measured_i = w_i / share + k_i * launch,
 
 which is linear in 1 / share and launch. They are found by least squares of the relative errors, within
-launch >= 0 and share <= 1. The two are what `jspec.devices.Device` calls `bandwidth_share` and `launch`.
+launch >= 0 and share <= 1. The two are what `jspec.core.devices.Device` calls `bandwidth_share` and `launch`.
 
 Rounds with int8 weights are predicted and not fitted: what an int8 product costs must not become the cost of a kernel.
 Each other round is also predicted by a fit to all but itself, which shows whether the fit says anything.
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear  # JAX needs scipy, too
 
-from jspec.devices import DEVICES
+from jspec.core.devices import DEVICES
 
 _STEP = "decoding"
 _LEAST = 4  # rounds: two constants fit two exactly
@@ -73,7 +73,7 @@ def rounds(folder: Path) -> tuple[str, list[Round]]:
     devices = {(row["device"], row["predicted_for"]) for row in rows}
     if len(devices) > 1 or any(kind not in names_of(title) for kind, title in devices):
         raise ValueError(f"{folder} has rounds measured on one device and predicted for another, {sorted(devices)}; "
-                         "run the drill on a device of jspec.devices.DEVICES.")  # fmt: skip
+                         "run the drill on a device of jspec.core.devices.DEVICES.")  # fmt: skip
     found = [Round(row["what"], row["ms"] / 1e3, row["work_ms"] / 1e3, row["kernels"], row["predicted_ms"] / 1e3)
              for row in rows]  # fmt: skip
     return devices.pop()[1], found
@@ -95,7 +95,7 @@ def fit(measured: Sequence[Round]) -> Fit:
 
 
 def report(folder: Path) -> str:
-    """Return the fit of a drill's folder: a line a round, and what to write into `jspec.devices`."""
+    """Return the fit of a drill's folder: a line a round, and what to write into `jspec.core.devices`."""
     title, measured = rounds(folder)
     fitted = [one for one in measured if not one.is_int8]
     found = fit(fitted)
@@ -109,7 +109,7 @@ def report(folder: Path) -> str:
     return "\n".join([
         *lines,
         f"Predicted by a fit without itself, the worst round is {100 * worst:.1f} % off.",
-        f"In jspec/devices.py, {title}: launch={found.launch:.3g}, bandwidth_share={found.bandwidth_share:.3g}",
+        f"In jspec/core/devices.py, {title}: launch={found.launch:.3g}, bandwidth_share={found.bandwidth_share:.3g}",
     ])  # fmt: skip
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from bench.gpu import kernels
 from bench.gpu.record import Record
-from jspec.attention import _attend_projected
-from jspec.kernels import HEAD_SIZES
-from jspec.kernels.attention import decode_attention
-from jspec.kernels.norm import project_add_norm
-from jspec.layers import _project_add_norm
+from jspec.models.attention import _attend_projected
+from jspec.models.kernels import HEAD_SIZES
+from jspec.models.kernels.add_norm import project_add_norm
+from jspec.models.kernels.decode_attention import decode_attention
+from jspec.models.layers import _project_add_norm
 
 _THREADS = 8  # that compile, one for each form of a few cases
 _EPS = 1e-5

@@ -1,4 +1,4 @@
-"""Arguments for the kernels of `jspec.kernels`, and their results in float64."""
+"""Arguments for the kernels of `jspec.models.kernels`, and their results in float64."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jspec.cache import visible
+from jspec.models.kv_cache import visible
 
 # Batch, tokens, heads, groups, size of a head, slots, where rows start; ratios of 1, 3 and 4; 512 slots a share.
 ATTENTION = {
@@ -25,7 +25,7 @@ NORM = {"16 parts": (1, 1, 96, 80), "several rows": (1, 5, 512, 96), "two parts"
 
 def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: int, slots: int, starts: list[int],
                         dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:  # fmt: skip
-    """Return random arguments of `jspec.kernels.attention.decode_attention`, with zeros in slots that are not filled.
+    """Return random arguments of `decode_attention`, with zeros in slots that are not filled.
 
     NumPy makes them: on a device each new shape would be a program to compile.
 
@@ -77,7 +77,7 @@ def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, p
 
 def norm_arguments(batch: int, tokens: int, inner: int, size: int, seed: int = 0,
                    dtype: Any = jnp.bfloat16) -> tuple[Array, ...]:  # fmt: skip
-    """Return random arguments of `jspec.kernels.norm.project_add_norm`: stream, input, weights of product and norm."""
+    """Return random arguments of `project_add_norm`: stream, input, weights of product and norm."""
     rng = np.random.default_rng(seed)
     shapes = (batch, tokens, size), (batch, tokens, inner), (inner, size), (size,)
     x, mixed, weight, gamma = (rng.standard_normal(shape, np.float32).astype(np.dtype(dtype)) for shape in shapes)

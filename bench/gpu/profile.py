@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import compiled
 from bench.trace import covered
-from jspec.devices import Device
+from jspec.core.devices import Device
 
 COSTLIEST = 10
 

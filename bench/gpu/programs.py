@@ -24,9 +24,9 @@ from bench.pairs import weight_bytes
 from bench.synthetic import Synthetic
 from bench.timing import in_turns, ratio, spread
 from jspec import theory
-from jspec.devices import DEVICES, Device, find
-from jspec.drafters.model import as_drafter
-from jspec.program import traced
+from jspec.core.devices import DEVICES, Device, find
+from jspec.decoding.program import traced
+from jspec.drafters.standalone.model import as_drafter
 
 _WORKERS = 8  # compilations at a time
 _NO_EOS = np.array([-1], np.int32)

@@ -25,10 +25,10 @@ from bench.timing import in_turns, ratio, spread
 from jspec import theory
 from jspec.engine import Engine, Request
 from jspec.training.batches import side_by_side
-from jspec.training.eagle import new_head
+from jspec.training.dataset import of_answer
+from jspec.training.eagle_training import new_head
 from jspec.training.fit import Schedule, begin
 from jspec.training.kinds import trainee_of
-from jspec.training.rows import of_answer
 
 # How often the first, second and third child of a node is accepted: ACCEPTANCE in all.
 _BY_RANK = (0.62, 0.12, 0.06)

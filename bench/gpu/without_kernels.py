@@ -1,4 +1,4 @@
-"""Decoding without the kernels of `jspec.kernels`: shows what they gain, and gives figures even if they fail.
+"""Decoding without the kernels of `jspec.models.kernels`: shows what they gain, and gives figures even if they fail.
 
 The step runs with ``JSPEC_KERNELS=0``. Its rows have the names of those of the step `decoding`.
 """

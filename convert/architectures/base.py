@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from convert.fields import Fields, integer
+from convert.json_fields import Fields, integer
 from convert.rope import parse_rope
 
 

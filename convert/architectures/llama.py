@@ -3,7 +3,7 @@
 from typing import Any
 
 from convert.architectures.base import Family, within_window
-from convert.fields import Fields, flag
+from convert.json_fields import Fields, flag
 
 
 def _details(raw: Fields) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from convert.architectures.base import Family, positions, within_window
-from convert.fields import Fields, flag, integer
+from convert.json_fields import Fields, flag, integer
 
 _FIRST_WINDOW = 28  # the default of transformers
 DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}

@@ -4,7 +4,7 @@ from typing import Any
 
 from convert.architectures.base import Family
 from convert.architectures.qwen2 import DEFAULTS, context
-from convert.fields import Fields, flag
+from convert.json_fields import Fields, flag
 
 
 def _details(raw: Fields) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import ClassVar, Protocol
 
 from jax import Array
 
-from jspec.types import Draft, Verdict
+from jspec.core.types import Draft, Verdict
 
 
 class Rule(Protocol):

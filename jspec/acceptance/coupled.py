@@ -9,10 +9,10 @@ from jax import Array
 
 from jspec.acceptance.base import Rule
 from jspec.acceptance.walk import at_parents, end_of, follow, follow_longest, is_guess, length_of_prefix
-from jspec.keys import positions_from, target_noise
-from jspec.probs import at_tokens, residual, sample_with_noise
-from jspec.tree import Tree
-from jspec.types import Draft, Verdict
+from jspec.core.keys import positions_from, target_noise
+from jspec.core.probs import at_tokens, residual, sample_with_noise
+from jspec.core.tree import Tree
+from jspec.core.types import Draft, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Coupled(Rule):
     and K, but for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). Of a chain it accepts less
     than `Rejection`, whose coupling is optimal: with one number a token at least ``(1 - d) / (1 + d)``, d being the
     total variation distance of p and q, and here, where a token takes two draws, it may be less
-    (`jspec.probs.sample_with_noise`).
+    (`jspec.core.probs.sample_with_noise`).
     """
 
     exact: ClassVar[bool] = True

@@ -11,10 +11,10 @@ from jax import Array, lax
 from jspec.acceptance.base import Rule
 from jspec.acceptance.rejection import Rejection
 from jspec.acceptance.walk import at_parents, end_of, follow, is_guess, sibling_uniforms
-from jspec.keys import Purpose, stream
-from jspec.probs import at_tokens, residual, sample
-from jspec.sharding import vary_like
-from jspec.types import Draft, Verdict
+from jspec.core.keys import Purpose, stream
+from jspec.core.probs import at_tokens, residual, sample
+from jspec.core.sharding import vary_like
+from jspec.core.types import Draft, Verdict
 
 # Of the bisection for rho. More would find it closer; what is found is on the exact side of it, however many there are.
 _STEPS = 20

@@ -19,9 +19,9 @@ from jax import Array, lax
 from jspec.acceptance.base import Rule
 from jspec.acceptance.rejection import accept_nodes, accept_tokens
 from jspec.acceptance.walk import along, end_of, excess, follow, follow_longest, kept_in_turn, law_behind
-from jspec.keys import Purpose, stream
-from jspec.probs import sample
-from jspec.types import Draft, Verdict, check_between, check_count
+from jspec.core.keys import Purpose, stream
+from jspec.core.probs import sample
+from jspec.core.types import Draft, Verdict, check_between, check_count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.acceptance.walk import above, along, end_of, is_guess, length_of_prefix
-from jspec.types import Draft, Verdict
+from jspec.core.types import Draft, Verdict
 
 
 class Path(NamedTuple):

@@ -19,9 +19,9 @@ from jspec.acceptance.walk import (
     sibling_uniforms,
     whole,
 )
-from jspec.keys import Purpose, positions_from, stream, uniform
-from jspec.probs import at_tokens, residual, sample
-from jspec.types import Draft, Verdict
+from jspec.core.keys import Purpose, positions_from, stream, uniform
+from jspec.core.probs import at_tokens, residual, sample
+from jspec.core.types import Draft, Verdict
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from jax import Array
 
 from jspec.acceptance.base import Rule
 from jspec.acceptance.block import Block
-from jspec.keys import Purpose, of_sibling, positions_from, stream, uniform
-from jspec.probs import at_tokens, residual, sample
-from jspec.types import Draft, Verdict
+from jspec.core.keys import Purpose, of_sibling, positions_from, stream, uniform
+from jspec.core.probs import at_tokens, residual, sample
+from jspec.core.types import Draft, Verdict
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jspec.keys import Purpose, of_sibling, positions_from, stream, uniform
-from jspec.probs import at_tokens, residual
-from jspec.tree import DynamicTree, Level, Tree
-from jspec.types import Draft
+from jspec.core.keys import Purpose, of_sibling, positions_from, stream, uniform
+from jspec.core.probs import at_tokens, residual
+from jspec.core.tree import DynamicTree, Level, Tree
+from jspec.core.types import Draft
 
 AnyTree = Tree | DynamicTree
 # Up to which probability a rule accepts each token, of what elder siblings have left of p, and of p: all [..., V].

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jspec.cli import interrupts, lines
+from jspec.cli import interrupts
+from jspec.cli import line_input as lines
 from jspec.cli import options as o
-from jspec.cli.engines import compile_all, engine_of
-from jspec.cli.shared import (
+from jspec.cli.common import (
     UsageError,
     check_text,
     chosen_sampling,
@@ -20,10 +20,11 @@ from jspec.cli.shared import (
     template_variables,
     wrong_options,
 )
-from jspec.cli.sources import sources
+from jspec.cli.engine_args import compile_all, engine_of
+from jspec.cli.model_args import sources
 
 if TYPE_CHECKING:
-    from jspec.completion import Completion
+    from jspec.generation.complete import Completion
 
 _USUAL = "smollm2"
 
@@ -80,7 +81,7 @@ def chat(
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     with status_line() as say:
-        from jspec.completion import of_engine
+        from jspec.generation.complete import of_engine
 
         far = of_engine if num_draft_tokens is None else lambda _: num_draft_tokens
         engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
@@ -97,7 +98,7 @@ def chat(
 
 def _target(target: str | None) -> str | None:
     """What is talked with where nothing was said: a model that is here and answers."""
-    from convert import names
+    from convert import hub_names as names
 
     if target is None and names.find(_USUAL) is not None:
         return _USUAL
@@ -126,9 +127,9 @@ class Conversation:
         Raises:
             UsageError: the message does not fit any more, or the chat template refuses it; it was not said.
         """
-        from jspec.completion import prepare
         from jspec.engine import Request
-        from jspec.streaming import parts
+        from jspec.generation.complete import prepare
+        from jspec.generation.stream import parts
         from jspec.text import request_keys
 
         said = [*self._messages, {"role": "user", "content": message}]
@@ -174,7 +175,7 @@ def _show(answer: Generator["Completion"]) -> None:
     """Parts as they come, until Ctrl-C; then the figures."""
     from rich.console import Console
 
-    from jspec import report
+    from jspec.cli import report
 
     screen, figures = Console(highlight=False), Console(stderr=True, highlight=False)
     coloured, part, began = screen.is_terminal and screen.color_system is not None, None, time.perf_counter()

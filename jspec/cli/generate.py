@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jspec.cli import options as o
-from jspec.cli.output import choice_of_auto, print_json, print_text
-from jspec.cli.prompts import gather
-from jspec.cli.shared import (
+from jspec.cli.common import (
     UsageError,
     check_texts,
     chosen_sampling,
@@ -18,11 +16,13 @@ from jspec.cli.shared import (
     timed,
     wrong_options,
 )
-from jspec.cli.sources import Sources, sources
+from jspec.cli.model_args import Sources, sources
+from jspec.cli.printing import choice_of_auto, print_json, print_text
+from jspec.cli.read_prompts import gather
 
 if TYPE_CHECKING:
-    from jspec.completion import Task
-    from jspec.types import Output
+    from jspec.core.types import Output
+    from jspec.generation.complete import Task
 
 EPILOG = """\b
 With --json, each prompt gives one line, an object of
@@ -93,7 +93,7 @@ def generate(
     with status_line() as say:
         with timed(times, "import"):
             import jspec
-            from jspec import completion
+            from jspec.generation import complete as completion
         say("Loading")
         with timed(times, "load"):
             tokenizer = where.tokenizer()

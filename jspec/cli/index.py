@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jspec.cli.shared import UsageError, option, status_line, timed
-from jspec.cli.sources import STORE, sources
+from jspec.cli.common import UsageError, option, status_line, timed
+from jspec.cli.model_args import STORE, sources
 
 
 def index(

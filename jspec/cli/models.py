@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from jspec.cli.shared import option
-from jspec.head_data import head_of
+from jspec.bundled.head_data import head_of
+from jspec.cli.common import option
 
 
 def models(as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False) -> None:
@@ -15,7 +15,7 @@ def models(as_json: Annotated[bool, option("--json", None, "One JSON object a li
 
     Nothing is asked of the network; a model that is here was found in its package or in the hub's cache.
     """
-    from convert import names
+    from convert import hub_names as names
 
     found = {name: names.find(name) for name in names.MODELS}
     if as_json:
@@ -32,7 +32,7 @@ def _print_table(found: dict[str, Path | None]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from convert import names
+    from convert import hub_names as names
 
     table = Table("name", "size", "licence", "here, or how to get it", box=None, pad_edge=False)
     for name, model in names.MODELS.items():

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jspec.cli.shared import option
+from jspec.cli.common import option
 
 
 def one_of(*names: str) -> Callable[[str], str]:

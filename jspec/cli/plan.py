@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from jspec.cli.common import UsageError, option, status_line
+from jspec.cli.model_args import head_kind, is_model, sources
 from jspec.cli.options import choice
-from jspec.cli.shared import UsageError, option, status_line
-from jspec.cli.sources import head_kind, is_model, sources
-from jspec.devices import DEVICES
+from jspec.core.devices import DEVICES
 
 
 def plan(
@@ -46,8 +46,8 @@ def plan(
         from rich.console import Console
 
         import jspec
-        from jspec import report
-        from jspec.planning import NO_ROOM
+        from jspec.cli import report
+        from jspec.planning.plan import NO_ROOM
 
         say("Reading configurations")
         found = jspec.plan(where.target, where.draft, device=device, batch=batch, length=length,

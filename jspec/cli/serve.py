@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from jspec.cli import options as o
-from jspec.cli.engines import compile_all, engine_of
-from jspec.cli.shared import UsageError, option, status_line, wrong_options
-from jspec.cli.sources import sources
+from jspec.cli.common import UsageError, option, status_line, wrong_options
+from jspec.cli.engine_args import compile_all, engine_of
+from jspec.cli.model_args import sources
 
 _SOON = 10  # seconds for the engine to stop
 EPILOG = """\b
@@ -146,7 +146,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 def _run(engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, name: str, **wishes: Any) -> None:
     from jspec import __version__
-    from jspec.model_sampling import described
+    from jspec.models.sampling_defaults import described
     from jspec.serve.app import Server
     from jspec.serve.run import ends_within, run
 

@@ -10,8 +10,8 @@ import typer
 
 from jspec.cli import interrupts
 from jspec.cli import options as o
-from jspec.cli.shared import UsageError, logged_to, option, status_line
-from jspec.cli.sources import BUNDLED_TARGET, NONE, sources
+from jspec.cli.common import UsageError, logged_to, option, status_line
+from jspec.cli.model_args import BUNDLED_TARGET, NONE, sources
 
 if TYPE_CHECKING:
     from jspec.training.fit import Progress
@@ -133,7 +133,7 @@ def how_saved(drafter: Any, target: str) -> dict[str, Any]:
     """
     import convert
     import jspec
-    from convert.eagle_json import FORMATS, check_format
+    from convert.heads.eagle.write_config import FORMATS, check_format
 
     if isinstance(drafter, jspec.ModelDrafter):
         return {"tokenizer": target}
@@ -162,7 +162,7 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from jspec.report import training_line
+    from jspec.cli.report import training_line
 
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -188,11 +188,11 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
     """Print what `drafter`, as it is in its files, brings on this device behind held-out prompts."""
     from rich.console import Console
 
-    from jspec import report
+    from jspec.cli import report
     from jspec.drafters import MultiDrafter, PassDrafter
     from jspec.drafters.base import own_tree
+    from jspec.training.evaluate import measure
     from jspec.training.fit import read_log
-    from jspec.training.result import measure
     from jspec.training.train import PROMPTS
 
     prompts = json.loads((folder / PROMPTS).read_text(encoding="utf-8"))

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jspec.cli import options as o
-from jspec.cli.shared import (
+from jspec.cli.common import (
     UsageError,
     check_texts,
     option,
     status_line,
     wrong_options,
 )
-from jspec.cli.sources import EXIT, exit_name, sources
+from jspec.cli.model_args import EXIT, exit_name, sources
 
 if TYPE_CHECKING:
-    from jspec.prompts import Batch
-    from jspec.tuning import Tuning
+    from jspec.text.chat_template import Batch
+    from jspec.tuning.tune_chain import Tuning
 
 
 def tune(
@@ -71,9 +71,10 @@ def tune(
         import jax
         from rich.console import Console
 
-        from jspec import report, text
-        from jspec.prompts import encode
-        from jspec.tuning_checks import check_tuning
+        from jspec import text
+        from jspec.cli import report
+        from jspec.text.chat_template import encode
+        from jspec.tuning.validate_tuning import check_tuning
 
         check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
         say("Loading")

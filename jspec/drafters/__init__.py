@@ -1,30 +1,30 @@
 # pyright: strict, reportUnknownMemberType=false
 """Ways to guess the next tokens. See `jspec.drafters.base` for the contract."""
 
-from jspec.drafters.autoregressive import AutoregressiveDrafter
+from jspec.core.tree import Level, Tree
+from jspec.core.types import Draft
 from jspec.drafters.base import Context, Drafter, Stateless
-from jspec.drafters.blockwise import BlockwiseDrafter
-from jspec.drafters.cascade import CascadeDrafter
-from jspec.drafters.dynamic_tree import DynamicTreeDrafter
-from jspec.drafters.eagle import EagleDrafter
-from jspec.drafters.early_exit import EarlyExitDrafter
-from jspec.drafters.fallback import FallbackDrafter
-from jspec.drafters.horizontal import HorizontalDrafter
-from jspec.drafters.hydra import HydraDrafter
-from jspec.drafters.kangaroo import KangarooDrafter
-from jspec.drafters.lookahead import LookaheadDrafter
-from jspec.drafters.medusa import MedusaDrafter
-from jspec.drafters.mixture import MixtureDrafter
-from jspec.drafters.model import ModelDrafter
-from jspec.drafters.multi import MultiDrafter
-from jspec.drafters.ngram import NGramDrafter
-from jspec.drafters.parallel_sampling import PassDrafter
-from jspec.drafters.recycling import TokenRecyclingDrafter
-from jspec.drafters.retrieval import RetrievalDrafter
-from jspec.drafters.tables import BigramDrafter, UnigramDrafter
-from jspec.drafters.tree import TreeDrafter
-from jspec.tree import Level, Tree
-from jspec.types import Draft
+from jspec.drafters.combine.cascade import CascadeDrafter
+from jspec.drafters.combine.fallback import FallbackDrafter
+from jspec.drafters.combine.horizontal import HorizontalDrafter
+from jspec.drafters.combine.mixture import MixtureDrafter
+from jspec.drafters.combine.multi import MultiDrafter
+from jspec.drafters.heads.blockwise import BlockwiseDrafter
+from jspec.drafters.heads.eagle import EagleDrafter
+from jspec.drafters.heads.hydra import HydraDrafter
+from jspec.drafters.heads.kangaroo import KangarooDrafter
+from jspec.drafters.heads.medusa import MedusaDrafter
+from jspec.drafters.heads.parallel_sampling import PassDrafter
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.drafters.standalone.early_exit import EarlyExitDrafter
+from jspec.drafters.standalone.lookahead import LookaheadDrafter
+from jspec.drafters.standalone.model import ModelDrafter
+from jspec.drafters.standalone.ngram import NGramDrafter
+from jspec.drafters.standalone.recycling import TokenRecyclingDrafter
+from jspec.drafters.standalone.retrieval import RetrievalDrafter
+from jspec.drafters.standalone.tables import BigramDrafter, UnigramDrafter
+from jspec.drafters.trees.dynamic import DynamicTreeDrafter
+from jspec.drafters.trees.static import TreeDrafter
 
 __all__ = [
     "AutoregressiveDrafter",

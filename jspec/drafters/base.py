@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.draft_length import DraftLength
-from jspec.drafters.asked import embeddings_of
-from jspec.probs import sample_with_noise
-from jspec.rows import prefix_mask, slice_rows
-from jspec.sampling import LogitsTransforms, TokenCounts
-from jspec.tree import DynamicTree, Tree
-from jspec.types import Draft, Verdict, longer_by_padding, same_but_for_padding
+from jspec.core.probs import sample_with_noise
+from jspec.core.row_ops import prefix_mask, slice_rows
+from jspec.core.sampling import LogitsTransforms, TokenCounts
+from jspec.core.tree import DynamicTree, Tree
+from jspec.core.types import Draft, Verdict, longer_by_padding, same_but_for_padding
+from jspec.drafters.capabilities import embeddings_of
+from jspec.drafters.draft_length import DraftLength
 
 State = TypeVar("State")
 
@@ -63,7 +63,7 @@ class Context:
         unread: how many of the last tokens a drafter's own cache may lack. With drafts of its own only it is 2: its
             last draft, which was drawn and not read, and the token that the target wrote after it.
         budget: ``int32[B]``, how many tokens each row is to get; None for all of them. More are cut off.
-        draft_length: what decides whether to go on after a token, or None (`jspec.draft_length`).
+        draft_length: what decides whether to go on after a token, or None (`jspec.drafters.draft_length`).
         length_state: what that remembers.
     """
 
@@ -100,8 +100,9 @@ class Drafter(Protocol[State]):
     model's likeliest tokens where ``hidden`` is, by its own logits, the likeliest first (of a vocabulary of V < n
     tokens V).
 
-    One that has `read` can be given texts in pieces, as `jspec.engine.Engine` does (`jspec.drafters.reading.read_on`);
-    of one that has not, and an `init` of its own, `init` is called with all of a prompt as soon as it is there.
+    One that has `read` can be given texts in pieces, as `jspec.engine.Engine` does
+    (`jspec.drafters.late_reading.read_on`); of one that has not, and an `init` of its own, `init` is called with all of
+    a prompt as soon as it is there.
 
     One that has `embeddings`, ``float[M, E]``, may draft ids from V to V + M - 1 where it has no guess: in place of
     token V + i the target reads row i of them. What it makes of that, behind its branch, is in ``hidden`` as of any

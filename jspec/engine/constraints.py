@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jspec.core.types import Draft
+from jspec.decoding.state import DecodeState, RequestParams
 from jspec.engine.grammar_worker import DeadEnd, tree_masks
-from jspec.state import DecodeState, RequestParams
-from jspec.types import Draft
 
 _LOG = logging.getLogger("jspec")
 _ALL = 0xFFFFFFFF  # 32 tokens that may follow

@@ -15,23 +15,23 @@ import jax
 import numpy as np
 
 from jspec.acceptance import Rule
-from jspec.cache import whole_tiles
-from jspec.checks import check_arguments, check_rule
+from jspec.core.transfers import explicit_transfers
+from jspec.core.types import check_count
+from jspec.decoding.validate_arguments import check_arguments, check_rule
 from jspec.drafters.base import Drafter
-from jspec.drafters.model import as_drafter
-from jspec.engine import arguments
-from jspec.engine.compiler import Compiler
-from jspec.engine.device import Device
+from jspec.drafters.standalone.model import as_drafter
+from jspec.engine import validate_options as arguments
+from jspec.engine.background_compile import Compiler
 from jspec.engine.heartbeat import Heartbeat
 from jspec.engine.loop import Loop
-from jspec.engine.rehearsal import rehearse
+from jspec.engine.memory_budget import check_room
 from jspec.engine.request import Request, Result
-from jspec.engine.room import check_room
+from jspec.engine.runner import Device
 from jspec.engine.scheduler import Tenant
 from jspec.engine.slots import Needs, Sizes
-from jspec.llama import Llama
-from jspec.transfers import explicit_transfers
-from jspec.types import check_count
+from jspec.engine.warmup import rehearse
+from jspec.models.kv_cache import whole_tiles
+from jspec.models.llama import Llama
 
 _MOST_TOP = 20  # log-probabilities of the likeliest tokens, as much as clients of others may ask for
 

@@ -7,11 +7,11 @@ from collections import deque
 
 import numpy as np
 
-from jspec.engine.choice import RECENT, Choice
-from jspec.engine.device import Device
-from jspec.engine.news import News, Packed, of_prompt, unpack
-from jspec.engine.pace import Pace
+from jspec.engine.length_policy import RECENT, Choice
+from jspec.engine.round_budget import Pace
+from jspec.engine.runner import Device
 from jspec.engine.scheduler import Scheduler, Tenant, nobody
+from jspec.engine.slot_output import News, Packed, of_prompt, unpack
 from jspec.engine.slots import Needs
 
 _LOG = logging.getLogger("jspec")

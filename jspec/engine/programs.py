@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.acceptance.base import Rule
-from jspec.cache import copy_slots
-from jspec.draft_length import Fixed
+from jspec.core.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
+from jspec.decoding.round import Allowed, play_round
+from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters import CascadeDrafter, MixtureDrafter
-from jspec.drafters.asked import features_of
-from jspec.drafters.reading import begin, can_read, keeps_nothing, leaves_of, read_on
-from jspec.engine.news import Packed, Scores, concluded, empty, of_all, pack, with_round
+from jspec.drafters.capabilities import features_of
+from jspec.drafters.draft_length import Fixed
+from jspec.drafters.late_reading import begin, can_read, keeps_nothing, leaves_of, read_on
+from jspec.engine.slot_output import Packed, Scores, concluded, empty, of_all, pack, with_round
 from jspec.engine.slots import Slots, lean, put, some, take, with_some
-from jspec.round import Allowed, play_round
-from jspec.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
-from jspec.state import DecodeState, RequestParams
+from jspec.models.kv_cache import copy_slots
 
 _BLOCK = 256  # tokens, by which caches are copied
 
@@ -261,7 +261,7 @@ def play(
         rule, num_draft_tokens: of every round.
         is_lean: leave everything beside temperature out; no row that moves may ask for more.
         num_top: how many of the likeliest tokens to look for, where a row asks for some.
-        constrain: as for `jspec.round.play_round`.
+        constrain: as for `jspec.decoding.round.play_round`.
     """
     if rows is None:
         return _play(target, drafter, slots, stop, rounds, yields, **how)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.core.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
+from jspec.decoding.state import RequestParams
 from jspec.engine.constraints import Constraint
 from jspec.engine.slots import NEUTRAL, Needs
-from jspec.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
-from jspec.state import RequestParams
 
 Likeliest = list[tuple[int, float]]  # tokens and their raw log-probabilities, highest first
 

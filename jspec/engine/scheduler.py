@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from jspec.engine.news import Piece
+from jspec.decoding.state import RequestParams
 from jspec.engine.request import Request, Result
-from jspec.state import RequestParams
+from jspec.engine.slot_output import Piece
 
 _LOG = logging.getLogger("jspec")
 

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.cache import KVCache, whole_tiles
+from jspec.core.sampling import LogitsTransforms, TokenCounts, broadcast_rows
+from jspec.core.types import pytree
+from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters.base import tree_of
-from jspec.drafters.reading import begin
-from jspec.sampling import LogitsTransforms, TokenCounts, broadcast_rows
-from jspec.state import DecodeState, RequestParams
-from jspec.types import pytree
+from jspec.drafters.late_reading import begin
+from jspec.models.kv_cache import KVCache, whole_tiles
 
 # Transforms that change nothing; the bias is zeros, as many as there are tokens.
 NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0, repetition=1.0, presence=0.0,

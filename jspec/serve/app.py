@@ -20,16 +20,16 @@ from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.engine.heartbeat import Heartbeat
 from jspec.serve.access import Access, Guard
-from jspec.serve.answers import Answer
-from jspec.serve.asked import Served, number_of_choices, understand
-from jspec.serve.body import as_json, check_key, read
-from jspec.serve.constraints import ConstraintCompiler
+from jspec.serve.constraint_jobs import ConstraintCompiler
 from jspec.serve.errors import Refusal, busy, draining, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
+from jspec.serve.parse_request import Served, number_of_choices, understand
+from jspec.serve.request_body import as_json, check_key, read
+from jspec.serve.responses import Answer
 from jspec.serve.schemas import Body, ChatBody, CompletionBody, understood
-from jspec.serve.sending import Stream, Whole, dump, heard
-from jspec.serve.text import Names
+from jspec.serve.sse import Stream, Whole, dump, heard
+from jspec.serve.token_text import Names
 from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")

@@ -4,9 +4,9 @@ import time
 
 from jspec.engine import Request, Result
 from jspec.engine.scheduler import Tenant
-from jspec.serve.asked import Asked, Served
-from jspec.serve.figures import Figures
-from jspec.writer import Writer
+from jspec.serve.parse_request import Asked, Served
+from jspec.serve.usage import Figures
+from jspec.text.stop_strings import Writer
 
 
 class Choice:

@@ -13,12 +13,12 @@ from anyio import CapacityLimiter, to_thread
 
 from jspec.engine import Result
 from jspec.engine.constraints import Constraint
-from jspec.serve.asked import Asked, Served, understand
 from jspec.serve.choice import Choice
 from jspec.serve.errors import Refusal, busy, draining, failed, wrong
-from jspec.serve.figures import Figures
 from jspec.serve.metrics import Metrics
+from jspec.serve.parse_request import Asked, Served, understand
 from jspec.serve.schemas import Body
+from jspec.serve.usage import Figures
 
 _LOG = logging.getLogger("jspec")
 
@@ -110,7 +110,8 @@ class Job:
             for choice in self.choices:
                 choice.stop("abort")
                 self._cancel(choice)
-            self._metrics.finished(self)
+            if self.choices:
+                self._metrics.finished(self.choices, self.asked.body.n, self.figures())
         finally:
             self._end()
 

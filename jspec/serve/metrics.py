@@ -1,15 +1,14 @@
 """What /metrics says: vLLM's names behind a prefix. A choice counts as one request, a prompt's tokens count once."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from jspec.serve.asked import Served
 from jspec.serve.choice import Choice
-
-if TYPE_CHECKING:
-    from jspec.serve.job import Job
+from jspec.serve.parse_request import Served
+from jspec.serve.usage import Figures
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -85,16 +84,15 @@ class Metrics:
         else:
             self._of["time_to_first_token_seconds"].observe(choice.first - choice.arrived)
 
-    def finished(self, job: "Job") -> None:
-        """All choices of a job have ended."""
-        for choice in job.choices:
+    def finished(self, choices: Sequence[Choice], choices_per_prompt: int, figures: Figures) -> None:
+        """Count a body whose choices have all ended."""
+        for choice in choices:
             self._ended.labels(self._served.name, choice.finish_reason).inc()
             self._of["request_generation_tokens"].observe(choice.count)
             self._timed(choice)
-            if choice.index % job.asked.body.n == 0 and choice.tenant and choice.tenant.seated_at is not None:
+            if choice.index % choices_per_prompt == 0 and choice.tenant and choice.tenant.seated_at is not None:
                 self._read(choice)
-        if job.choices:
-            self._drafted(job)
+        self._drafted(figures)
 
     def _read(self, choice: Choice) -> None:
         count = len(choice.request.tokens)
@@ -112,8 +110,7 @@ class Metrics:
             self._of["request_prefill_time_seconds"].observe(choice.first - seated)
             self._of["request_decode_time_seconds"].observe(choice.last - choice.first)
 
-    def _drafted(self, job: "Job") -> None:
-        figures = job.figures()
+    def _drafted(self, figures: Figures) -> None:
         self._of["spec_decode_num_drafts"].inc(figures.drafts)
         self._of["spec_decode_num_draft_tokens"].inc(figures.drafted)
         self._of["spec_decode_num_accepted_tokens"].inc(figures.accepted)

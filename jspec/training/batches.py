@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from jspec.training.rows import Row
+from jspec.training.dataset import Row
 
 _TILE = 64
 

@@ -11,9 +11,9 @@ from jax import Array
 
 from jspec.drafters import ModelDrafter
 from jspec.training.batches import Plan
+from jspec.training.dataset import Row
 from jspec.training.heads import model
-from jspec.training.rows import Row
-from jspec.training.sight import look
+from jspec.training.target_states import look
 
 
 def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:

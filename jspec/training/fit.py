@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from convert import unfinished
 from convert.errors import CheckpointError, brief, raised_alone
 from jspec.training.batches import Batch, Plan
+from jspec.training.dataset import write_text
 from jspec.training.kinds import Trainee, Weights
 from jspec.training.objective import Score, judge, score, total
-from jspec.training.rows import write_text
-from jspec.training.sight import Sight, StoredStates, look
+from jspec.training.target_states import Sight, StoredStates, look
 
 _log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.core.tree import Branches
 from jspec.drafters.base import fit_vocabulary
-from jspec.drafters.heads import ParallelHeadsDrafter
-from jspec.drafters.hydra import HydraDrafter
-from jspec.drafters.kangaroo import KangarooDrafter
-from jspec.drafters.model import ModelDrafter
-from jspec.drafters.parallel_sampling import PassDrafter
-from jspec.training.sight import Sight
-from jspec.tree import Branches
+from jspec.drafters.heads.base import ParallelHeadsDrafter
+from jspec.drafters.heads.hydra import HydraDrafter
+from jspec.drafters.heads.kangaroo import KangarooDrafter
+from jspec.drafters.heads.parallel_sampling import PassDrafter
+from jspec.drafters.standalone.model import ModelDrafter
+from jspec.training.target_states import Sight
 
 
 def later(rows: Array, depth: int) -> Array:

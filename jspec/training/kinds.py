@@ -12,7 +12,6 @@ from flax import nnx
 from jax import Array
 
 from convert.generation_config import SamplingDefaults
-from jspec.decode import speculative_generate
 from jspec.drafters import (
     BlockwiseDrafter,
     EagleDrafter,
@@ -23,9 +22,11 @@ from jspec.drafters import (
     PassDrafter,
 )
 from jspec.drafters.base import own_tree
-from jspec.llama import Llama
-from jspec.training import eagle, heads
-from jspec.training.sight import Sight
+from jspec.generation.generate import speculative_generate
+from jspec.models.llama import Llama
+from jspec.training import eagle_training as eagle
+from jspec.training import heads
+from jspec.training.target_states import Sight
 
 Weights = dict[str, Any]
 _Unroll = Callable[[Any, Any, Array, Sight, int], Iterator[Array]]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.training.losses import LOSSES, Loss, covered_acceptance, log_probs
-from jspec.training.sight import Laws, Sight, laws_of
+from jspec.training.target_states import Laws, Sight, laws_of
 
 _DECAY = 0.8  # of a later depth, which is reached less often (EAGLE-3)
 

@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checks import check_target
+from jspec.core.types import check_count
+from jspec.decoding.validate_arguments import check_target
 from jspec.drafters import MultiDrafter
-from jspec.drafters.model import as_drafter
-from jspec.training import rows as texts
+from jspec.drafters.standalone.model import as_drafter
+from jspec.training import dataset as texts
 from jspec.training.batches import Plan
 from jspec.training.boost import left_over
+from jspec.training.dataset import Row
 from jspec.training.fit import Progress, Schedule, Source, fit
 from jspec.training.kinds import KINDS, Trainee, check_kind, check_start, trainee_of
 from jspec.training.losses import LOSSES
-from jspec.training.rows import Row
-from jspec.training.sight import StoredStates, fingerprint
-from jspec.training.writing import frame_of, write_answers, write_chats
-from jspec.types import check_count
+from jspec.training.self_generated import frame_of, write_answers, write_chats
+from jspec.training.target_states import StoredStates, fingerprint
 
 _log = logging.getLogger("jspec")
 _WRITERS, _ANSWER = 192, 256  # chats at once, and how long an answer may be

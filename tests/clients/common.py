@@ -13,7 +13,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.serve import served
-from jspec.weights import PAIR
+from jspec.bundled import PAIR
 
 NAME, SLOTS = "model", 8
 TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -14,8 +14,8 @@ from common import NAME, Report, pair
 
 import jspec
 from bench.subject import held_out
+from jspec.bundled import PAIR
 from jspec.text import load_tokenizer
-from jspec.weights import PAIR
 
 TASK = """task: direct
 dataset_path: json

@@ -1,0 +1,1 @@
+"""GGUF files: header, configuration, vocabulary, tokenizer and tensors."""

@@ -1,0 +1,260 @@
+"""The metadata of a GGUF file -> the config.json that the same model has on the Hugging Face hub."""
+
+import dataclasses
+import math
+import operator
+import reprlib
+from typing import Any
+
+import numpy as np
+
+from convert.errors import CheckpointError, listing
+from convert.gguf.header import Header
+from convert.gguf.vocabulary import vocabulary
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How the GGUF files of a `general.architecture` differ from Hugging Face.
+
+    Attributes:
+        model_type: as in config.json, and so `class_name`.
+        interleaved: the rows of q and k lie pairwise within each head, for llama.cpp turns neighbours against each
+            other, Hugging Face one half of a head against the other.
+        biases: flag of config.json -> tensor of the first layer that is there if the flag is true; what the
+            architecture always has needs none.
+    """
+
+    model_type: str
+    class_name: str
+    interleaved: bool
+    biases: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", True, {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    ),
+}
+# The rest of the key -> config.json; what is not in a table is refused.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_ORIGINAL = "rope.scaling.original_context_length"
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second in older files
+_SCALING = {"rope.scaling.type", _ORIGINAL, *_FACTORS}
+_READ_APART = {"vocab_size", "rope.freq_base", "rope.dimension_count", "attention.value_length"}
+# Keys that change nothing at these values, which converters write for any model.
+_FIXED = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "use_parallel_residual": (False,),
+}
+# Keys that change nothing in this architecture, whatever their value. Sizes of experts count only where there are some.
+_UNUSED = {
+    "attention.layer_norm_epsilon",
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "interleave_moe_layer_step",
+    "moe_every_n_layers",
+    "rope.scaling.finetuned",
+}
+_SAMPLING = "general.sampling."
+_SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+# Those of every Llama 3; files have only the factors that come of them.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def architecture(header: Header) -> Architecture:
+    """What `header` says it is.
+
+    Raises:
+        CheckpointError: one that is not supported, or no model.
+    """
+    name = header.metadata.get("general.architecture")
+    if (kind := header.metadata.get("general.type", "model")) != "model":
+        raise CheckpointError(
+            f"{header.file} has general.type {str(kind)[:40]!r}; expected 'model': choose the file of the model."
+        )
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{header.file} has general.architecture {str(name)[:40]!r}; expected one of {', '.join(ARCHITECTURES)}: "
+            "of other models load the Hugging Face checkpoint."
+        )
+    return ARCHITECTURES[name]
+
+
+def raw_config(header: Header) -> dict[str, Any]:
+    """The content of config.json, for `convert.parse_config` to check.
+
+    Tokens that end a turn end a text, too: the files name one EOS only.
+
+    Raises:
+        CheckpointError: a key is unknown, or says what config.json cannot.
+    """
+    kind, words = architecture(header), vocabulary(header)
+    prefix = f"{header.metadata['general.architecture']}."
+    fields = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    _check_known(fields, prefix, header)
+    raw = {name: fields[key] for key, name in _FIELDS.items() if key in fields}
+    if raw.get("sliding_window") == 0:  # llama.cpp's spelling of none
+        raw["sliding_window"] = None
+    raw |= {flag: name in header.tensors for flag, name in kind.biases.items()}
+    rotated = fields.get("rope.dimension_count")
+    raw |= {"head_dim": rotated} if rotated is not None and "head_dim" not in raw else {}
+    head_dim = raw.get("head_dim")
+    if head_dim != rotated and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
+        raw["partial_rotary_factor"] = rotated / head_dim
+    ends = words.ends
+    return raw | {
+        "model_type": kind.model_type,
+        "architectures": [kind.class_name],
+        "vocab_size": _vocab_size(fields.get("vocab_size"), len(words.tokens), header),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_parameters": _rope(fields, header),
+        "hidden_act": "silu",
+        "bos_token_id": words.ids.get("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": words.ids.get("pad"),
+    }
+
+
+def ignored_keys(header: Header) -> list[str]:
+    """Return the keys of a supported model that are not read, other than those that describe the file; sorted.
+
+    Keys of the architecture may change what is computed: they are read, known to change nothing, or refused. General
+    keys describe the file, and keys outside "general", "tokenizer" and the architecture belong to other programs.
+    """
+    name = header.metadata["general.architecture"]
+    described = ("general.", "tokenizer.", f"{name}.", "split.", "quantize.", "imatrix.")
+    unused = {f"{name}.{key}" for key in _UNUSED} & header.metadata.keys()
+    return sorted(unused | {key for key in header.metadata if not key.startswith(described)})
+
+
+def raw_generation_config(header: Header) -> dict[str, Any]:
+    """Return the content of generation_config.json: the sampling parameters that the file recommends, if any."""
+    fields = {k.removeprefix(_SAMPLING): v for k, v in header.metadata.items() if k.startswith(_SAMPLING)}
+    return {_SAMPLING_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
+    known = _FIELDS.keys() | _SCALING | _READ_APART | _FIXED.keys() | _UNUSED
+    misspelt = {key for key in header.metadata if key[len(prefix) :] in known and _differ_once(key, prefix)}
+    if unknown := {prefix + key for key in fields.keys() - known} | misspelt:
+        raise CheckpointError(
+            f"{header.file} has {listing(unknown)}, which may change the computed function and is not supported; "
+            "choose a model without it."
+        )
+    for key, wanted in _FIXED.items():
+        if fields.get(key, wanted[0]) not in wanted:
+            raise CheckpointError(
+                f"{header.file} has {key} {reprlib.repr(fields[key])}; only {wanted[-1]!r} is supported, so choose "
+                "another model."
+            )
+    if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
+        raise CheckpointError(
+            f"{header.file} has attention.value_length {reprlib.repr(fields['attention.value_length'])} and "
+            f"attention.key_length {reprlib.repr(fields.get('attention.key_length'))}; expected heads of one size."
+        )
+
+
+def _differ_once(key: str, prefix: str) -> bool:
+    """Return whether the first letters of `key` are those of `prefix` but for one, as after a flipped bit."""
+    return sum(map(operator.ne, key, prefix)) == 1
+
+
+def _vocab_size(said: Any, tokens: int, header: Header) -> Any:
+    """Models may have room for more tokens than there are."""
+    if isinstance(said, int) and tokens > said:
+        raise CheckpointError(f"{header.file} has {tokens} tokens, but vocab_size {said}; download it again.")
+    return tokens if said is None else said
+
+
+def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
+    theta, kind = fields.get("rope.freq_base", 10000.0), _kind_of_scaling(fields, header)
+    if ROPE_FACTORS in header.tensors:
+        return {"rope_theta": theta, "rope_type": "llama3"} | _llama3(theta, kind, fields.get(_ORIGINAL), header)
+    if kind == "none":  # whatever else it says of scaling, there is none
+        return {"rope_theta": theta, "rope_type": "default"}
+    if kind != "linear":
+        raise CheckpointError(
+            f"rope.scaling.type {reprlib.repr(kind)} is not supported in a GGUF file, {header.file}; only 'none' and "
+            "'linear' are, and Llama 3's factors, so choose the checkpoint that the file was made of."
+        )
+    factor = next((fields[key] for key in _FACTORS if key in fields), None)
+    return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
+
+
+def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
+    """What the file says, or linear where all it gives is a factor, as llama.cpp has it."""
+    factors = [fields[key] for key in _FACTORS if key in fields]
+    if factors[1:] and factors[0] != factors[1]:
+        raise CheckpointError(
+            f"{header.file} scales positions by {' and by '.join(map(reprlib.repr, factors))}, under its newer and its "
+            "older key; choose the checkpoint that the file was made of."
+        )
+    return fields.get("rope.scaling.type", "linear" if factors and factors[0] not in (0, 1) else "none")
+
+
+def _llama3(theta: Any, kind: Any, original: Any, header: Header) -> dict[str, Any]:
+    """Llama 3's fields, if they give the factors by which this file divides the frequencies.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    stored = header.tensors[ROPE_FACTORS]
+    found = np.fromfile(header.file, "<f4", math.prod(stored.shape), offset=stored.offset).astype(np.float64)
+    original = _LLAMA3["original_max_position_embeddings"] if original is None else original
+    fields = {"factor": float(found.max()), **_LLAMA3, "original_max_position_embeddings": original}
+    plain = stored.kind.name == "F32" and kind == "none" and fields["factor"] > 0
+    numbers = all(isinstance(value, int | float) and value > 0 for value in (theta, original))
+    if not (plain and numbers) or not np.allclose(found, _factors(theta, found.size, **fields), rtol=1e-4, atol=0):
+        raise CheckpointError(
+            f"{ROPE_FACTORS} in {header.file} is not what Llama 3 scales its positions by, as far as the file says; "
+            "choose the checkpoint that the file was made of."
+        )
+    return fields
+
+
+def _factors(
+    theta: float,
+    count: int,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> np.ndarray:
+    """``[count]``: by what each frequency is divided, from 1 where it turns often to `factor` where it does not."""
+    turns = original_max_position_embeddings * theta ** (-np.arange(count) / count) / (2 * math.pi)
+    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)

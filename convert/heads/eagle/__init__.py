@@ -1,0 +1,1 @@
+"""The files of EAGLE heads, in the layouts of several programs."""

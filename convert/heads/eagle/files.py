@@ -1,0 +1,127 @@
+"""The files of an EAGLE head: config.json and safetensors, in the layouts of `convert.heads.eagle.tensor_names`."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from convert.errors import CheckpointError
+from convert.from_hf import check_names, filled
+from convert.heads import draft_vocabulary
+from convert.heads import files as head_files
+from convert.heads.eagle import tensor_names as eagle_keys
+from convert.heads.eagle import write_config as eagle_json
+from convert.heads.eagle.config import EagleConfig, EagleOrigin
+from convert.heads.eagle.parse_config import layout_of, parse
+from convert.heads.eagle.tensor_names import KNOWN, LAYOUTS, TARGET_IDS
+from convert.json_file import read_object
+from convert.safetensors_reader import Tensor, scan
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleFiles:
+    """A head that was found and checked, its weights not read yet.
+
+    Attributes:
+        config: `own_head` is false where the files lack an output head, also if it would be a reduced one.
+        draft_ids: as `convert.heads.draft_vocabulary.draft_ids` makes them; None where all tokens can be guessed.
+    """
+
+    config: EagleConfig
+    origin: EagleOrigin
+    draft_ids: np.ndarray | None
+    tensors: Mapping[str, Tensor]
+
+    def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+        """(our name, array) one after another. Raises CheckpointError as `convert.from_hf.filled`."""
+        entries = eagle_keys.entries(self.config, self.origin.layout, self.origin.prefix)
+        return filled(self.tensors, entries, dtype)
+
+
+def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
+    """Finds and checks the files of a head.
+
+    Args:
+        source: a directory, or a hub id.
+        num_layers: of the target, see `convert.heads.eagle.parse_config.parse`.
+
+    Raises:
+        CheckpointError: anything about them is not as it should be; nothing is repaired or skipped.
+    """
+    directory = head_files.find(source, "pytorch_model.bin")
+    path = directory / "config.json"
+    raw = read_object(path)
+    found = scan(directory, tables=eagle_keys.TABLES)
+    try:
+        layout, config = layout_of(raw, found.keys()), parse(raw, found.keys(), num_layers)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    prefix = _prefix(layout, found)
+    check_names(found, eagle_keys.shapes(config, layout, prefix) | _table_shapes(config, found), directory)
+    tables = {name: found.pop(name).read(slice(None)) for name in eagle_keys.TABLES if name in found}
+    origin = EagleOrigin(layout, prefix, frozenset({*found, *tables}), json.dumps(raw), head_files.common_dtype(found))
+    return EagleFiles(config, origin, _draft_ids(config, tables, directory), found)
+
+
+def _prefix(layout: str, names: Iterable[str]) -> str:
+    """Of the names of the layer: those of generation 3 are found in two spellings, which vLLM reads alike."""
+    usual = LAYOUTS[layout].prefix
+    if LAYOUTS[layout].generation == 1:
+        return usual
+    other = "layers.0." if usual == "midlayer." else "midlayer."
+    return usual if any(name.startswith(usual) for name in names) else other
+
+
+def _table_shapes(config: EagleConfig, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Of `d2t`, which must be there where the vocabulary is reduced, and of `t2d`, which may."""
+    if config.draft_vocab_size is None:
+        return {}
+    known = {KNOWN: (config.layer.vocab_size,)} if KNOWN in names else {}
+    return {TARGET_IDS: (config.draft_vocab_size,)} | known
+
+
+def _draft_ids(config: EagleConfig, tables: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
+    if config.draft_vocab_size is None:
+        return None
+    try:
+        return draft_vocabulary.draft_ids(tables[TARGET_IDS], tables.get(KNOWN), config.layer.vocab_size)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def write(
+    destination: str | Path,
+    config: EagleConfig,
+    arrays: Mapping[str, np.ndarray],
+    draft_ids: np.ndarray | None,
+    layout: str,
+    origin: EagleOrigin | None,
+) -> Path:
+    """Writes the files of a head; atomic.
+
+    Args:
+        config: `own_head` is false where the output head is to be left out, also a reduced one.
+        arrays: ours by name, all of one dtype.
+        origin: where it was loaded from: in the same layout tensors get their names and config.json its fields again.
+
+    Raises:
+        CheckpointError: programs that read `layout` would not compute what the head does, or `destination` exists or
+            cannot be written.
+    """
+    eagle_json.check_format(config, layout)
+    same = origin if origin is not None and origin.layout == layout else None
+    tensors: dict[str, np.ndarray] = {}
+    for entry in eagle_keys.entries(config, layout, None if same is None else same.prefix):
+        ends = np.cumsum([part.rows for part in entry.parts])
+        pieces = np.split(arrays[entry.name], ends[:-1])
+        tensors |= {part.hf_name: piece for part, piece in zip(entry.parts, pieces, strict=True)}
+    if draft_ids is not None and config.draft_vocab_size is not None:
+        offsets, known = draft_vocabulary.tables(draft_ids, config.draft_vocab_size)
+        tensors[TARGET_IDS] = offsets
+        if same is None or KNOWN in same.names:
+            tensors[KNOWN] = known
+    dtype = next(iter(arrays.values())).dtype.name
+    fields = eagle_json.describe(config, layout, dtype, same, tensors.keys())
+    return head_files.write(destination, fields, tensors)

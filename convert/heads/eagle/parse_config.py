@@ -1,0 +1,185 @@
+"""config.json of an EAGLE head -> EagleConfig: every flag that changes the computed function is read, or refused."""
+
+import dataclasses
+from collections.abc import Collection
+
+from convert.config import LlamaConfig, check_supported, parse_config
+from convert.errors import CheckpointError, listing
+from convert.heads.eagle.config import EagleConfig
+from convert.heads.eagle.tensor_names import EMBEDDING, FC_BIAS, FUSION, HEAD, LAYOUTS, TARGET_IDS
+from convert.json_fields import Fields, flag, integer
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER, NVIDIA = "transformer_layer_config", "eagle_config"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SPECULATORS = {"eagle3": "speculators", "eagle": FUSION}
+_ARCHITECTURES = {
+    "speculators": {"Eagle3Speculator", "Eagle3DraftModel", "Eagle3LlamaForCausalLM"},
+    "sglang": {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
+    "eagle": {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM",
+              "MistralForCausalLM"},
+    FUSION: {"EagleSpeculator", "LlamaDecoderLayer"},
+}  # fmt: skip
+_FAMILIES = {1: ("llama", "mistral", "qwen2"), 3: ("llama", "qwen3")}
+# Fields of which one value is supported, or leaving them out: of parallel drafting, of HASS, of legacy SGLang.
+_FIXED = {"mask_token_id": None, "parallel_drafting": False, "add_para_norm": False, "use_aux_norm": False,
+          "logit_scale": 1.0, "layernorms": False}  # fmt: skip
+_FIXED_3 = {"bias": False, "qkv_bias": False}
+_FIXED_NVIDIA = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+                 "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+                 "has_lm_head": True}  # fmt: skip
+_UNUSED_NVIDIA = {"parallel_draft_heads_num_layers"}
+
+
+def layout_of(raw: Fields, names: Collection[str]) -> str:
+    """Which of `LAYOUTS` the files of a head have.
+
+    Args:
+        raw: the content of config.json.
+        names: of all tensors.
+
+    Raises:
+        CheckpointError: they are of no EAGLE head.
+    """
+    kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"architectures is {architectures!r}; expected a list of names.")
+    third = any("Eagle3" in str(one) for one in architectures) or "draft_vocab_size" in raw
+    if kind is not None:
+        layout = _SPECULATORS.get(kind) if isinstance(kind, str) else None
+    elif third or any(name.startswith("midlayer.") or name.endswith(".hidden_norm.weight") for name in names):
+        layout = "sglang"
+    else:
+        layout = "eagle" if "fc.weight" in names or any("Eagle" in str(one) for one in architectures) else None
+    if layout is None or not set(map(str, architectures)) <= _ARCHITECTURES[layout]:
+        said = f"speculators_model_type {kind!r} and " if kind is not None else ""
+        raise CheckpointError(f"it has {said}architectures {architectures}, which is no EAGLE head of one Llama layer; "
+                              "load what belongs to EAGLE-1, EAGLE-3 or 3.1 of a Llama, Mistral or Qwen.")  # fmt: skip
+    return layout
+
+
+def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleConfig:
+    """The content of a config.json as an `EagleConfig`.
+
+    Args:
+        names: of all tensors, by which it is told whether embedding, head and bias are the head's own.
+        num_layers: of the target; without it the file itself must name the states that the head is told.
+
+    Raises:
+        CheckpointError: a field is missing, has a wrong value, contradicts another, or asks for what is not supported.
+    """
+    layout = layout_of(raw, names)
+    generation = LAYOUTS[layout].generation
+    check_supported(raw, {**_FIXED, **(_FIXED_3 if generation == 3 else {})})
+    layer = _layer(raw, layout)
+    own = {"own_embedding": EMBEDDING in names, "own_head": HEAD in names and generation == 3}
+    if generation == 1:
+        field = "fusion_bias" if layout == FUSION else "bias"
+        biased = flag(raw, field, FC_BIAS in names or "fusion_fc.bias" in names)
+        return EagleConfig(1, layer, layer.hidden_size, (-1,), fc_bias=biased, **own)
+    inner = _nvidia(raw)
+    flags = {name: _flag(raw, inner, name) for name in FLAGS}
+    if layout == "speculators" and raw.get(FLAGS[0]) is None:
+        raise CheckpointError(f"{FLAGS[0]} is missing, which vLLM takes for true and speculators for false; add the "
+                              "value with which the head was trained.")  # fmt: skip
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise CheckpointError("norm_before_fc and fc_norm are both true; a head has one of them: keep its own.")
+    told = integer(raw, "target_hidden_size", layer.hidden_size)
+    features = _features(raw, inner, num_layers)
+    return EagleConfig(3, layer, told, features, _draft_vocab(raw, layer, names), **own, **flags)
+
+
+def _layer(raw: Fields, layout: str) -> LlamaConfig:
+    fields, generation = raw, LAYOUTS[layout].generation
+    if raw.get("speculators_model_type") is not None:
+        fields = raw.get(LAYER)
+        if not isinstance(fields, dict):
+            raise CheckpointError(
+                f"{LAYER} is {fields!r}; expected the fields of its layer, as in the head's own file."
+            )
+        if raw.get("transformer_layer_architecture") != "auto":
+            check_supported(raw, {"transformer_layer_architecture": "LlamaDecoderLayer"})
+    elif flag(raw, "tie_word_embeddings"):
+        raise CheckpointError("tie_word_embeddings is true, which SGLang reads and others do not; set it to false if "
+                              "the head's output is not its embedding.")  # fmt: skip
+    known = _FAMILIES[generation]
+    if fields.get("model_type") not in known:
+        raise CheckpointError(f"model_type of its layer is {fields.get('model_type')!r}; expected one of "
+                              f"{', '.join(known)}: choose a head made of such a layer.")  # fmt: skip
+    if fields["model_type"] == "llama":
+        check_supported(fields, {"sliding_window": None})
+    layer = parse_config({key: value for key, value in fields.items() if key != "architectures"}
+                         | {"tie_word_embeddings": False})  # fmt: skip
+    if layer.num_hidden_layers != 1:
+        raise CheckpointError(f"num_hidden_layers is {layer.num_hidden_layers}; heads of one layer are supported: "
+                              "choose such a head.")  # fmt: skip
+    return dataclasses.replace(layer, qkv_bias=generation == 1 and flag(fields, "qkv_bias"))
+
+
+def _nvidia(raw: Fields) -> Fields:
+    """The fields that NVIDIA and SpecForge put into a section of their own."""
+    inner = raw.get(NVIDIA)
+    inner = {} if inner is None else inner
+    known = {IDS, *FLAGS, *_FIXED_NVIDIA, *_UNUSED_NVIDIA}
+    if not isinstance(inner, dict) or set(inner) - known:
+        found = listing(set(inner) - known) if isinstance(inner, dict) else repr(inner)
+        raise CheckpointError(f"{NVIDIA} has unknown {found}; expected an object of {listing(known, 20)}: choose a "
+                              "head without it.")  # fmt: skip
+    check_supported(inner, _FIXED_NVIDIA)
+    return inner
+
+
+def _flag(raw: Fields, inner: Fields, name: str) -> bool:
+    """Of config.json or its section; false where neither has it, as vLLM and SGLang take it."""
+    values = {flag(place, name) for place in (raw, inner) if place.get(name) is not None}
+    if len(values) > 1:
+        raise CheckpointError(
+            f"{name} is both true and false, in config.json and in its {NVIDIA}; keep the head's own."
+        )
+    return values.pop() if values else False
+
+
+def _draft_vocab(raw: Fields, layer: LlamaConfig, names: Collection[str]) -> int | None:
+    count = integer(raw, "draft_vocab_size", layer.vocab_size)
+    if count > layer.vocab_size:
+        raise CheckpointError(f"draft_vocab_size {count} is more than vocab_size {layer.vocab_size}; restore the "
+                              "head's own config.json.")  # fmt: skip
+    return count if count < layer.vocab_size or TARGET_IDS in names else None
+
+
+def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, ...]:
+    """What enters these layers of the target.
+
+    vLLM and speculators name them so, at the top; SGLang, SpecForge and NVIDIA by what leaves a layer, in a section.
+    """
+    found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
+    if len(found) > 1:
+        raise CheckpointError(f"{IDS} are {raw[IDS]} and, in {NVIDIA}, {inner[IDS]}; the latter name what leaves a "
+                              "layer and so must be one less: keep the head's own.")  # fmt: skip
+    features = found.pop() if found else _usual_features(num_layers)
+    count = integer(raw, "num_aux_hidden_states", len(features))
+    if count != len(features):
+        raise CheckpointError(f"num_aux_hidden_states is {count} and {IDS} name {len(features)} states; keep the "
+                              "head's own.")  # fmt: skip
+    return features
+
+
+def _ids(place: Fields) -> list[int]:
+    ids = place[IDS]
+    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+    if not whole or sorted(set(ids)) != ids:
+        raise CheckpointError(f"{IDS} is {ids!r}; expected layers in ascending order, none twice, as they are read: "
+                              "restore the head's own config.json.")  # fmt: skip
+    return ids
+
+
+def _usual_features(num_layers: int | None) -> tuple[int, ...]:
+    """Li et al. 2025's: what enters layers 2, L // 2 and L - 3."""
+    if num_layers is None:
+        raise CheckpointError(f"config.json has no {IDS}, and which layers are usual depends on the target; pass the "
+                              "target, as in load(path, target).")  # fmt: skip
+    features = 2, num_layers // 2, num_layers - 3
+    if sorted(set(features)) != list(features):
+        raise CheckpointError(f"config.json has no {IDS}, and the usual {list(features)} of a target of {num_layers} "
+                              "layers are not three in ascending order; add those it was trained with.")  # fmt: skip
+    return features

@@ -1,0 +1,136 @@
+"""EagleConfig -> config.json, with every flag written out, since programs take different defaults."""
+
+import dataclasses
+import json
+from collections.abc import Collection
+from typing import Any
+
+from convert import config_json as llama_json
+from convert.errors import CheckpointError
+from convert.heads.eagle.config import EagleConfig, EagleOrigin
+from convert.heads.eagle.parse_config import FLAGS, IDS, LAYER, NVIDIA, parse
+from convert.heads.eagle.tensor_names import LAYOUTS
+from convert.json_fields import Fields
+
+FORMATS = ("speculators", "sglang", "eagle")
+
+
+def check_format(config: EagleConfig, layout: str) -> None:
+    """Raise CheckpointError unless programs that read `layout` compute what a head of `config` does."""
+    if layout not in FORMATS:
+        raise CheckpointError(f"format {layout!r} is unknown; choose one of {', '.join(FORMATS)}.")
+    generation = LAYOUTS[layout].generation
+    if config.generation != generation:
+        fitting = [name for name in FORMATS if LAYOUTS[name].generation == config.generation]
+        raise CheckpointError(f"{layout} files hold heads of generation {generation} and this is of generation "
+                              f"{config.generation}; choose {' or '.join(fitting)}.")  # fmt: skip
+    if config.generation == 1 and (config.draft_vocab_size is not None or config.own_head):
+        raise CheckpointError("eagle files have no output head, for it is the target's; this head has one of its own, "
+                              "which only a head of generation 3 can be saved with.")  # fmt: skip
+    if config.generation == 3 and (sorted(set(config.features)) != list(config.features) or config.features[0] < 0):
+        raise CheckpointError(f"features is {config.features}; {layout} files name layers in ascending order, none "
+                              "twice: make a head with such features.")  # fmt: skip
+    if config.norm_before_fc and config.fc_norm:
+        raise CheckpointError("norm_before_fc and fc_norm are both true, which no program reads; use one of them.")
+    if unread := [name for name, wanted in _unread(config, layout).items() if wanted]:
+        raise CheckpointError(f"programs that read {layout} files do not read {', '.join(unread)} and would compute "
+                              "something else; choose another format or a head without that.")  # fmt: skip
+
+
+def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
+    """What the programs that read `layout` know nothing of, and whether the head has it."""
+    layer = config.layer
+    alone = layer.qkv_bias and not layer.attention_bias
+    if layout == "speculators":
+        return {"biases on q, k and v alone": alone}
+    both = {"attention_bias": layer.attention_bias, "mlp_bias": layer.mlp_bias,
+            "the norms of queries and keys": layer.qk_norm}  # fmt: skip
+    if layout == "eagle":
+        return both
+    return both | {"biases on q, k and v alone": alone, "norm_before_residual": config.norm_before_residual,
+                   "features that begin with what enters layer 0": config.features[0] == 0}  # fmt: skip
+
+
+def describe(
+    config: EagleConfig, layout: str, dtype: str, origin: EagleOrigin | None, names: Collection[str]
+) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Args:
+        dtype: of the weights.
+        origin: where it was loaded from; what that config.json says is kept as long as it still means `config`.
+        names: of the tensors that are written.
+    """
+    made = _speculators(config) if layout == "speculators" else _flat(config, layout)
+    kept = json.loads(origin.fields) if origin is not None and origin.layout == layout else {}
+    if kept:
+        merged = _merged(made, kept)
+        made = merged if _means(merged, config, names) else made
+    place = made.get(LAYER, made)
+    for section in (made, place):
+        spelled = [key for key in ("dtype", "torch_dtype") if key in section]
+        section.update(dict.fromkeys(spelled, dtype))
+    if not any(key in section for section in (made, place) for key in ("dtype", "torch_dtype")):
+        place["torch_dtype"] = dtype
+    return made
+
+
+def _means(raw: Fields, config: EagleConfig, names: Collection[str]) -> bool:
+    try:
+        found = parse(raw, names, None)
+    except CheckpointError:
+        return False
+    return dataclasses.replace(found, own_head=config.own_head) == config  # which the target can lend it
+
+
+def _merged(made: Fields, kept: Fields) -> Fields:
+    """`made` with what `kept` says of the same fields, and its others; sections field by field."""
+    both = {key: _merged(made[key], value) if isinstance(made.get(key), dict) and isinstance(value, dict) else value
+            for key, value in kept.items()}  # fmt: skip
+    return {**made, **both}
+
+
+def _flags(config: EagleConfig) -> Fields:
+    return {name: getattr(config, name) for name in FLAGS} | {
+        "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        IDS: list(config.features),
+    }
+
+
+def _layer(config: EagleConfig) -> Fields:
+    """An output head is in the files or is the target's, never the embedding."""
+    return llama_json.fields(config.layer) | {"tie_word_embeddings": False}
+
+
+def _speculators(config: EagleConfig) -> Fields:
+    """As vLLM reads it."""
+    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **_flags(config),
+        "embed_requires_grad": False,
+        LAYER: _layer(config),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+    }
+
+
+def _flat(config: EagleConfig, layout: str) -> Fields:
+    """The fields of a Llama, and those of the head beside them."""
+    layer = _layer(config)
+    if layout == "eagle":
+        return {"architectures": ["LlamaForCausalLM"], **layer, "bias": config.fc_bias,
+                "qkv_bias": config.layer.qkv_bias}  # fmt: skip
+    inner = {IDS: [i - 1 for i in config.features], "use_aux_hidden_state": True,
+             "norm_before_fc": config.norm_before_fc}  # fmt: skip
+    flags = _flags(config)
+    if config.draft_vocab_size is None and not config.own_head:
+        flags["draft_vocab_size"] = None  # so that SGLang shares the target's head; with a number it draws a random one
+    return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **flags,
+            "num_aux_hidden_states": len(config.features), NVIDIA: inner}  # fmt: skip

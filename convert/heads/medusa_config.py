@@ -1,0 +1,143 @@
+"""Medusa's heads: their sizes, what else their files say, and how programs name their tensors."""
+
+import dataclasses
+import re
+from collections.abc import Collection
+
+from convert.config import check_supported
+from convert.errors import CheckpointError
+from convert.json_fields import Fields, flag, integer
+from convert.keymap import Entry, Part
+from convert.weight_files import SINGLE
+
+OWN_FILE = "medusa_lm_head.safetensors"
+FORMATS = ("medusa", "vllm")
+_NUMBERED = re.compile(r"(medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaConfig:
+    """Sizes: E of a state, V tokens, H heads of L residual blocks each."""
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaOrigin:
+    """What the files of the heads say beyond their weights, kept so that they can be written again; hashable.
+
+    Attributes:
+        layout: "medusa", as published with the paper, or "vllm".
+        file: that holds the tensors.
+        prefix: of all names.
+        biased: whether the blocks have biases; without them they are 0.
+        shared: the name of the one output head that all have in common; None where each has its own.
+        fields: the content of config.json.
+        dtype: of the weights; None where they have several, or where the one that was asked for counts instead.
+    """
+
+    layout: str
+    file: str
+    prefix: str = ""
+    biased: bool = True
+    shared: str | None = None
+    fields: str = "{}"
+    dtype: str | None = None
+
+
+def usual_origin(layout: str) -> MedusaOrigin:
+    """How heads that come from no file are written."""
+    return MedusaOrigin(layout, OWN_FILE if layout == "medusa" else SINGLE)
+
+
+def read_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin:
+    """The layout of files.
+
+    Args:
+        raw: the content of config.json.
+        names: of all tensors.
+        file: that holds them.
+
+    Raises:
+        CheckpointError: they are of no Medusa heads, or of some with fewer tokens.
+    """
+    if raw.get("model_type") == "medusa" or any(re.match(r"(medusa_heads\.)?blocks\.", name) for name in names):
+        return _vllm_origin(raw, names, file)
+    found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    if not found:
+        raise CheckpointError(f"model_type {raw.get('model_type')!r} and its tensors are of no Medusa heads; expected "
+                              "those of Medusa (0.0.linear.weight) or vLLM (blocks.0.layers.0.weight).")  # fmt: skip
+    return MedusaOrigin("medusa", file, found[0][1] or "")
+
+
+def _vllm_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin:
+    check_supported(raw, {"model_type": "medusa", "architectures": ["MedusaModel"], "logit_scale": 1.0})
+    if "token_map" in names or raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")):
+        raise CheckpointError(f"truncated_vocab_size is {raw.get('truncated_vocab_size')}, of which token_map tells "
+                              "the tokens; heads for all tokens are supported: choose such heads.")  # fmt: skip
+    prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
+    shared = None
+    if flag(raw, "original_lm_head"):
+        shared = "lm_head.weight" if f"{prefix}lm_head.weight" in names else "lm_heads.0.weight"
+    return MedusaOrigin("vllm", file, prefix, flag(raw, "medusa_fc_bias"), shared)
+
+
+def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, ...]]) -> MedusaConfig:
+    """The sizes of heads; those of Medusa's own files say them by their tensors alone.
+
+    Published config.json files of Medusa name 2 heads where there are 5, as its own code knows.
+
+    Args:
+        shapes: of all tensors by name.
+
+    Raises:
+        CheckpointError: config.json lacks a size or has a wrong one.
+    """
+    if origin.layout == "vllm":
+        return MedusaConfig(integer(raw, "hidden_size"), integer(raw, "vocab_size"), integer(raw, "num_heads"),
+                            integer(raw, "num_hidden_layers", 1))  # fmt: skip
+    found = [match for name in shapes if (match := _NUMBERED.fullmatch(name))]
+    outputs = [(int(match[3]), match[0]) for match in found if match[4] == "weight"]
+    if not outputs or len(shapes[outputs[0][1]]) != 2:
+        raise CheckpointError("there is no output head, such as 0.1.weight, of two axes; restore the heads' own file.")
+    blocks, name = outputs[0]
+    said = integer(raw, "medusa_num_layers", max(blocks, 1))
+    if said != blocks:
+        raise CheckpointError(f"medusa_num_layers is {said} and {name} stands behind {blocks} blocks; restore the "
+                              "heads' own config.json.")  # fmt: skip
+    vocab, size = shapes[name]
+    return MedusaConfig(size, vocab, 1 + max(int(match[2]) for match in found), blocks)
+
+
+def entries(config: MedusaConfig, origin: MedusaOrigin) -> tuple[Entry, ...]:
+    """Every tensor of the heads; ours are named as in a tuple of `jspec.drafters.heads.medusa.MedusaHead`."""
+    size, table = config.hidden_size, []
+    for i in range(config.num_heads):
+        for j in range(config.num_blocks):
+            theirs = f"{i}.{j}.linear" if origin.layout == "medusa" else f"blocks.{i}.layers.{j}"
+            for kind, shape in (("weight", (size, size)), *([("bias", (size,))] if origin.biased else [])):
+                table.append((f"{i}.blocks.{j}.linear.{kind}", f"{theirs}.{kind}", shape))
+        own = f"{i}.{config.num_blocks}.weight" if origin.layout == "medusa" else f"lm_heads.{i}.weight"
+        if origin.shared is None or i == 0:
+            table.append((f"{i}.lm_head.weight", origin.shared or own, (config.vocab_size, size)))
+    return tuple(Entry(ours, shape, (Part(origin.prefix + theirs, shape[0]),)) for ours, theirs, shape in table)
+
+
+def describe(config: MedusaConfig, origin: MedusaOrigin) -> Fields:
+    """The content of a config.json, every flag in it."""
+    if origin.layout == "medusa":
+        return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_blocks}
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_blocks,
+        "medusa_fc_bias": origin.biased,
+        "original_lm_head": origin.shared is not None,
+    }

@@ -1,0 +1,82 @@
+"""The files of Medusa's heads: config.json and safetensors, as Medusa and vLLM name them."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from convert.errors import CheckpointError
+from convert.from_hf import check_names, filled
+from convert.heads import files as head_files
+from convert.heads import medusa_config
+from convert.heads.medusa_config import OWN_FILE, MedusaConfig, MedusaOrigin
+from convert.json_file import read_object
+from convert.keymap import HEAD, MEDUSA
+from convert.safetensors_reader import Tensor, scan
+from convert.weight_files import SINGLE
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaFiles:
+    """Heads that were found and checked, their weights not read yet."""
+
+    config: MedusaConfig
+    origin: MedusaOrigin
+    tensors: Mapping[str, Tensor]
+
+    def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+        """(our name, array) one after another. Raises CheckpointError as `convert.from_hf.filled`."""
+        return filled(self.tensors, medusa_config.entries(self.config, self.origin), dtype)
+
+
+def read(source: str | Path) -> MedusaFiles:
+    """Finds and checks the files of heads.
+
+    Args:
+        source: a directory, or a hub id.
+
+    Raises:
+        CheckpointError: anything about them is not as it should be; nothing is repaired or skipped.
+    """
+    directory = head_files.find(source, "medusa_lm_head.pt", OWN_FILE)
+    path = directory / "config.json"
+    raw = read_object(path)
+    single = OWN_FILE if (directory / OWN_FILE).exists() else SINGLE
+    found = scan(directory, single)
+    try:
+        origin = medusa_config.read_origin(raw, found.keys(), single)
+        if origin.prefix == MEDUSA:  # trained with its target, which lies beside it
+            found = {name: tensor for name, tensor in found.items() if not name.startswith(("model.", HEAD))}
+        config = medusa_config.read_sizes(raw, origin, {name: tensor.shape for name, tensor in found.items()})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    heads, blocks = config.num_heads, config.num_blocks
+    if heads * max(1, blocks) > len(found):  # or the table of a damaged config could fill the memory
+        raise CheckpointError(f"{path} means {heads} heads of {blocks} blocks each, and there are {len(found)} "
+                              "tensors; restore the heads' own config.json.")  # fmt: skip
+    table = medusa_config.entries(config, origin)
+    check_names(found, {part.hf_name: entry.shape for entry in table for part in entry.parts}, directory)
+    dtype = head_files.common_dtype(found)
+    return MedusaFiles(config, dataclasses.replace(origin, fields=json.dumps(raw), dtype=dtype), found)
+
+
+def write(
+    destination: str | Path, config: MedusaConfig, arrays: Mapping[str, np.ndarray], origin: MedusaOrigin
+) -> Path:
+    """Writes the files of heads; atomic.
+
+    Args:
+        arrays: ours by name, all of one dtype.
+        origin: how: names, and the fields that config.json has beside those of `config`.
+
+    Raises:
+        CheckpointError: `destination` exists or cannot be written.
+    """
+    table = medusa_config.entries(config, origin)
+    tensors = {part.hf_name: arrays[entry.name] for entry in table for part in entry.parts}
+    fields = json.loads(origin.fields) | medusa_config.describe(config, origin)
+    dtype = next(iter(tensors.values())).dtype.name
+    spelled = [key for key in ("dtype", "torch_dtype") if key in fields] or ["torch_dtype"]
+    return head_files.write(destination, fields | dict.fromkeys(spelled, dtype), tensors, origin.file)

@@ -1,0 +1,94 @@
+"""Lines that a person types, however long they are."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import typer
+
+from jspec.cli import interrupts
+from jspec.cli.common import UsageError
+
+_LONGEST = {"linux": 4096, "darwin": 1024}  # bytes that a terminal collects of a line, its end included
+_NO_BRACKETS = b"\x1b[?2004l"  # around what is pasted
+
+
+@contextlib.contextmanager
+def whole_lines() -> Iterator[None]:
+    """Have the terminal pass on what is typed as it comes, and restore it in the end, also if Ctrl-C is the end.
+
+    A terminal that collects lines drops what is beyond 4,096 bytes of one, also of those that nobody reads yet.
+    """
+    if not _edits():
+        yield
+        return
+    import readline  # noqa: F401, gives `input` editing, a history and lines of any length
+    import termios
+
+    before, changed = termios.tcgetattr(0), termios.tcgetattr(0)
+    changed[3] &= ~termios.ICANON
+    changed[6][termios.VMIN], changed[6][termios.VTIME] = 1, 0
+
+    def restore() -> None:
+        with contextlib.suppress(OSError, termios.error):  # it may be gone
+            termios.tcsetattr(0, termios.TCSANOW, before)
+            os.write(0, _NO_BRACKETS)
+
+    with interrupts.restored(restore):
+        termios.tcsetattr(0, termios.TCSANOW, changed)
+        try:
+            yield
+        finally:
+            restore()
+
+
+def read(prompt: str) -> str:
+    """Return the next line with its end, or nothing at the end of the input; on a terminal, ask with `prompt`.
+
+    Raises:
+        UsageError: the terminal has cut the line off, or may have.
+        UnicodeDecodeError: the line is not UTF-8.
+    """
+    if _edits():
+        try:
+            with _output_on_the_terminal():
+                return f"{input(prompt)}\n"
+        except EOFError:
+            return ""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        typer.echo(prompt, nl=False, err=True)
+    line = sys.stdin.readline()
+    longest = _LONGEST.get(sys.platform)
+    if is_terminal and longest and len(line.encode(errors="replace")) >= longest:
+        raise UsageError(f"The terminal passes on at most {longest - 2} bytes of a line, so this one may have lost its "
+                         "end; send it through a pipe.")  # fmt: skip
+    return line
+
+
+def _edits() -> bool:
+    """Whether `input` can edit lines here."""
+    try:
+        if sys.stdin.fileno() != 0 or sys.stdout.fileno() != 1:
+            return False
+    except OSError:
+        return False
+    return bool(find_spec("readline")) and os.isatty(0) and (os.isatty(1) or os.isatty(2))
+
+
+@contextlib.contextmanager
+def _output_on_the_terminal() -> Iterator[None]:
+    """Have `input` write to standard error where standard output goes elsewhere: it edits lines only on a terminal."""
+    if os.isatty(1):
+        yield
+        return
+    sys.stdout.flush()
+    output = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)

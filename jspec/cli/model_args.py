@@ -1,0 +1,243 @@
+"""Where the models of a command are, and what drafts."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from jspec.bundled import PAIR
+from jspec.bundled.head_data import head_of
+from jspec.cli.common import UsageError
+
+STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
+NONE, LOOKUP, HEAD, EXIT = "none", "lookup", "head", "exit"
+BESIDE = f"{LOOKUP}+"
+_EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
+BUNDLED_TARGET, PAIR_DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+_TREES = "pass", "several"  # kinds of heads that are trained for one tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """What is to be loaded.
+
+    Attributes:
+        target: path, name or hub id of a model.
+        draft: the same, or a trained head's directory, a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for
+            `jspec tune` also "exit".
+        looks_up: whether `draft` drafts only where lookup has no guess.
+        tokenizer_source: the checkpoint whose tokenizer the models have; the target, if None.
+    """
+
+    target: str
+    draft: str
+    looks_up: bool = False
+    tokenizer_source: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What --draft takes for it."""
+        return f"{BESIDE}{self.draft}" if self.looks_up else self.draft
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft."""
+        return self.draft != NONE
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether the draft may be a tree of any shape."""
+        return self.draft not in (NONE, LOOKUP) and not self.has_tree and not self.looks_up
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether the draft is trained for one tree: look-ahead vectors, or several models."""
+        return head_kind(self.draft) in _TREES
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the target, which is also the draft's.
+
+        Raises:
+            UsageError: the tokenizer of `tokenizer_source` has more tokens than the target.
+        """
+        from convert import loading
+        from jspec import text
+
+        loading.check(self.target)
+        tokenizer = text.load_tokenizer(self.tokenizer_source or self.target)
+        if self.tokenizer_source is not None:
+            self._check_vocabulary(len(tokenizer))
+        if is_model(self.draft) and head_kind(self.draft) is None and self.tokenizer_source is None:
+            text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
+        return tokenizer
+
+    def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
+        """The target and its drafter, None for none; `dtype` and `quantize` are for both, but no head is int8."""
+        from jspec import load
+        from jspec.drafters.combine.fallback import behind_lookup
+
+        drafter = without_model(self.draft)  # what can be wrong in a moment comes first
+        if _EXIT.fullmatch(self.draft):
+            self._check_layers()
+        target = load(self.target, dtype, quantize)
+        if kind := head_kind(self.draft):
+            drafter = drafter_class(kind).load(self.draft, target, dtype)
+        elif is_model(self.draft):
+            drafter = load(self.draft, dtype, quantize)
+        return target, behind_lookup(drafter) if self.looks_up else drafter
+
+    def _check_vocabulary(self, size: int) -> None:
+        import convert
+
+        known = convert.read_config(convert.resolve(self.target)).vocab_size
+        if size > known:
+            raise UsageError(f"--tokenizer {self.tokenizer_source} has {size} tokens, and the target {known}; give the "
+                             "tokenizer of the same model.")  # fmt: skip
+
+    def _check_layers(self) -> None:
+        import convert
+
+        check_exit(self.draft, convert.read_config(convert.resolve(self.target)).num_hidden_layers)
+
+
+def without_model(draft: str) -> Any:
+    """The drafter of that name, which is no model's; None for "none" and for the "exit" that is to be found."""
+    from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter
+
+    if draft.endswith(STORE):
+        return RetrievalDrafter.load(draft)
+    if _EXIT.fullmatch(draft):
+        return EarlyExitDrafter(*_exit(draft))
+    return NGramDrafter() if draft == LOOKUP else None
+
+
+def check_exit(draft: str, layers: int) -> None:
+    """Raise UsageError where "exit:N" of a target with so many layers would be all of it, or more."""
+    wanted, skipped = _exit(draft)
+    if wanted > layers or (wanted == layers and not skipped):
+        raise UsageError(f"--draft {draft} leaves no layer out of the target's {layers}; leave it earlier.")
+
+
+def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
+    """``(5, (1, 3))`` of "exit:5-1-3": the first 5 layers without those of index 1 and 3.
+
+    Raises:
+        UsageError: it is no exit, or names a layer twice or one that is not before the exit, or all of them.
+    """
+    found = _EXIT.fullmatch(draft)
+    if not found:
+        raise UsageError(f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers, or "
+                         "exit:N-I-J, without those of index I and J.")  # fmt: skip
+    layers, skipped = int(found[1]), tuple(map(int, found[2].split("-")[1:]))
+    if len({*skipped}) < len(skipped) or max(skipped, default=0) >= layers or len(skipped) == layers:
+        raise UsageError(f"--draft {draft} must skip each layer at most once, those of index 0 to {layers - 1}, and "
+                         "leave at least one.")  # fmt: skip
+    return layers, skipped
+
+
+def exit_name(drafter: Any) -> str:
+    """What --draft takes for an `EarlyExitDrafter`."""
+    return f"exit:{'-'.join(map(str, (drafter.num_layers, *drafter.skipped)))}"
+
+
+def sources(
+    target: str | None,
+    draft: str | None,
+    plain: bool = False,
+    tokenizer_source: str | None = None,
+    may_search: bool = False,
+) -> Sources:
+    """What the options mean: the bundled pair without any; a target alone drafts by lookup, and behind it by its head.
+
+    Args:
+        tokenizer_source: the checkpoint whose tokenizer the models have.
+        may_search: whether the draft may be "exit", the layers to be found.
+
+    Raises:
+        UsageError: they do not go together, or a draft is none.
+        FileNotFoundError: there is no such datastore.
+    """
+    if plain and draft not in (None, NONE):
+        raise UsageError("--plain decodes without a draft; leave out --draft.")
+    if tokenizer_source is not None and target is None:
+        raise UsageError("--tokenizer is for a target that is named; the bundled one has its own.")
+    draft = NONE if plain else _usual(target) if draft is None else draft
+    looks_up = draft.startswith(BESIDE)
+    draft = draft.removeprefix(BESIDE)
+    if looks_up and (draft in ("", NONE, LOOKUP, EXIT) or head_kind(draft) in _TREES):
+        raise UsageError("--draft lookup+SRC is for what drafts a chain where lookup has no guess: a model, a trained "
+                         f"head, a datastore or exit:N; {draft or 'nothing'} does not.")  # fmt: skip
+    if draft == HEAD and not Path(HEAD).exists():  # a path comes first, as for targets
+        draft = _head(target)
+    if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
+        raise UsageError(f"{draft} is the folder of a training; give its drafter, --draft {trained}.")
+    _check_found(draft, may_search)
+    if is_model(draft) and not target and draft != PAIR_DRAFT and head_kind(draft) is None:
+        raise UsageError("A draft that is a model needs a target that is named, too.")
+    if draft.startswith("exit:"):
+        _exit(draft)
+    if draft == EXIT and not may_search:
+        raise UsageError("exit stands for layers that jspec tune finds; write exit:N, as it answers.")
+    if draft.endswith(STORE) and not Path(draft).is_file():
+        raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
+    return Sources(target or BUNDLED_TARGET, draft, looks_up, tokenizer_source)
+
+
+def _check_found(draft: str, may_search: bool) -> None:
+    """Raise UsageError where a draft is a word that stands for nothing, for which its target need not be known."""
+    from convert import hub_names as names
+
+    is_word = is_model(draft) and "/" not in draft
+    if is_word and draft not in names.MODELS and not Path(draft).exists():
+        words = NONE, LOOKUP, HEAD, EXIT if may_search else f"{EXIT}:N"
+        raise UsageError(f"The draft {names.unknown(draft, *words)}")
+
+
+def _usual(target: str | None) -> str:
+    """What drafts where nothing was said."""
+    if target is None:
+        return PAIR_DRAFT
+    folder = head_of(target)
+    return LOOKUP if folder is None else f"{BESIDE}{folder}"
+
+
+def _head(target: str | None) -> str:
+    """The folder of the head that travels with jspec for a model of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    folder = None if target is None else head_of(target)
+    if folder is None:
+        raise UsageError("--draft head is for a model whose head travels with jspec, such as smollm2; name "
+                         "another one's folder.")  # fmt: skip
+    return str(folder)
+
+
+def is_model(draft: str) -> bool:
+    """Whether a draft of that name is a model, and not another kind of drafter."""
+    draft = draft.removeprefix(BESIDE)
+    return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
+
+
+def drafter_class(kind: str) -> Any:
+    """Of trained drafters of that kind, as `jspec.train_drafter` and config.json call it.
+
+    Raises:
+        UsageError: there is no such kind.
+    """
+    import jspec
+
+    classes = {"eagle": jspec.EagleDrafter, "medusa": jspec.MedusaDrafter, "hydra": jspec.HydraDrafter,
+               "blockwise": jspec.BlockwiseDrafter, "kangaroo": jspec.KangarooDrafter, "pass": jspec.PassDrafter,
+               "several": jspec.MultiDrafter}  # fmt: skip
+    if kind not in classes:
+        raise UsageError(f"--draft holds a drafter of kind {kind!r}; expected one of {', '.join(classes)}.")
+    return classes[kind]
+
+
+def head_kind(draft: str) -> str | None:
+    """Which kind of trained drafter a draft of that name is the directory of; None for a plain model's."""
+    from convert.heads import files as head_files
+
+    return head_files.kind_of(Path(draft)) if is_model(draft) and Path(draft).is_dir() else None

@@ -1,0 +1,89 @@
+"""The prompts of a command: arguments, standard input, or a file of JSON lines; as they are, or as messages."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jspec.cli.common import UsageError, check_text, check_texts
+
+
+def gather(
+    arguments: list[str] | None, file: Path | None, chat: bool, system: str | None, may_be_empty: bool
+) -> list[Any]:
+    """The prompts, as `jspec.complete` takes them.
+
+    Args:
+        chat: make each text a conversation, of a message of the user.
+        system: ... behind a message with this text, which is put before conversations in the file, too.
+        may_be_empty: as for `check_text`.
+
+    Raises:
+        UsageError: there is no prompt, or one that is no text; options that do not go together.
+        ValueError: the file is not as it should be; names the line.
+    """
+    if arguments and file:
+        raise UsageError("Give prompts as arguments or by --file; leave out one of them.")
+    if system is not None and not chat:
+        raise UsageError("--system is a message of a conversation; add --chat.")
+    if file:
+        prompts = _lines(file)
+    elif arguments:
+        prompts = arguments
+        check_texts(prompts, "PROMPT", may_be_empty or chat)
+    else:
+        prompts = [_standard_input()]
+    return [_conversation(prompt, system) for prompt in prompts] if chat else prompts
+
+
+def _conversation(prompt: Any, system: str | None) -> list[Any]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is None:
+        return messages
+    check_text(system, "--system")
+    if messages[0]["role"] == "system":
+        raise UsageError("--system was given, and a conversation of --file has a system message; leave out one.")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise UsageError("Give a prompt, as an argument or on standard input.")
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"Standard input is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
+    if not text:
+        raise UsageError("Standard input is empty; give a prompt there, or as an argument.")
+    check_text(text, "Standard input")
+    return text
+
+
+def _lines(file: Path) -> list[Any]:
+    """One prompt for each line of `file` that is not blank."""
+    lines = file.read_bytes().split(b"\n")
+    prompts = [_prompt(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ValueError(f'{file} is empty; write a line such as {{"prompt": "Hello"}} for each prompt.')
+    return prompts
+
+
+def _prompt(line: bytes, place: str) -> Any:
+    from jspec.text.chat_template import check_conversation
+
+    try:
+        entry = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON ({error}); write one object a line.") from error
+    if isinstance(entry, dict) and entry.keys() == {"prompt"} and isinstance(entry["prompt"], str):
+        check_text(entry["prompt"], place)
+        return entry["prompt"]
+    if isinstance(entry, dict) and entry.keys() == {"messages"} and isinstance(entry["messages"], list):
+        messages = entry["messages"]
+        check_conversation(messages, place)
+        for i, message in enumerate(messages):
+            check_text(message["content"], f"{place}, message {i}")
+        return messages
+    raise ValueError(f'{place} must be {{"prompt": a text}} or {{"messages": a list of messages}}, and nothing else.')

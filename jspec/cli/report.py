@@ -1,0 +1,235 @@
+"""Completions and tunings as they are shown: texts by origin in colour, figures in a line, JSON."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from jspec.core.origins import ACCEPTED, BONUS, COLOURS, CORRECTED, NAMES, NO_DRAFT
+from jspec.drafters.draft_length import doubling
+from jspec.generation.complete import Completion
+from jspec.planning.memory import Footprint
+from jspec.planning.plan import NO_ROOM, QUANTIZE, SPECULATE, Drafting, Plan
+from jspec.text.chat_template import is_conversation
+from jspec.tuning.tune_chain import Tuning
+
+if TYPE_CHECKING:
+    from jspec.training.evaluate import Result
+    from jspec.training.fit import Progress
+
+# Characters that are seldom in texts and often in fonts.
+MARKS = {ACCEPTED: ("", ""), CORRECTED: ("«", "»"), BONUS: ("°", "°"), NO_DRAFT: ("¦", "¦")}
+_PROMPT_ENDS = "►"
+_TAKEN = 0.75  # of a GPU's memory, by JAX, unless it is told otherwise
+# A control character in a text could recolour or rewrite the terminal.
+_VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
+
+
+def as_json(done: Completion) -> dict[str, Any]:
+    """`done` as JSON takes it, origins by name."""
+    fields = {"prompt": done.prompt, "text": done.text} | dataclasses.asdict(done)
+    del fields["pieces"]
+    return fields | {"origins": [NAMES[origin] for origin in done.origins]}
+
+
+def sentence(done: Completion, seconds: float) -> str:
+    """The figures of one request in one line; `seconds` is how long its batch ran."""
+    stats, speed = done.stats, f"{done.stats['tokens'] / seconds:.0f} tokens/s"
+    counts = f"{stats['tokens']} tokens ({done.finish_reason}) in {stats['rounds']} rounds"
+    if stats["acceptance_rate"] is None:
+        return f"{counts}; {speed}"
+    predicted = stats["predicted_tokens_per_round"]
+    theirs = "" if predicted is None else f"{predicted:.2f} predicted from "
+    measured = f"{stats['tokens_per_round']:.2f} a round"
+    return f"{counts}: {measured}, {theirs}{stats['acceptance_rate']:.0%} acceptance; {speed}"
+
+
+def coloured(done: Completion) -> Text:
+    """Figure 1 of Leviathan et al. 2023 for terminals and notebooks: the text, coloured by origin."""
+    return Text().append(visible(_before(done.prompt)), "dim").append_text(by_origin(done))
+
+
+def by_origin(done: Completion) -> Text:
+    """Its new text in these colours."""
+    text = Text()
+    for piece, origin in zip(done.pieces, done.origins, strict=True):
+        text.append(visible(piece), COLOURS[origin])
+    return text
+
+
+def marked(done: Completion) -> Text:
+    """The same where there are no colours: what was not accepted stands between the marks of its origin."""
+    text = _before(done.prompt) + _PROMPT_ENDS
+    for origin, run in itertools.groupby(zip(done.pieces, done.origins, strict=True), lambda pair: pair[1]):
+        if new := "".join(piece for piece, _ in run):
+            text += new.join(MARKS[origin])
+    return Text(visible(text))
+
+
+def _before(prompt: Any) -> str:
+    """What a new text is shown behind: the prompt, the last message of a conversation, nothing of ids."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt[-1]["content"] + "\n\n" if is_conversation(prompt) else ""
+
+
+def visible(text: str) -> str:
+    """`text` without what would do more on a terminal than be seen."""
+    return text.translate(_VISIBLE)
+
+
+def legend(marks: bool = False) -> Text:
+    """What the colours of `coloured`, or the marks of `marked`, mean."""
+    if marks:
+        return Text(" ".join(["prompt" + _PROMPT_ENDS, *(NAMES[i].join(MARKS[i]) for i in NAMES)]))
+    return Text(" ").join([Text("prompt", "dim"), *(Text(NAMES[i], COLOURS[i]) for i in NAMES)])
+
+
+def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
+    """Cost, yield and predicted speed of plain decoding and of every K, the fastest marked."""
+    title = ", ".join(f"{name} {value}" for name, value in conditions.items())
+    lengths = range(len(found.round_seconds) + 1)
+    timed = {0, *doubling(len(found.round_seconds))}
+    notes = ["~ interpolated"] if timed < {*lengths} else []
+    table = Table(title=title, caption="; ".join([*notes, "tokens/s of each text"]), box=box.SIMPLE_HEAD)
+    for title in ("K", "ms/round", "tokens/round", "tokens/s", "speed-up", ""):
+        table.add_column(title, justify="right", no_wrap=True)
+    costs, yields = (found.plain_seconds, *found.round_seconds), (1.0, *found.expected_tokens)
+    for k, seconds, tokens, speedup in zip(lengths, costs, yields, (1.0, *found.speedups), strict=True):
+        best = k == found.num_draft_tokens and found.tree is None
+        cost = f"{'' if k in timed else '~'}{seconds * 1e3:.3g}"
+        cells = ("plain" if k == 0 else str(k), cost, f"{tokens:.2f}", f"{tokens / seconds:.0f}", f"{speedup:.2f}x")
+        table.add_row(*cells, "<- best" if best else "", style="bold green" if best else None)
+    if found.tree is not None:
+        table.add_row("tree", "", "", f"{found.tree_speedup / found.plain_seconds:.0f}", f"{found.tree_speedup:.2f}x",
+                      "<- best", style="bold green")  # fmt: skip
+    return table
+
+
+def advice(found: Tuning) -> str:
+    """What to do about it, in one sentence."""
+    if found.tree is not None:
+        parents = found.tree.parents
+        chain = f"num_draft_tokens={found.num_draft_tokens}" if found.num_draft_tokens else "plain decoding"
+        return (f"use jspec.Tree({parents}), or --tree {','.join(map(str, parents))} ({found.tree_speedup:.2f}x plain; "
+                f"{chain} {found.speedup:.2f}x)")  # fmt: skip
+    if found.num_draft_tokens:
+        return f"use num_draft_tokens={found.num_draft_tokens} ({found.speedup:.2f}x plain)"
+    return _against(found.speedups)
+
+
+def _against(speedups: Sequence[float]) -> str:
+    best = max(speedups)
+    k = speedups.index(best) + 1
+    return (
+        f"do not speculate: at best, with num_draft_tokens={k}, it would run at {best:.2f}x the speed of plain decoding"
+    )
+
+
+def training_line(look: "Progress") -> str:
+    """What a look at held-out texts says of a drafter in training; tokens a round are a chain's of all depths."""
+    from jspec.training.fit import predicted  # not for every command: it imports optax
+
+    kept, same = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (look.acceptance, look.agreement))
+    rounds = [f"{predicted(rates):.2f}" for rates in (look.acceptance, look.agreement)]
+    return (f"step {look.step}: loss {look.loss:.4f}; accepted by depth {kept} ({rounds[0]} tokens a round), "
+            f"greedily {same} ({rounds[1]})")  # fmt: skip
+
+
+def training_table(found: "Sequence[Result]") -> Table:
+    """What a trained drafter brings."""
+    table = Table("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed", box=box.SIMPLE_HEAD,
+                  caption="foreseen: of the held-out texts as they are; measured: of what the target answers to them",
+                  caption_justify="left")  # fmt: skip
+    for one in found:
+        table.add_row(str(one.num_draft_tokens), f"{one.temperature:g}", f"{one.foreseen:.2f}",
+                      f"{one.tokens_per_round:.2f}", f"{one.speedup:.2f}x")  # fmt: skip
+    return table
+
+
+def memory_table(found: Plan) -> Table:
+    """What decoding with and without the draft holds in the device's memory, as planned."""
+    device = found.device
+    title = (f"{device.title}, {device.dtype}: batch {found.batch}, length {found.length}\n"
+             f"{found.prompt} of it prompt, acceptance {found.acceptance:g} assumed")  # fmt: skip
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("GB, predicted", no_wrap=True)
+    for column in ("weights", "caches", "besides", "all", f"of {device.memory / 1e9:.1f}"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = {"plain": found.plain_footprint} | {name: one.footprint for name, one in _drafts(found).items()}
+    for name, held in rows.items():
+        parts = *_gigabytes(held), f"{held.total / 1e9:.2f}", f"{held.total / device.memory:.0%}"
+        table.add_row(name, *parts)
+    most = max(held.total for held in rows.values()) / device.memory
+    if device.platform == "cuda" and _TAKEN < most <= 1:
+        table.caption = f"JAX takes {_TAKEN:.0%} of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more"
+    return table
+
+
+def plan_table(found: Plan) -> Table:
+    """Cost, yield and speed of plain decoding and of every K, as planned; the speed-up with each draft."""
+    notes = ["predicted, not measured; tokens/s of each text"]
+    drafts = _drafts(found)
+    if len(drafts) > 1:
+        notes.append("an int8 draft is taken to be accepted as often")
+    table = Table(caption="\n".join(notes), box=box.SIMPLE_HEAD)
+    for title in ("K", "tokens/round", "ms/round", "tokens/s", *drafts):
+        table.add_column(title, justify="right", no_wrap=True)
+    for k in range(len(found.draft.speedups) + 1):
+        seconds, tokens = _costs(found.draft)[k - 1] if k else (found.plain_seconds, 1.0)
+        table.add_row("plain" if k == 0 else str(k), f"{tokens:.2f}", f"{seconds * 1e3:.3g}", f"{tokens / seconds:.0f}",
+                      *(_speed(one, k) for one in drafts.values()),
+                      style="bold green" if k == found.draft.best else None)  # fmt: skip
+    return table
+
+
+def _drafts(found: Plan) -> dict[str, Drafting]:
+    """The drafts that are compared: that as given and in int8, or the latter alone where they are one."""
+    return ({} if found.int8 == found.draft else {"draft": found.draft}) | {"int8 draft": found.int8}
+
+
+def _costs(draft: Drafting) -> list[tuple[float, float]]:
+    return list(zip(draft.round_seconds, draft.expected_tokens, strict=True))
+
+
+def _speed(draft: Drafting, k: int) -> str:
+    return f"{'best ' if k == draft.best else ''}{draft.speedups[k - 1] if k else 1:.2f}x"
+
+
+def _gigabytes(held: Footprint) -> tuple[str, str, str]:
+    return f"{held.weights / 1e9:.2f}", f"{held.caches / 1e9:.2f}", f"~{held.temporaries / 1e9:.2f}"
+
+
+def plan_advice(found: Plan) -> str:
+    """What to do, by what is predicted, in one sentence."""
+    given, int8 = found.draft, found.int8
+    if found.verdict == NO_ROOM:
+        return _no_room(found)
+    if found.verdict == QUANTIZE:
+        as_given = f"as given at {given.speedup:.2f}x" if given.best else "while as given it does not pay"
+        return (f"quantise the draft: in int8, with num_draft_tokens={int8.num_draft_tokens}, it would run at "
+                f"{int8.speedup:.2f}x the speed of plain decoding, {as_given}")  # fmt: skip
+    if found.verdict != SPECULATE:
+        return _against(given.speedups)
+    best = f"use num_draft_tokens={given.best} ({given.speedups[given.best - 1]:.2f}x plain, predicted)"
+    if given.num_draft_tokens == given.best:
+        return best
+    return f"{best}; num_draft_tokens={given.num_draft_tokens} would run at {given.speedup:.2f}x"
+
+
+def _no_room(found: Plan) -> str:
+    weights, caches, besides = _gigabytes(found.draft.footprint)
+    options = {
+        f"a batch of {found.largest_batch}": found.largest_batch,
+        f"a length of {found.largest_length}": found.largest_length,
+        "a draft in int8": found.int8.fits and not found.draft.fits,
+        "decoding without a draft": found.plain_fits,
+    }
+    fitting = [name for name, fits in options.items() if fits]
+    remedy = f"{' or '.join(fitting)} would fit" if fitting else "nor does anything smaller of this pair"
+    return (f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB besides are more than the "
+            f"{found.device.memory / 1e9:.2f} GB of one {found.device.title}; {remedy}")  # fmt: skip

@@ -1,0 +1,91 @@
+"""The devices that predictions are made for, by published facts, and which of them is here."""
+
+import dataclasses
+from typing import Any
+
+# Seconds that a kernel costs beside its work, on a GPU within a command buffer too. An assumption until it is measured.
+LAUNCH = 2e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A kind of accelerator.
+
+    Attributes:
+        title: as JAX calls it, or as its maker does.
+        platform: "cuda" or "tpu".
+        bandwidth: bytes a second of its memory, as published.
+        flops: a second, of dense products in `dtype`, as published.
+        memory: bytes.
+        dtype: what weights have there.
+        launch: seconds a kernel costs beside its work.
+        bandwidth_share: the part of `bandwidth` that kernels reach; 1 until it is measured (`bench.gpu.fit`).
+        kinds: other names that JAX has for it (``jax.devices()[0].device_kind``).
+    """
+
+    title: str
+    platform: str
+    bandwidth: float
+    flops: float
+    memory: float
+    dtype: str = "bfloat16"
+    launch: float = LAUNCH
+    bandwidth_share: float = 1.0
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes a second that kernels reach: the published figure times `bandwidth_share`."""
+        return self.bandwidth * self.bandwidth_share
+
+
+DEVICES = {
+    "h200": Device("NVIDIA H200", "cuda", 4.8e12, 989e12, 141e9),
+    "h100": Device("NVIDIA H100 80GB HBM3", "cuda", 3.35232e12, 989e12, 84_929_347_584),
+    "a100": Device("NVIDIA A100-SXM4-80GB", "cuda", 2.039e12, 312e12, 84_987_740_160),
+    "l4": Device("NVIDIA L4", "cuda", 0.300e12, 121e12, 23_669_440_512),
+    "t4": Device("Tesla T4", "cuda", 0.320e12, 65e12, 15_828_320_256, "float16"),
+    "v5e": Device("TPU v5e", "tpu", 0.819e12, 197e12, 16 * 2**30, launch=0.0, kinds=("TPU v5 lite",)),
+    "v6e": Device("TPU v6e", "tpu", 1.640e12, 918e12, 32 * 2**30, launch=0.0, kinds=("TPU v6 lite",)),
+}
+
+
+def find(device: str | Device | None = None) -> Device:
+    """The device called `device`, itself if it is one, or for None the one that JAX has here.
+
+    A device is recognised by its whole name: an H100 PCIe or an L40S is no H100 and no L4.
+
+    Raises:
+        ValueError: there is none of that name, or none that is known is here.
+        TypeError: `device` is neither.
+    """
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        import jax  # not above: `bench.devices` decides what JAX starts with
+
+        return _here(jax.devices()[0])
+    if not isinstance(device, str):
+        raise TypeError(f"device is of type {type(device).__name__}; pass a name or a jspec.core.devices.Device.")
+    if device not in DEVICES:
+        raise ValueError(f"There is no device {device!r}; there are {', '.join(DEVICES)}.")
+    return DEVICES[device]
+
+
+def _here(found: Any) -> Device:
+    for device in DEVICES.values():
+        if found.device_kind in (device.title, *device.kinds):
+            return device
+    raise ValueError(f"The device here, {found.device_kind}, is none that plans are made for; name one of "
+                     f"{', '.join(DEVICES)}, or let `jspec tune` measure here.")  # fmt: skip
+
+
+def is_before_ampere() -> bool:
+    """Whether an NVIDIA GPU is here that has neither bfloat16 nor XLA's Triton, such as a T4."""
+    import jax
+
+    try:
+        found = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there is none
+        return False
+    return any(float(device.compute_capability) < 8 for device in found)

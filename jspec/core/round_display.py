@@ -1,0 +1,102 @@
+"""A generation round by round: Figure 1 of Leviathan et al. 2023, for any drafter and any tree.
+
+A line a round: guesses that were accepted, what corrected the first that was not or followed all of them. Where the
+guesses were recorded, those that were refused stand struck out, chains in the line and branches below it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.text import Text
+
+from jspec.core.detokenizer import pieces
+from jspec.core.origins import ACCEPTED, COLOURS, KEPT, NAMES, NO_GUESS, REFUSED
+
+_REFUSED = "strike bright_black"
+# A control character in a text could recolour or rewrite the terminal, and a new line would look like a round.
+_VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)]} | {ord("\n"): "⏎", ord("\t"): "→", ord("\r"): ""}
+
+
+def picture(tokenizer: Any, tokens: Sequence[int], origins: Sequence[int], record: Any = None) -> Text:
+    """The rounds of one request.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        tokens, origins: those of its text, `jspec.Output.tokens` and ``origins`` without padding.
+        record: its row of a `jspec.core.types.Record`; None where nothing was recorded.
+    """
+    shown, written = pieces(tokenizer, [], tokens), Text()
+    rounds = list(_rounds(origins, record))
+    width = len(str(len(rounds)))
+    for number, (start, end) in enumerate(rounds):
+        written.append(f"{number + 1:{width}} │ ", "dim")
+        kept = start + int(np.argmin([*(origin == ACCEPTED for origin in origins[start:end]), False]))
+        _append(written, shown[start:kept], COLOURS[ACCEPTED])
+        branches = [] if record is None else _Guesses(tokenizer, tokens[:start], record, number).refused()
+        instead = next((branch for branch in branches if branch.instead), None)
+        if instead is not None:
+            _append(written, instead.texts, _REFUSED)
+        for place in range(kept, end):
+            _append(written, shown[place : place + 1], COLOURS[int(origins[place])])
+        for branch in branches:
+            if branch is not instead:
+                written.append(f"\n{'':{width}} │ {'·' * branch.depth}", "dim")
+                _append(written, branch.texts, _REFUSED)
+        written.append("\n")
+    return written
+
+
+def legend(record: bool) -> Text:
+    """What the colours mean."""
+    names = [Text(NAMES[origin], colour) for origin, colour in COLOURS.items()]
+    return Text(" ").join([*names, *([Text("refused", _REFUSED)] if record else [])])
+
+
+def _append(text: Text, parts: Sequence[str], style: str) -> None:
+    text.append("".join(parts).translate(_VISIBLE), style)
+
+
+def _rounds(origins: Sequence[int], record: Any) -> Iterator[tuple[int, int]]:
+    """From where to where the tokens of each round go; one ends behind a token that was not accepted."""
+    if record is not None:
+        ends = np.cumsum(record.counts[record.counts > 0])
+    else:
+        ends = np.flatnonzero([*(origin != ACCEPTED for origin in origins[:-1]), True]) + 1
+    yield from zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True) if len(origins) else ()
+
+
+class _Branch(NamedTuple):
+    """Guesses that were refused, one behind the other: how many come before them, whether those are all that were kept
+    of the round, and what they say."""
+
+    depth: int
+    instead: bool
+    texts: list[str]
+
+
+class _Guesses:
+    """The tree of one round."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int], record: Any, number: int):
+        self.tokenizer, self.before = tokenizer, [*before]
+        self.tokens, self.parents, self.fates = (
+            np.asarray(part[number]) for part in (record.tokens, record.parents, record.fates)
+        )
+        self.end = max(
+            (np.flatnonzero(self.fates == KEPT) + 1).tolist(), default=0
+        )  # parents come before their children
+
+    def refused(self, node: int = 0, path: tuple[int, ...] = (), line: list[str] | None = None) -> list[_Branch]:
+        """What was refused behind a node, cut where it parts; the eldest goes on in the `line` of its parent."""
+        found: list[_Branch] = []
+        for child in (np.flatnonzero((self.parents == node) & (self.fates != NO_GUESS)) + 1).tolist():
+            token, own = int(self.tokens[child - 1]), None
+            if self.fates[child - 1] == REFUSED:
+                own, line = line, None
+                if own is None:
+                    own = []
+                    found.append(_Branch(len(path), node == self.end, own))
+                own += pieces(self.tokenizer, [*self.before, *path], [token])
+            found += self.refused(child, (*path, token), own)
+        return found

@@ -1,0 +1,1 @@
+"""One program from prompts to tokens: validation, the round, verification and output buffers."""

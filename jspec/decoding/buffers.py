@@ -1,0 +1,86 @@
+"""What comes of all rounds: buffers into which each writes its output, and the result that is cut out of them."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.core.derivatives import forward_mode_only
+from jspec.core.row_ops import prefix_mask, slice_rows, write_rows
+from jspec.core.types import PADDING, Output, Record, Stats, pytree
+from jspec.decoding.recording import empty_record, with_round
+from jspec.decoding.state import DecodeState, RoundOutput
+
+
+@pytree
+class OutputBuffers:
+    """What people want to know afterwards; no round reads it. Shapes are those of `Output`, with K + 1 spare slots.
+
+    Attributes:
+        strange: ``bool[B]``, whether any round was, see `RoundOutput`.
+        record: None where nobody asks for one.
+    """
+
+    logprobs: Array
+    raw_logprobs: Array
+    origins: Array
+    stats: Stats
+    strange: Array
+    record: Record | None
+
+
+def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int, num_recorded: int | None) -> OutputBuffers:
+    """Before the first round; `num_recorded` guesses of each are to be recorded, or None."""
+    zeros, no = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    by_depth = jnp.zeros((batch, num_draft_tokens), jnp.int32)
+    stats = Stats(zeros, zeros, zeros, by_depth, by_depth, no, jnp.zeros(batch, jnp.float32))
+    shape = batch, max_new_tokens + num_draft_tokens + 1
+    logprobs = jnp.zeros(shape, jnp.float32)
+    record = None if num_recorded is None else empty_record(batch, max_new_tokens, num_recorded)
+    return OutputBuffers(logprobs, logprobs, jnp.zeros(shape, jnp.int8), stats, no, record)
+
+
+def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Array) -> OutputBuffers:
+    """`buffers` after a round, before which ``written[B]`` tokens were there and the rows ``done[B]`` had stopped."""
+    record = buffers.record
+    if record is not None and new.record is not None:
+        record = with_round(record, new.record, buffers.stats.rounds)
+    return OutputBuffers(
+        write_rows(buffers.logprobs, new.logprobs, written),
+        write_rows(buffers.raw_logprobs, new.raw_logprobs, written),
+        write_rows(buffers.origins, new.origins, written),
+        _add(buffers.stats, new, done),
+        buffers.strange | new.strange,
+        record,
+    )
+
+
+def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
+    """`stats` after a round in rows that were not done."""
+    depths = stats.accepted_at.shape[1]
+    return Stats(
+        rounds=stats.rounds + (~done).astype(jnp.int32),
+        drafted=stats.drafted + new.drafted,
+        accepted=stats.accepted + new.accepted,
+        accepted_at=stats.accepted_at + prefix_mask(new.accepted, depths).astype(jnp.int32),
+        judged_at=stats.judged_at + prefix_mask(new.judged, depths).astype(jnp.int32),
+        invalid=stats.invalid | new.invalid,
+        distortion=stats.distortion + new.distortion,
+    )
+
+
+def cut_to_size(
+    state: DecodeState, buffers: OutputBuffers, prompt_lengths: Array, pad_id: Array, max_new_tokens: int
+) -> Output:
+    """The new tokens out of the text, and what lies past each row's end blanked."""
+    new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
+    lengths = state.lengths - prompt_lengths
+    kept = prefix_mask(lengths, max_new_tokens)
+    return Output(
+        tokens=jnp.where(kept, new, pad_id).astype(jnp.int32),
+        lengths=lengths,
+        logprobs=forward_mode_only(jnp.where(kept, buffers.logprobs[:, :max_new_tokens], 0)),
+        raw_logprobs=forward_mode_only(jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0)),
+        origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
+        stats=buffers.stats,
+        record=jax.tree.map(lambda part: part[:, :max_new_tokens], buffers.record),
+    )

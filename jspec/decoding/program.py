@@ -1,0 +1,172 @@
+"""The program: one XLA program from prompts to tokens, in which rounds are played until every row is done."""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jspec.acceptance import Rule
+from jspec.core.row_ops import prefix_mask
+from jspec.core.sampling import (
+    LogitsTransforms,
+    SamplingParams,
+    broadcast_rows,
+    count_prompt,
+    draft_transforms,
+    target_transforms,
+)
+from jspec.core.sharding import on_any_mesh, vary_like
+from jspec.core.transfers import explicit_transfers
+from jspec.core.types import Output
+from jspec.decoding.buffers import OutputBuffers, collect, cut_to_size, empty_buffers
+from jspec.decoding.round import play_round
+from jspec.decoding.state import DecodeState, RequestParams
+from jspec.decoding.validate_arguments import check_drafted
+from jspec.drafters.base import Drafter, is_foreign, tree_of
+from jspec.drafters.capabilities import features_of
+from jspec.drafters.draft_length import DraftLength
+from jspec.drafters.validate_draft import CheckedDrafter
+from jspec.models.kv_cache import prefill, prefill_with_features, whole_tiles
+from jspec.models.llama import Llama
+
+
+def run_program(
+    target: Llama,
+    drafter: Any,
+    tokens: Any,
+    lengths: Any,
+    keys: Array,
+    sampling: SamplingParams,
+    eos_ids: Any,
+    pad_id: Any,
+    *,
+    max_new_tokens: int,
+    draft_length: DraftLength,
+    rule: Rule,
+    record: bool = False,
+) -> Output:
+    """Decode what has been checked, and hold the drafts to their contract as far as that is asked for.
+
+    Raises:
+        ValueError: a drafter from outside jspec has drafted ids that are no tokens.
+    """
+    if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        drafter = CheckedDrafter(drafter)
+    with contextlib.ExitStack() as stack:
+        if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # else the guard is for these, too
+            stack.enter_context(explicit_transfers())
+        if not rule.exact:  # without a receipt its distortion is NaN
+            stack.enter_context(jax.debug_nans(False))
+        out, strange = decode_program(
+            target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
+            *traced(sampling, eos_ids, pad_id),
+            max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record)  # fmt: skip
+    if is_foreign(drafter):
+        check_drafted(drafter, strange, target.config.vocab_size)
+    return out
+
+
+def traced(
+    sampling: SamplingParams, eos_ids: Any, pad_id: Any
+) -> tuple[LogitsTransforms, LogitsTransforms, Any, Any, Any, Any]:
+    """What may change from call to call without compiling again."""
+
+    def int32(value: Any) -> Any:
+        return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
+
+    transforms = target_transforms(sampling), draft_transforms(sampling)
+    fewest = int32(sampling.min_tokens)
+    if isinstance(fewest, np.ndarray) and not fewest.any():
+        fewest = None
+    return *transforms, int32(sampling.max_tokens), fewest, int32(eos_ids), int32(pad_id)
+
+
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule", "record"))
+@on_any_mesh
+def decode_program(
+    target: Llama,
+    drafter: Drafter | None,
+    tokens: Array,
+    lengths: Array,
+    keys: Array,
+    transforms: LogitsTransforms,
+    drafter_transforms: LogitsTransforms,
+    max_tokens: Array,
+    min_tokens: Array | None,
+    eos_ids: Array,
+    pad_id: Array,
+    *,
+    max_new_tokens: int,
+    draft_length: DraftLength,
+    rule: Rule,
+    record: bool = False,
+) -> tuple[Output, Array]:
+    """The program: read the prompts, play rounds until every row is done, cut the result to size.
+
+    Returns:
+        The result, and `OutputBuffers.strange`.
+    """
+    batch = tokens.shape[0]
+    lengths = lengths.astype(jnp.int32)
+    limits = jnp.where(jnp.asarray(max_tokens) > 0, jnp.minimum(max_tokens, max_new_tokens), max_new_tokens)
+    params = RequestParams(
+        keys=keys,
+        prompt_lengths=lengths,
+        limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
+        eos_ids=jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1])),
+        transforms=broadcast_rows(transforms, batch),
+        draft_transforms=broadcast_rows(drafter_transforms, batch),
+        min_tokens=None if min_tokens is None else jnp.broadcast_to(min_tokens, (batch,)),
+    )
+    inside = prefix_mask(lengths, tokens.shape[1])
+    tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
+    began = start(target, drafter, params, tokens, max_new_tokens, draft_length, record)
+
+    def play(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
+        state, buffers = carry
+        after, new = play_round(target, drafter, rule, draft_length, params, state)
+        with jax.named_scope("commit"):
+            return after, collect(buffers, new, state.lengths - lengths, state.done)
+
+    state, buffers = lax.while_loop(lambda carry: ~jnp.all(carry[0].done), play, vary_like(began, tokens))
+    return cut_to_size(state, buffers, lengths, pad_id, max_new_tokens), buffers.strange
+
+
+def start(
+    target: Llama,
+    drafter: Any,
+    params: RequestParams,
+    tokens: Array,
+    max_new_tokens: int,
+    draft_length: DraftLength,
+    record: bool = False,
+) -> tuple[DecodeState, OutputBuffers]:
+    """All storage, allocated once, with the prompts read in. No token is drawn here: the first round does that."""
+    batch, width = tokens.shape
+    k = draft_length.max_draft_tokens
+    spare, size = k + 1, tree_of(drafter, k).size
+    slots = whole_tiles(width + max_new_tokens + size + 1)
+    with jax.named_scope("prefill"):
+        if features := features_of(drafter):
+            cache, told = prefill_with_features(target, tokens, slots, features)
+            drafter_state = drafter.init(tokens, slots, features=told, lengths=params.prompt_lengths, target=target)
+        else:
+            cache = prefill(target, tokens, slots)
+            drafter_state = () if drafter is None else drafter.init(tokens, slots)
+    token_counts = None
+    if params.transforms.penalised:
+        token_counts = count_prompt(tokens, params.prompt_lengths, target.config.vocab_size)
+    state = DecodeState(
+        tokens=jnp.pad(tokens, ((0, 0), (0, max_new_tokens + spare))),
+        lengths=params.prompt_lengths,
+        done=jnp.zeros(batch, bool),
+        cache=cache,
+        drafter=drafter_state,
+        token_counts=token_counts,
+        draft_length=draft_length.init(batch),
+    )
+    return state, empty_buffers(batch, max_new_tokens, k, size if record else None)

@@ -1,0 +1,281 @@
+# pyright: strict, reportUnknownMemberType=false
+"""One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.acceptance import RULES
+from jspec.acceptance.base import Rule
+from jspec.acceptance.path import Path, along_path, at_path
+from jspec.acceptance.walk import AnyTree
+from jspec.core.keys import draft_noise, positions_from, target_noise
+from jspec.core.probs import at_tokens
+from jspec.core.row_ops import prefix_mask, write_rows
+from jspec.core.sampling import add_tokens, raw_logprobs, top_logprobs
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
+from jspec.decoding.recording import of_round
+from jspec.decoding.state import DecodeState, RequestParams, RoundOutput
+from jspec.decoding.verify import Reading, last_token, verify
+from jspec.drafters.base import Context, Drafter, TargetView, as_draft, is_foreign, only, outside, tree_of
+from jspec.drafters.capabilities import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.draft_length import DraftLength
+from jspec.drafters.late_reading import read_on
+from jspec.models.kv_cache import keep
+
+Allowed = Callable[[RequestParams, DecodeState, Draft], Array]
+
+
+def play_round(
+    target: Any,
+    drafter: Drafter[Any] | None,
+    rule: Rule,
+    draft_length: DraftLength,
+    params: RequestParams,
+    state: DecodeState,
+    num_top: int = 0,
+    constrain: Allowed | None = None,
+) -> tuple[DecodeState, RoundOutput]:
+    """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens.
+
+    Where K is 0 a drafter only reads, for it to go on in a later round; one that has nothing to read may be left out.
+    The `num_top` likeliest tokens of every law are told where a row asks for some. `constrain` says which tokens may
+    follow each guess, ``bool[B, N + 1, V]``.
+    """
+    draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
+    with jax.named_scope("verify"):
+        embeddings = embeddings_of(drafter)
+        allowed = _allowed(params, state, draft, target.config.vocab_size)
+        if constrain is not None:
+            asked = constrain(params, state, draft)
+            allowed = asked if allowed is None else asked & allowed
+        read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings, allowed)
+        if embeddings is not None:  # those are read; what follows knows tokens only
+            draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
+    with jax.named_scope("accept"):
+        verdict = _by_row(rule, params, state, draft, read.probs)
+        if verdict.path is None and not draft.topology.is_chain:
+            raise TypeError(f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
+                            "accepted nodes, or set branches to False.")  # fmt: skip
+        if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
+            verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
+    with jax.named_scope("commit"):
+        if drafter is not None and draft_length.max_draft_tokens:
+            drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(target, drafter, read))
+        elif drafter is not None:  # it does not draft, and goes on reading
+            block = jnp.stack([last_token(state), verdict.next_token], axis=1)
+            drafter_state = read_on(drafter, drafter_state, block, state.lengths - 1, (~state.done).astype(jnp.int32),
+                                    **_told_of_text(target, drafter, read))  # fmt: skip
+        if verdict.path is not None:
+            cache = keep(cache, state.lengths - 1, verdict.path)
+        path = along_path(draft, verdict, read.probs)
+        logits = at_path(read.logits, verdict)
+        top_ids, top = _top(params, state, logits, num_top)
+        told = {"raw_logprobs": raw_logprobs(logits, path.tokens), "top_ids": top_ids, "top_logprobs": top}
+        new, ended = _output(params, state, verdict, path, told | {"strange": strange})
+        new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
+        state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
+        return _commit(draft_length, state, new), new
+
+
+def _allowed(params: RequestParams, state: DecodeState, draft: Draft, vocab_size: int) -> Array | None:
+    """``bool[B, N + 1, V]``, without the ends of text where it is too early for one; None for all tokens."""
+    if params.min_tokens is None:
+        return None
+    new = (state.lengths - params.prompt_lengths)[:, None] + jnp.atleast_2d(jnp.asarray(draft.topology.offsets))
+    ends = (params.eos_ids[:, :, None] == jnp.arange(vocab_size)[None, None]).any(1)
+    return (new >= params.min_tokens[:, None])[:, :, None] | ~ends[:, None]
+
+
+def _propose(
+    target: Any,
+    drafter: Drafter[Any] | None,
+    rule: Rule,
+    draft_length: DraftLength,
+    params: RequestParams,
+    state: DecodeState,
+) -> tuple[Draft, Array, Any]:
+    """The draft of this round, without a drafter one of no tokens; `RoundOutput.strange` of it; the drafter's state."""
+    batch, vocab_size = state.lengths.size, target.config.vocab_size
+    if drafter is None or not draft_length.max_draft_tokens:
+        empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
+        return Draft(jnp.zeros((batch, 0), jnp.int32), empty), jnp.zeros(batch, bool), state.drafter
+    k = draft_length.max_draft_tokens
+    with jax.named_scope("draft"):
+        noise = _noise(rule, params, positions_from(state.lengths, k), vocab_size, tree_of(drafter, k))
+        context = Context(state.tokens, state.lengths, noise, params.draft_transforms, state.token_counts,
+                          TargetView(target, state.cache, unread=1), vocab_size)  # fmt: skip
+        budget = draft_length.budget(state.draft_length, batch)
+        if budget is not None:
+            budget = jnp.where(state.done, 0, jnp.clip(budget, 0, k))
+            context = dataclasses.replace(context, budget=budget, draft_length=draft_length,
+                                          length_state=state.draft_length)  # fmt: skip
+        draft, drafter_state = drafter.propose(state.drafter, context, k)
+        mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
+        if mended.probs is None and not rule.shares_noise:
+            raise ValueError(f"{type(drafter).__name__} drafts tokens without their laws, by which "
+                             f'{type(rule).__name__} judges; use accept="coupled".')  # fmt: skip
+        if is_foreign(drafter):  # it costs a look at all laws
+            guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid
+            strange = (outside(draft.tokens, vocab_size) & guessed).any(1) & ~state.done
+        if state.drafts is not None:
+            mended = only(mended, state.drafts[:, None], mended.tokens)
+        return mended, strange, drafter_state
+
+
+def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
+    """What `commit` is told of a drafter that asks for more than `hidden`."""
+    told = _told_of_text(target, drafter, read)
+    if count := num_likeliest_of(drafter):
+        told["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
+    return told
+
+
+def _told_of_text(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
+    """What one that reads the target's states is told of them."""
+    return {"features": read.features, "target": target} if features_of(drafter) else {}
+
+
+def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
+    """What drafts are drawn with, ``float32[B, K, C, 2, W]``: every node with its own, or all with the target's."""
+    own = None if rule.shares_noise else draft_noise(params.keys, positions, vocab_size, tree.max_width)
+    if own is not None and params.coupled is None:
+        return own
+    noise = target_noise(params.keys, positions, vocab_size)[:, :, None]
+    noise = jnp.broadcast_to(noise, (*noise.shape[:2], tree.max_width, *noise.shape[3:]))
+    return noise if own is None else _where_rows(params.coupled, noise, own)
+
+
+def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft, target_probs: Array) -> Verdict:
+    """The verdict of `rule`, and in the rows that are `coupled` that of "coupled"."""
+
+    def by(rule: Rule) -> Verdict:
+        return rule.accept(params.keys, state.lengths, draft, target_probs)
+
+    if params.coupled is None:
+        return by(rule)
+
+    def own() -> Verdict:
+        return by(rule)
+
+    def both() -> Verdict:
+        verdict, other = by(rule), by(RULES["coupled"])
+        if verdict.distortion is not None:
+            other = dataclasses.replace(other, distortion=jnp.zeros_like(verdict.distortion))
+        return jax.tree.map(functools.partial(_where_rows, params.coupled), other, verdict)
+
+    return cast(Verdict, lax.cond((params.coupled & ~state.done).any(), both, own))
+
+
+def _where_rows(chosen: Array, one: Array, other: Array) -> Array:
+    """``one[b]`` where ``chosen[b]``, else ``other[b]``."""
+    return jnp.where(chosen.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+
+
+class _Stop(NamedTuple):
+    """Where each row stops, ``[B]``.
+
+    Attributes:
+        gained: how many tokens.
+        limit: how many it still may.
+        to_eos: how many of the next tokens an end of text leaves, itself included; K + 1 where there is none.
+        ended: whether it has met its end of text or its limit.
+        invalid: whether it has met a law without mass.
+    """
+
+    gained: Array
+    limit: Array
+    to_eos: Array
+    ended: Array
+    invalid: Array
+
+
+def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: Path) -> _Stop:
+    """How far the next tokens go: to the end of text, the row's limit, or where the target has no law."""
+    tokens, width = path.tokens, path.tokens.shape[1]
+    # Where the target's law has no mass (its logits were not finite) there is no next token.
+    no_mass = ~(jnp.take_along_axis(path.target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
+    limit = params.limits - (state.lengths - params.prompt_lengths)
+    is_eos = (tokens[:, :, None] == params.eos_ids[:, None, :]).any(-1)
+    to_eos = jnp.where(is_eos.any(1), jnp.argmax(is_eos, axis=1).astype(jnp.int32) + 1, width)
+    possible = num_accepted + (~no_mass).astype(jnp.int32)
+    count = jnp.where(state.done, 0, jnp.minimum(possible, jnp.minimum(to_eos, limit)))
+    last_is_eos = jnp.take_along_axis(is_eos, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    ended = last_is_eos & (count > 0) | (count == limit)
+    return _Stop(count, limit, to_eos, ended, no_mass & (count == num_accepted) & ~ended & ~state.done)
+
+
+def _output(
+    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, told: dict[str, Any]
+) -> tuple[RoundOutput, Array]:
+    """What the round brings, with what is `told` besides, and which rows have ended with it."""
+    num_accepted = verdict.num_accepted
+    stop = _stop(params, state, num_accepted, path)
+    accepted = jnp.minimum(num_accepted, stop.gained)
+    # Where the correction of a refused guess is written.
+    refused = ((num_accepted < path.num_guessed) & (num_accepted < stop.gained)).astype(jnp.int32)
+    # An accepted end of text ends the draft with it.
+    depth = jnp.minimum(jnp.where(stop.to_eos <= accepted, stop.to_eos, stop.limit), path.guesses.shape[1] - 1)
+    drafted = jnp.take_along_axis(path.guesses, depth[:, None], axis=1)[:, 0]
+    output = RoundOutput(
+        tokens=path.tokens,
+        count=stop.gained,
+        logprobs=jnp.log(at_tokens(path.target_probs, path.tokens)),
+        origins=_origins(num_accepted, path.num_guessed, path.tokens.shape[1]),
+        drafted=jnp.where(state.done, 0, drafted),
+        judged=accepted + refused,
+        accepted=accepted,
+        invalid=stop.invalid,
+        distortion=_distortion(verdict, stop.gained),
+        **told,
+    )
+    return output, stop.ended
+
+
+def _top(params: RequestParams, state: DecodeState, logits: Array, num_top: int) -> tuple[Array, Array]:
+    """The likeliest tokens of ``logits[B, K + 1, V]``, where a row that moves asks for some."""
+
+    def found() -> tuple[Array, Array]:
+        return top_logprobs(logits, num_top)
+
+    def nothing() -> tuple[Array, Array]:
+        shape = (*logits.shape[:2], num_top)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    if not num_top or params.top_logprobs is None:
+        return nothing()
+    return cast(tuple[Array, Array], lax.cond(((params.top_logprobs > 0) & ~state.done).any(), found, nothing))
+
+
+def _distortion(verdict: Verdict, count: Array) -> Array:
+    """That of the tokens a row has gained, ``float32[B]``."""
+    if verdict.distortion is None:
+        return jnp.zeros(count.shape, jnp.float32)
+    kept = prefix_mask(count, verdict.distortion.shape[1])
+    return jnp.where(kept, verdict.distortion, 0).sum(1).astype(jnp.float32)
+
+
+def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> DecodeState:
+    """The state with the new tokens in it."""
+    counts = state.token_counts
+    if counts is not None:
+        counts = add_tokens(counts, new.tokens, prefix_mask(new.count, new.tokens.shape[1]))
+    return dataclasses.replace(
+        state,
+        tokens=write_rows(state.tokens, new.tokens, state.lengths),
+        lengths=state.lengths + new.count,
+        token_counts=counts,
+        draft_length=draft_length.update(state.draft_length, new.drafted, new.accepted),
+    )
+
+
+def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
+    """Where the tokens of a `Path` come from, ``int8[B, K + 1]``."""
+    none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, where nothing was to be drafted
+    after = jnp.where(num_accepted < guessed, CORRECTED, jnp.where(guessed > 0, BONUS, none))
+    return jnp.where(prefix_mask(num_accepted, width), ACCEPTED, after[:, None]).astype(jnp.int8)

@@ -1,0 +1,55 @@
+"""What is refused of drafters that draft trees, before any device work."""
+
+from typing import Any
+
+from jspec.acceptance import RULES, Rule
+from jspec.core.tree import DynamicTree
+from jspec.decoding.validate_arguments import check_target
+from jspec.drafters.base import own_tree
+from jspec.drafters.draft_length import DEFAULT
+
+
+def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rule) -> Any:
+    """K as it is given; of a drafter with a tree its depth.
+
+    Raises:
+        ValueError: the tree cannot be judged or does not fit the target, or K is given beside it.
+    """
+    tree, kind = own_tree(drafter), type(drafter).__name__
+    if tree is None:
+        return num_draft_tokens
+    check_target(target)
+    if num_draft_tokens is not DEFAULT:
+        raise ValueError(f"num_draft_tokens={num_draft_tokens!r} beside a {kind}, whose tree says what is drafted; "
+                         "leave it out.")  # fmt: skip
+    if isinstance(tree, DynamicTree) and not rule.shares_noise:
+        raise ValueError(f"accept={type(rule).__name__} would bias the text where a tree depends on what is drawn, "
+                         f"as that of a {kind} does; use accept=\"coupled\".")  # fmt: skip
+    if not (tree.is_chain or getattr(rule, "branches", False)):
+        able = sorted(name for name, known in RULES.items() if known.branches)
+        raise ValueError(f"accept={type(rule).__name__} judges chains only, and {kind} drafts a tree; use one of "
+                         f"{able}.")  # fmt: skip
+    independent = getattr(drafter, "replacement", False)
+    if tree.max_children > 1 and getattr(rule, "independent", False) and not independent:
+        otherwise = "draws them without replacement; use replacement=True, or"
+        otherwise = otherwise if hasattr(drafter, "replacement") else "does not draw them so; use"
+        raise ValueError(f"accept={type(rule).__name__} needs children that were drawn independently of each other, "
+                         f'and this {kind} {otherwise} accept="rejection".')  # fmt: skip
+    if independent and rule.shares_noise:
+        raise ValueError(f"replacement=True draws children independently, and accept={type(rule).__name__} draws all "
+                         "with one noise, so that they would be the same; use replacement=False.")  # fmt: skip
+    vocab_size, positions = target.config.vocab_size, target.config.max_position_embeddings
+    if tree.max_children > vocab_size and not independent:
+        raise ValueError(f"A node of the tree has {tree.max_children} children, and the vocabulary only {vocab_size} "
+                         "different tokens; use fewer.")  # fmt: skip
+    if tree.max_depth >= positions:
+        raise ValueError(f"The tree is {tree.max_depth} tokens deep, and the target model has {positions} positions; "
+                         "use a smaller tree.")  # fmt: skip
+    return tree.max_depth
+
+
+def check_chain(name: str, drafter: Any) -> None:
+    """Raise TypeError where what is called `name` has no use for a drafter with a tree."""
+    if own_tree(drafter) is not None:
+        raise TypeError(f"{name} takes drafters of chains, and {type(drafter).__name__} drafts a tree; pass what "
+                        "draws the tree's tokens.")  # fmt: skip

@@ -1,0 +1,91 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Verification: one pass of the target over a draft."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.acceptance.path import num_guessed
+from jspec.core.sampling import token_probs
+from jspec.core.tree import Branches
+from jspec.core.types import Draft
+from jspec.decoding.state import DecodeState, RequestParams
+from jspec.drafters.draft_length import DraftLength, compiled_lengths
+from jspec.models.kv_cache import KVCache, append
+
+
+class Reading(NamedTuple):
+    """What the target makes of the last token and every guess, ``[B, N + 1, ...]``.
+
+    Attributes:
+        hidden: ``[.., E]``, before the final norm.
+        features: ``[.., F, E]``, other states, those that were asked for.
+        logits: ``float32[.., V]``.
+        probs: ``float32[.., V]``, the laws after all transforms.
+    """
+
+    hidden: Array
+    features: Array
+    logits: Array
+    probs: Array
+
+
+def last_token(state: DecodeState) -> Array:
+    """``int32[B]``, the newest token of each row, which the target has not read yet."""
+    return jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+
+
+def verify(
+    target: Any,
+    draft_length: DraftLength,
+    params: RequestParams,
+    state: DecodeState,
+    draft: Draft,
+    features: Sequence[int],
+    embeddings: Array | None,
+    allowed: Array | None = None,
+) -> tuple[Reading, KVCache]:
+    """The target's reading of a draft, and its cache with all of it.
+
+    Args:
+        features: as for `jspec.Llama.forward_with_features`; of a model that has no such method none.
+        embeddings: as for `jspec.Llama.forward`; of a model whose method has no such argument None.
+        allowed: ``bool[B, N + 1, V]``, the tokens that may follow; None for all.
+    """
+    start = state.lengths - 1
+    block = jnp.concatenate([last_token(state)[:, None], draft.tokens], axis=1)
+    lengths, branches = compiled_lengths(draft_length), draft.topology.branches
+    given = {} if embeddings is None else {"embeddings": embeddings}
+
+    def read(block: Array, cache: KVCache, **how: Any) -> tuple[Reading, KVCache]:
+        if features:
+            hidden, told, cache = target.forward_with_features(block, cache, start, features, **given, **how)
+        else:
+            hidden, cache = target.forward(block, cache, start, **given, **how)
+            told = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
+        logits, drafted = target.logits(hidden), draft.tokens[:, : block.shape[1] - 1]
+        seen = None if branches is None else branches.visible[..., 1:]
+        masked = logits if allowed is None else jnp.where(allowed[:, : block.shape[1]], logits, -jnp.inf)
+        probs = token_probs(masked, params.transforms, state.token_counts, drafted, seen)
+        return Reading(hidden, told, logits, probs), cache
+
+    if len(lengths) == 1:
+        return read(block, state.cache, **Branches.argument(branches))
+
+    def up_to(k: int) -> tuple[Reading, KVCache]:
+        # The cache is only read here, for XLA would copy what one of several branches updates.
+        reading, new = read(block[:, : k + 1], target.new_cache(*block.shape), past=(state.cache, start))
+        missing = block.shape[1] - 1 - k
+
+        def padded(part: Array) -> Array:
+            return jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))
+
+        return jax.tree.map(padded, reading), new
+
+    shortest = jnp.searchsorted(jnp.array(lengths), num_guessed(draft).max())
+    reading, new = cast(tuple[Reading, KVCache], lax.switch(shortest, [functools.partial(up_to, k) for k in lengths]))
+    return reading, append(state.cache, new, start)

@@ -1,0 +1,71 @@
+# pyright: strict, reportUnknownMemberType=false
+"""What drafters made of two have in common."""
+
+from typing import Any
+
+from jax import Array
+
+from jspec.core.types import Draft, Verdict, pytree
+from jspec.drafters.base import shared_vocabulary
+from jspec.drafters.capabilities import features_of_all, least, num_likeliest_of, reach_of, told_to
+from jspec.drafters.late_reading import read_on
+from jspec.drafters.standalone.model import as_part
+
+
+@pytree
+class Duo:
+    """Two drafters, or models, for one vocabulary; what one of them asks the target for it is told."""
+
+    first: Any
+    second: Any
+
+    def __post_init__(self) -> None:
+        for name in ("first", "second"):
+            object.__setattr__(self, name, as_part(name, getattr(self, name), told=True))
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        return self.first, self.second
+
+    @property
+    def vocab_size(self) -> int | None:
+        return shared_vocabulary(type(self).__name__, self.first.vocab_size, self.second.vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The smaller of the two."""
+        return least(getattr(part, "max_positions", None) for part in (self.first, self.second))
+
+    @property
+    def reach(self) -> float:
+        """How many tokens in a row both can guess."""
+        return min(reach_of(self.first), reach_of(self.second))
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return features_of_all(self.first, self.second)
+
+    @property
+    def num_likeliest(self) -> int:
+        return max(num_likeliest_of(self.first), num_likeliest_of(self.second))
+
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Any]:
+        first, second = (part.init(tokens, num_slots, **self._told(part, told)) for part in (self.first, self.second))
+        return first, second
+
+    def read(self, state: tuple[Any, Any], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, Any]:
+        """Both read, see `jspec.drafters.late_reading.read_on`."""
+        first, second = (read_on(part, own, tokens, start, count, **self._told(part, told))
+                         for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
+        return first, second
+
+    def commit(
+        self, state: tuple[Any, Any], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+    ) -> tuple[Any, Any]:
+        """Both see the draft that was judged, whoever made it."""
+        first, second = (part.commit(own, draft, verdict, hidden, **self._told(part, told))
+                         for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
+        return first, second
+
+    def _told(self, part: Any, told: dict[str, Any]) -> dict[str, Any]:
+        return told_to(part, self.features, told)

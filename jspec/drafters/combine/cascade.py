@@ -1,0 +1,147 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Speculation within the draft: a smaller drafter drafts for a middle model, which drafts for the target."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.acceptance.coupled import accept_coupled
+from jspec.core.keys import positions_from
+from jspec.core.row_ops import prefix_mask, slice_rows, write_rows
+from jspec.core.sampling import TokenCounts, add_tokens, token_probs
+from jspec.core.sharding import vary_like
+from jspec.core.types import Draft, Verdict, check_count, pytree
+from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
+from jspec.drafters.late_reading import read_on
+from jspec.drafters.standalone.model import ModelDrafter, as_part
+from jspec.models.kv_cache import KVCache, prefill, whole_tiles
+
+
+@pytree
+class _Progress:
+    """A draft in the making: ``counts[b]`` tokens of it are there, with their laws; the rest as in `Context`."""
+
+    counts: Array
+    tokens: Array
+    probs: Array
+    token_counts: TokenCounts | None
+    cache: KVCache
+    small: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["middle", "small"], meta_fields=["num_small_draft_tokens"]
+)
+@dataclasses.dataclass(frozen=True)
+class CascadeDrafter:
+    """Drafts, token for token, what ``ModelDrafter(middle)`` would, in fewer passes of `middle`.
+
+    Its rounds are those of the rule "coupled" (`jspec.rules.Coupled`): `middle` draws every token with the noise that
+    is meant for it; `small`, which drafts with the same noise, only saves passes. The law of a token is the middle's
+    (Leviathan et al. 2023, section 6, "hierarchical"; Chen et al. 2024, Cascade Speculative Drafting). `small` may be
+    a cascade.
+
+    Attributes:
+        middle: a `jspec.Llama` with the target's vocabulary.
+        small: any drafter, or a model.
+        num_small_draft_tokens: tokens that `small` guesses for each pass of `middle`.
+    """
+
+    middle: Any
+    small: Any
+    num_small_draft_tokens: int = 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "small", as_part("small", self.small))
+        check_count("num_small_draft_tokens", self.num_small_draft_tokens)
+
+    @property
+    def vocab_size(self) -> int | None:
+        if not hasattr(self.middle, "config"):
+            raise TypeError(f"middle is of type {type(self.middle).__name__}; pass a model, such as jspec.load(...).")
+        return shared_vocabulary(type(self).__name__, self.middle.config.vocab_size, self.small.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        longest = self.middle.config.max_position_embeddings
+        return min(longest, getattr(self.small, "max_positions", None) or longest)
+
+    def init(self, tokens: Array, num_slots: int) -> tuple[KVCache, Any]:
+        """Both, with room for the tokens by which the last pass of `middle` may overshoot the draft."""
+        num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
+        return prefill(self.middle, tokens, num_slots), self.small.init(tokens, num_slots)
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        return ModelDrafter(self.middle), self.small
+
+    def read(self, state: tuple[KVCache, Any], tokens: Array, start: Array, count: Array) -> tuple[KVCache, Any]:
+        """Both read, see `jspec.drafters.late_reading.read_on`."""
+        middle, small = (read_on(part, own, tokens, start, count) for part, own in zip(self.parts, state, strict=True))
+        return middle, small
+
+    def propose(
+        self, state: tuple[KVCache, Any], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[KVCache, Any]]:
+        """Rounds of `small` and `middle` until every row has its draft."""
+        batch, spare = context.lengths.size, self.num_small_draft_tokens + 1
+        progress = _Progress(
+            counts=jnp.zeros(batch, jnp.int32),
+            tokens=jnp.pad(context.tokens, ((0, 0), (0, spare))),
+            probs=jnp.zeros((batch, num_draft_tokens + spare, context.vocab_size), jnp.float32),
+            token_counts=context.token_counts,
+            cache=state[0],
+            small=state[1],
+        )
+        # What is drawn past the draft is thrown away: any noise will do there.
+        noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0), (0, 0)))
+        # At least one round, even where the budget is 0: a row that is not read now might never be read whole.
+        budget = num_draft_tokens if context.budget is None else jnp.clip(context.budget, 1, num_draft_tokens)
+        inner = dataclasses.replace(context, noise=noise, budget=None, draft_length=None)
+        progress = lax.while_loop(
+            lambda progress: jnp.any(progress.counts < budget),
+            lambda progress: self._round(progress, inner, num_draft_tokens),
+            vary_like(progress, context.lengths),
+        )
+        tokens = slice_rows(progress.tokens, context.lengths, num_draft_tokens)
+        return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
+
+    def commit(self, state: tuple[KVCache, Any], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[KVCache, Any]:
+        """Nothing to do: caches roll back with the row's length, and `small` learnt what it could from `middle`."""
+        return state
+
+    def _round(self, progress: _Progress, context: Context, num_draft_tokens: int) -> _Progress:
+        """One round; in rows whose draft is complete it changes nothing of it."""
+        counts, k = progress.counts, self.num_small_draft_tokens
+        lengths = context.lengths + counts
+        noise = slice_rows(context.noise, counts, k + 1)
+        # Behind what the target may have added since the last draft there is a token that `middle` has added.
+        inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise,
+                                    token_counts=progress.token_counts,
+                                    target=TargetView(self.middle, progress.cache, context.unread),
+                                    unread=context.unread + 1)  # fmt: skip
+        guess, small = self.small.propose(progress.small, inner, k)
+        guess = as_draft(self.small, guess, inner, k)
+        tokens = write_rows(progress.tokens, guess.tokens, lengths)
+        block, start, last = last_tokens(tokens, lengths, context.unread, k)
+        hidden, cache = self.middle.forward(block, progress.cache, start)
+        hidden = jnp.take_along_axis(hidden, positions_from(last, k + 1)[..., None], axis=1)
+        logits = fit_vocabulary(self.middle.logits(hidden), context.vocab_size)
+        probs = token_probs(logits, context.transforms, progress.token_counts, guess.tokens)
+        verdict = accept_coupled(noise[:, :, 0], guess, probs)
+        tokens = write_rows(tokens, verdict.next_token[:, None], lengths + verdict.num_accepted)
+        emitted = slice_rows(tokens, lengths, k + 1)
+        gained = jnp.minimum(verdict.num_accepted + 1, num_draft_tokens - counts)
+        kept = prefix_mask(gained, k + 1)
+        return _Progress(
+            counts=counts + gained,
+            tokens=write_rows(progress.tokens, emitted, lengths),
+            probs=write_rows(progress.probs, probs, counts),
+            token_counts=None if progress.token_counts is None else add_tokens(progress.token_counts, emitted, kept),
+            cache=cache,
+            small=self.small.commit(small, guess, verdict, hidden),
+        )

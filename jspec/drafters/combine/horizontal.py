@@ -1,0 +1,79 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Two drafters for one draft: the better one for its first tokens, a cheaper one for those after them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.acceptance.path import num_guessed
+from jspec.core.row_ops import write_rows
+from jspec.core.sampling import add_tokens
+from jspec.core.types import Draft, check_count
+from jspec.drafters.base import Context, TargetView, as_draft, at_most
+from jspec.drafters.capabilities import features_of, reach_of
+from jspec.drafters.combine.base import Duo
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["at"])
+@dataclasses.dataclass(frozen=True)
+class HorizontalDrafter(Duo):
+    """Drafts `at` tokens with `first` and the rest with `second`; drafters or models.
+
+    A token counts only where all before it were accepted, so that later ones are worth less and should cost less (the
+    horizontal cascade of Chen et al. 2024, Cascade Speculative Drafting). `second` may be a `HorizontalDrafter`, too.
+
+    Attributes:
+        at: how many tokens `first` drafts, which may be all of a short draft.
+    """
+
+    at: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("at", self.at)
+        if features_of(self.second):
+            raise TypeError(f"second is of type {type(self.second).__name__}, which reads states of the target, and of "
+                            "what first drafts it has none; use it as first.")  # fmt: skip
+
+    @property
+    def reach(self) -> float:
+        """What `first` is not asked for `second` guesses."""
+        first = reach_of(self.first)
+        return first if first < self.at else self.at + reach_of(self.second)
+
+    def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
+        """One draft behind the other. What `second` drafts `first` has never read, and the other way round."""
+        at = min(self.at, num_draft_tokens)
+        rest = num_draft_tokens - at
+        context = dataclasses.replace(context, unread=context.unread + rest)
+        asked = at_most(context, at)
+        first, first_state = self.first.propose(state[0], asked, at)
+        first = as_draft(self.first, first, asked, at)
+        if not rest:
+            return first, (first_state, state[1])
+        behind = _behind(context, first, context.unread + at - rest)
+        second, second_state = self.second.propose(state[1], behind, rest)
+        second = as_draft(self.second, second, behind, rest)
+        # Behind a token that is no guess there can be none.
+        probs = jnp.where((num_guessed(first) == at)[:, None, None], second.probs, 0)
+        tokens = jnp.concatenate([first.tokens, second.tokens], axis=1)
+        return Draft(tokens, jnp.concatenate([first.probs, probs], axis=1)), (first_state, second_state)
+
+
+def _behind(context: Context, draft: Draft, unread: int) -> Context:
+    """`context` for a drafter that goes on behind `draft`."""
+    size, counts = draft.tokens.shape[1], context.token_counts
+    view = TargetView(context.target.model, context.target.cache, context.target.unread + size)
+    return dataclasses.replace(
+        context,
+        tokens=write_rows(context.tokens, draft.tokens, context.lengths),
+        lengths=context.lengths + size,
+        noise=context.noise[:, size:],
+        token_counts=None if counts is None else add_tokens(counts, draft.tokens, jnp.ones(draft.tokens.shape, bool)),
+        target=view,
+        unread=unread,
+        budget=None if context.budget is None else jnp.maximum(context.budget - size, 0),
+    )

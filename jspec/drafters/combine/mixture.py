@@ -1,0 +1,100 @@
+# pyright: strict, reportUnknownMemberType=false
+"""A weighted mean of two drafters' laws."""
+
+import numbers
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jspec.core.tree import Level, Tree
+from jspec.core.types import pytree
+from jspec.drafters.base import Context, fit_vocabulary
+from jspec.drafters.combine.base import Duo
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+
+
+@pytree
+class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]]):
+    """Drafts every token from ``weight * first + (1 - weight) * second``; drafters or models.
+
+    The laws are mixed as they are at temperature 1, and the sampling transforms then act on the mixture. Where one has
+    no guess the law is the other's. Both must give their law token by token (`jspec.drafters.AutoregressiveDrafter`),
+    for each has to go on behind a token which may be the other's idea.
+
+    Attributes:
+        weight: between 0 and 1; traced, so another weight compiles nothing.
+    """
+
+    weight: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("first", "second"):
+            part = getattr(self, name)
+            if hasattr(part, "propose") and not hasattr(part, "extend"):
+                raise TypeError(f"{name} is of type {type(part).__name__}, which does not give its law token by token, "
+                                "as a mixture needs it; use a jspec.drafters.AutoregressiveDrafter, or "
+                                "FallbackDrafter.")  # fmt: skip
+        if isinstance(self.weight, numbers.Real | str):
+            _check_weight(self.weight)
+            object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program
+
+    @property
+    def unrolled(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one of the two is."""
+        return any(getattr(part, "unrolled", False) for part in (self.first, self.second))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """As `Duo`; the weight is checked here too, for a pytree may hold anything while it is taken apart."""
+        _check_weight(self.weight)
+        return super().vocab_size
+
+    def begin(self, state: tuple[Any, Any], context: Context, tree: Tree) -> tuple[Array, tuple[Any, Any]]:
+        """Both begin."""
+        first, second = (part.begin(own, context, tree) for part, own in self._parts(state))
+        return self._mix(first[0], second[0], context), (first[1], second[1])
+
+    def extend(
+        self, carry: tuple[Any, Any], tokens: Array, level: Level, context: Context
+    ) -> tuple[Array, tuple[Any, Any]]:
+        """Both read the tokens, whoever proposed them."""
+        first, second = (part.extend(own, tokens, level, context) for part, own in self._parts(carry))
+        return self._mix(first[0], second[0], context), (first[1], second[1])
+
+    def end(self, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        first, second = (part.end(own) for part, own in self._parts(carry))
+        return first, second
+
+    def keep(self, state: tuple[Any, Any], start: Array, path: Array) -> tuple[Any, Any]:
+        first, second = (part.keep(own, start, path) for part, own in self._parts(state))
+        return first, second
+
+    def _parts(self, states: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        return zip((self.first, self.second), states, strict=True)
+
+    def _mix(self, first: Array, second: Array, context: Context) -> Array:
+        first, second = (fit_vocabulary(part, context.vocab_size) for part in (first, second))
+        weight = jnp.asarray(self.weight, jnp.float32)
+        laws = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
+        mixed = jnp.logaddexp(jnp.log(weight) + laws[0], jnp.log1p(-weight) + laws[1])
+        silent = (~jnp.isfinite(part.max(-1, keepdims=True)) for part in (first, second))
+        return jnp.where(next(silent), second, jnp.where(next(silent), first, mixed))
+
+
+def _check_weight(weight: Any) -> None:
+    """Raise ValueError unless `weight` is a number between 0 and 1; of one that is being traced, only a scalar."""
+    scalar = getattr(weight, "shape", ()) == ()
+    if scalar and isinstance(weight, jax.core.Tracer):
+        return
+    if not (scalar and _is_numeric(weight) and 0 <= float(weight) <= 1):
+        raise ValueError(f"weight must be one number between 0 and 1; got {weight!r}.")
+
+
+def _is_numeric(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real | np.ndarray | jax.Array)

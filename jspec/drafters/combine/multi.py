@@ -1,0 +1,180 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+"""Several drafters, one tree: a chain of each, all of them behind the last committed token."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from convert.heads import files as head_files
+from convert.json_fields import integer
+from jspec.acceptance.path import at_path, tokens_along
+from jspec.acceptance.walk import is_guess, length_of_prefix
+from jspec.core.row_ops import prefix_mask
+from jspec.core.tree import Tree
+from jspec.core.types import Draft, Verdict, check_count
+from jspec.drafters.base import Context, as_draft, only, shared_vocabulary
+from jspec.drafters.capabilities import features_of, features_of_all, least, num_likeliest_of, told_to
+from jspec.drafters.late_reading import read_on
+from jspec.drafters.standalone.model import ModelDrafter, as_part
+
+_KIND = "several"  # in config.json
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts"], meta_fields=["num_draft_tokens"])
+@dataclasses.dataclass(frozen=True)
+class MultiDrafter:
+    """Drafts a chain with each of several drafters, or models, which the target verifies in one pass as one tree.
+
+    SpecInfer's merge-based speculation (Miao et al. 2024, section 3), without the merge: two that begin with the same
+    token are two branches, each of which is judged by the law that it was drawn from. Where the first is refused the
+    second is judged by what that has left of the target's law. So put the best one first: of branches that begin alike
+    "rejection" and "traversal" follow the eldest only, which greedily is often so, and may end where that one goes
+    wrong. Under "coupled", where all draw with the target's noise, the one that goes on longest is followed.
+
+    Attributes:
+        drafts: drafters of chains, heads too, or models; any that share the target's vocabulary.
+        num_draft_tokens: K, tokens that each of them guesses.
+    """
+
+    drafts: Sequence[Any]
+    num_draft_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        several = isinstance(self.drafts, Sequence)
+        if not several or len(self.drafts) < 2:
+            got = f"{len(self.drafts)} of them" if several else type(self.drafts).__name__
+            raise ValueError(f"drafts must be a sequence of at least two drafters or models, as [a, b]; got {got}.")
+        drafts = tuple(as_part(f"drafts[{i}]", draft, told=True) for i, draft in enumerate(self.drafts))
+        object.__setattr__(self, "drafts", drafts)
+        check_count("num_draft_tokens", self.num_draft_tokens)
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+        """What `save` wrote; `dtype` as for `jspec.load`, and `target` is not looked at.
+
+        Raises:
+            convert.CheckpointError: these are no such files, or damaged ones.
+        """
+        raw = head_files.read_own(path := Path(path), _KIND)
+        drafts = [ModelDrafter.load(path / str(i), target, dtype) for i in range(integer(raw, "num_drafts"))]
+        return cls(drafts, integer(raw, "num_draft_tokens"))
+
+    def save(self, path: str | Path) -> Path:
+        """Write models to a new directory, each to a Hugging Face directory in it (`ModelDrafter.save`).
+
+        Raises:
+            convert.CheckpointError: `path` exists or cannot be written.
+            TypeError: one of the drafters is no model.
+        """
+        fields = {"num_drafts": len(self.drafts), "num_draft_tokens": self.num_draft_tokens}
+        for draft in self.drafts:
+            if not isinstance(draft, ModelDrafter):
+                raise TypeError(f"Of several drafters only models are saved together, and one is of type "
+                                f"{type(draft).__name__}; save it by itself.")  # fmt: skip
+        with head_files.new_own(Path(path), _KIND, fields) as directory:
+            for i, draft in enumerate(self.drafts):
+                draft.save(directory / str(i))
+        return Path(path)
+
+    @property
+    def tree(self) -> Tree:
+        """By depth: the tokens of all drafters beside each other."""
+        count = len(self.drafts)
+        return Tree((0,) * count + tuple(range(1, count * (self.num_draft_tokens - 1) + 1)))
+
+    @property
+    def vocab_size(self) -> int | None:
+        return shared_vocabulary(type(self).__name__, *(part.vocab_size for part in self.drafts))
+
+    @property
+    def max_positions(self) -> int | None:
+        """The smallest of all."""
+        return least(getattr(part, "max_positions", None) for part in self.drafts)
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return features_of_all(*self.drafts)
+
+    @property
+    def num_likeliest(self) -> int:
+        return max(map(num_likeliest_of, self.drafts))
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return tuple(self.drafts)
+
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, ...]:
+        return tuple(part.init(tokens, num_slots, **told_to(part, self.features, told)) for part in self.drafts)
+
+    def read(self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, ...]:
+        """All read, see `jspec.drafters.late_reading.read_on`."""
+        return tuple(read_on(part, own, tokens, start, count, **told_to(part, self.features, told))
+                     for part, own in zip(self.drafts, state, strict=True))  # fmt: skip
+
+    def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
+        """One after another, each with noise of its own. What a round commits, all but one may never have read."""
+        length = self.num_draft_tokens
+        context = dataclasses.replace(context, unread=context.unread + length - 1)
+        drafts: list[Draft] = []
+        states: list[Any] = []
+        for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
+            mine = dataclasses.replace(context, noise=context.noise[:, :, i : i + 1])
+            draft, own = part.propose(own, mine, length)
+            drafts, states = [*drafts, as_draft(part, draft, mine, length)], [*states, own]
+        tokens, valid = _beside([one.tokens for one in drafts]), _beside([is_guess(one) for one in drafts])
+        laws = [one.probs for one in drafts if one.probs is not None]
+        probs = _beside(laws) if len(laws) == len(drafts) else None
+        return Draft(tokens, probs, self.tree, valid), tuple(states)
+
+    def commit(
+        self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+    ) -> tuple[Any, ...]:
+        """Each is told of its own chain: accepted are those tokens with which the text begins.
+
+        Those that read states of the target need them of the whole text, and are told of the path, whosever it is.
+        """
+        assert verdict.path is not None, "a rule that takes no trees is refused"
+        text, before = tokens_along(draft, verdict), prefix_mask(verdict.num_accepted, self.num_draft_tokens)
+        nodes = jnp.maximum(verdict.path - 1, 0)[..., None]
+        laws = None if draft.probs is None else jnp.take_along_axis(draft.probs, nodes, axis=1)
+        path = only(Draft(text[:, :-1], laws, valid=before), before, text[:, :-1])
+        states: list[Any] = []
+        for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
+            mine = told_to(part, self.features, told)
+            if features_of(part):
+                chain, accepted, next_token = path, verdict.num_accepted, verdict.next_token
+                judged = functools.partial(at_path, verdict=verdict)
+            else:
+                chain = _chain(draft, i, len(self.drafts))
+                accepted = length_of_prefix(is_guess(chain) & (chain.tokens == path.tokens) & before)
+                next_token = jnp.take_along_axis(text, accepted[:, None], axis=1)[:, 0]
+                judged = functools.partial(_judged, which=i, count=len(self.drafts))
+            mine |= {name: judged(mine[name]) for name in ("features", "likeliest") if name in mine}
+            states.append(part.commit(own, chain, Verdict(accepted, next_token), judged(hidden), **mine))
+        return tuple(states)
+
+
+def _chain(draft: Draft, which: int, count: int) -> Draft:
+    """Chain number `which` of the `count` that a draft has beside each other."""
+
+    def part(leaf: Array) -> Array:
+        return leaf[:, which::count]
+
+    return jax.tree.map(part, dataclasses.replace(draft, tree=None))
+
+
+def _judged(values: Array, which: int, count: int) -> Array:
+    """Of ``values[B, N + 1, ...]`` behind node 0 and every guess those of chain number `which`."""
+    return jnp.concatenate([values[:, :1], values[:, 1 + which :: count]], axis=1)
+
+
+def _beside(chains: Sequence[Array]) -> Array:
+    """``[B, K * n, ...]`` from n arrays ``[B, K, ...]``: by depth, those of each depth in turn."""
+    stacked = jnp.stack(chains, axis=2)
+    return stacked.reshape(len(stacked), -1, *stacked.shape[3:])

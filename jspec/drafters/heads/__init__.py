@@ -1,0 +1,1 @@
+"""Drafters with trained heads on the target's hidden states, and their files."""

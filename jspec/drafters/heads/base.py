@@ -1,0 +1,119 @@
+# pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
+"""What drafters share that guess from the target's last state, with heads that were trained beside its own."""
+
+from typing import Any, cast
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.acceptance.path import at_path
+from jspec.core.tree import Level, Tree
+from jspec.core.types import Draft, Verdict, pytree
+from jspec.drafters.base import Context
+from jspec.drafters.late_reading import where_read
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+
+
+@pytree
+class LastState:
+    """What the target made of the last token that it has read.
+
+    Attributes:
+        hidden: ``[B, E]``, before the final norm.
+        known: ``bool[B]``; not before the first round of a prompt of one token, which nothing comes before.
+    """
+
+    hidden: Array
+    known: Array
+
+
+class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
+    """Drafts with heads, each of which guesses a token further than the one before.
+
+    They read the state behind the last token but one: the target's own head has drawn the last token from it, so that
+    the first of these guesses the first token of a draft. The text is verified anyway, so the state costs no pass.
+    """
+
+    features = (-1,)
+    max_positions = None
+
+    @property
+    def num_heads(self) -> int:
+        """H, how many tokens in a row they can guess."""
+        raise NotImplementedError
+
+    @property
+    def reach(self) -> int:
+        return self.num_heads
+
+    @property
+    def hidden_size(self) -> int:
+        """E of the target that they were made for."""
+        raise NotImplementedError
+
+    def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
+        """Logits ``[B, V]`` of the first head of normed states ``[B, 1, E]``, and what `extend` needs for `depth`."""
+        raise NotImplementedError
+
+    def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> LastState:
+        """The state at the last token but one of every prompt: the last has not been answered yet."""
+        check_hidden_size(type(self).__name__, self.hidden_size, target)
+        before = jnp.maximum(lengths - 2, 0)[:, None, None]
+        return LastState(jnp.take_along_axis(features[:, :, 0], before, axis=1)[:, 0], lengths > 1)
+
+    def read(
+        self, state: LastState, tokens: Array, start: Array, count: Array, *, features: Array, target: Any
+    ) -> LastState:
+        """The state at the last token of a piece, see `jspec.drafters.late_reading.read_on`."""
+        last = jnp.maximum(count - 1, 0)[:, None, None]
+        hidden = jnp.take_along_axis(features[:, :, 0], last, axis=1)[:, 0]
+        return where_read(count, LastState(hidden, jnp.ones_like(state.known)), state)
+
+    def begin(self, state: LastState, context: Context, tree: Tree) -> tuple[Array, tuple[LastState, Array]]:
+        count, depth = self.num_heads, tree.max_depth
+        if depth > count:
+            raise ValueError(f"{type(self).__name__} has {count} heads, and a draft of {depth} tokens in a row needs "
+                             f"as many; draft at most {count}.")  # fmt: skip
+        x = context.target.model.norm(state.hidden)[:, None]
+        logits, carry = self.first(x, context, depth)
+        return jnp.where(state.known[:, None], logits, -jnp.inf), (state, carry)
+
+    def end(self, carry: tuple[LastState, Array]) -> LastState:
+        return carry[0]
+
+    def commit(
+        self, state: LastState, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
+    ) -> LastState:
+        """The state behind the last accepted token."""
+        last = verdict.num_accepted[:, None, None]
+        return LastState(jnp.take_along_axis(at_path(hidden, verdict), last, axis=1)[:, 0], jnp.ones_like(state.known))
+
+
+class ParallelHeadsDrafter(HeadsDrafter):
+    """Heads that see the state alone: the law of a token depends on its depth, and not on those before it."""
+
+    def logits(self, x: Array, target: Any, depth: int) -> Array:
+        """``float32[B, S, depth, V]`` of the first `depth` heads, of normed states ``[B, S, E]``."""
+        raise NotImplementedError
+
+    def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
+        logits = self.logits(x, context.target.model, depth)[:, 0]
+        return logits[:, 0], logits
+
+    def extend(
+        self, carry: tuple[LastState, Array], tokens: Array, level: Level, context: Context
+    ) -> tuple[Array, tuple[LastState, Array]]:
+        return jnp.where(carry[0].known[:, None, None], at_depth(carry[1], level, tokens), -jnp.inf), carry
+
+
+def at_depth(logits: Array, level: Level, tokens: Array) -> Array:
+    """``[B, S, V]`` behind the ``tokens[B, S]`` of a level, of ``logits[B, K, V]`` that depend on the depth alone."""
+    here = cast(Array, lax.dynamic_index_in_dim(logits, level.depth, axis=1))
+    return jnp.broadcast_to(here, (*tokens.shape, here.shape[-1]))
+
+
+def check_hidden_size(user: str, size: int, target: Any) -> None:
+    """Raise ValueError unless the target's hidden size is that for which `user` was made."""
+    if size != target.config.hidden_size:
+        raise ValueError(f"{user} was made for a hidden size of {size}, and the target's is "
+                         f"{target.config.hidden_size}; use one that was trained for this target.")  # fmt: skip

@@ -1,0 +1,81 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Blockwise parallel decoding: one layer behind the target's last makes several states, all read by its own head."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig
+from convert.json_fields import Fields
+from jspec.core.types import check_count, pytree
+from jspec.drafters.heads.base import ParallelHeadsDrafter
+from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.models.layers import Linear
+
+
+class BlockwiseLayer(nnx.Module):
+    """``x + W2 relu(W1 x + b1) + b2``, H times E of it: every output depends on all that is between the two.
+
+    Args:
+        num_heads: H.
+        inner_size: between the two matrices; the authors use H times the target's own.
+    """
+
+    def __init__(self, config: LlamaConfig, num_heads: int, inner_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.up = Linear(config.hidden_size, inner_size, True, dtype, rngs)
+        self.down = Linear(inner_size, num_heads * config.hidden_size, True, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """``[B, S, H, E]`` of the target's states behind its final norm, ``[B, S, E]``."""
+        assert self.up.bias is not None
+        x = x.astype(self.up.bias[...].dtype)
+        made = self.down(jax.nn.relu(self.up(x)))
+        return x[:, :, None] + made.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+@pytree
+class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
+    """Drafts with one feed-forward layer on the target's last state, and the target's own output head.
+
+    Stern et al. 2018, "Blockwise Parallel Decoding": the target is p_1, which draws the next token, and head i is
+    p_{i + 2} of section 6, which guesses the token i + 1 behind that. Drafts are verified as all of jspec's are, by any
+    rule; that is also where a round predicts: the pass that verifies a draft has the states from which the next one is
+    guessed (section 4, which saves every other pass of section 3).
+
+    Attributes:
+        layer: a `BlockwiseLayer`.
+    """
+
+    layer: BlockwiseLayer
+    vocab_size = None
+    KIND = "blockwise"
+    SIZES: ClassVar[dict[str, type]] = {"num_heads": int, "inner_size": int}
+
+    @classmethod
+    def untrained(
+        cls, target: Any, num_heads: int = 4, inner_size: int | None = None, *, rngs: nnx.Rngs
+    ) -> "BlockwiseDrafter":
+        """A random layer, to be trained for `target` or to be given weights; None is the authors' inner size."""
+        check_count("num_heads", num_heads)
+        inner = num_heads * target.config.intermediate_size if inner_size is None else inner_size
+        return cls(BlockwiseLayer(target.config, num_heads, inner, target.dtype, rngs))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layer.up.weight.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.layer.down.weight.shape[1] // self.hidden_size
+
+    def described(self) -> Fields:
+        inner = self.layer.up.weight.shape[1]
+        return {"num_heads": self.num_heads, "inner_size": inner, "hidden_size": self.hidden_size}
+
+    def logits(self, x: Array, target: Any, depth: int) -> Array:
+        states = self.layer(x)[:, :, :depth].astype(target.dtype)
+        logits = target.head.logits(states.reshape(len(x), -1, x.shape[-1]))
+        return logits.reshape(*states.shape[:3], -1)

@@ -1,0 +1,168 @@
+"""EAGLE heads: a layer that guesses what the target will say next from what it makes of the text.
+
+Of every token it reads the embedding together with the target's states of the token before, so that what it computes
+there belongs to the token after. Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights EAGLE-2 uses too), and
+Li et al. 2025, "EAGLE-3", section 3 (generation 3); the flags of generation 3 are those of published checkpoints.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig
+from convert.heads.eagle.config import EagleConfig, EagleOrigin
+from jspec.core.tree import Branches
+from jspec.models.attention import Attention
+from jspec.models.kv_cache import KVCache, empty_cache
+from jspec.models.layers import MLP, Embed, Linear, RMSNorm
+from jspec.models.rope import rope_tables
+
+
+class Eagle(nnx.Module):
+    """An EAGLE head. It is a pytree, like `jspec.Llama`.
+
+    Args:
+        config: sizes and flags.
+        dtype: of weights, activations and cache.
+        rngs: random initial weights.
+
+    Attributes:
+        origin: what the files said that it was loaded from; None if it was not.
+    """
+
+    def __init__(self, config: EagleConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
+        self.config, layer = config, config.layer
+        self.origin: EagleOrigin | None = None
+        size, told = layer.hidden_size, config.target_hidden_size
+        first = config.generation == 1
+        read = 2 * size if first else len(config.features) * told
+
+        def norm(size: int, wanted: bool) -> RMSNorm | None:
+            return RMSNorm(size, layer.rms_norm_eps, dtype) if wanted else None
+
+        self.input_norm = norm(read, config.norm_before_fc)
+        several = len(config.features) if config.fc_norm else 0
+        self.fc_norm = nnx.List([RMSNorm(told, layer.rms_norm_eps, dtype) for _ in range(several)])
+        self.fc = Linear(read, size, config.fc_bias, dtype, rngs)
+        self.input_layernorm, self.hidden_norm = norm(size, not first), norm(size, not first)
+        self.self_attn = Attention(layer, dtype, rngs)
+        if not first:
+            bias = self.self_attn.qkv_proj.bias is not None
+            self.self_attn.qkv_proj = Linear(2 * size, sum(_widths(layer)), bias, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(size, layer.rms_norm_eps, dtype)
+        self.mlp = MLP(layer, dtype, rngs)
+        self.norm = norm(size, not first)
+        self.embed_tokens = Embed(layer.vocab_size, size, dtype, rngs) if config.own_embedding else None
+        vocab = config.draft_vocab_size or layer.vocab_size
+        self.lm_head = Embed(vocab, size, dtype, rngs) if config.own_head else None
+        # Of every token of the target its number among those it can guess, D of others.
+        known = None if config.draft_vocab_size is None else jnp.minimum(jnp.arange(layer.vocab_size), vocab)
+        self.draft_ids = None if known is None else nnx.Variable(known)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations and cache."""
+        return self.post_attention_layernorm.weight.dtype
+
+    @property
+    def target_ids(self) -> Array | None:
+        """``int32[D]``: the target's ids of the tokens it can guess, in its own order; None for all of them."""
+        if self.draft_ids is None:
+            return None
+        return jnp.argsort(self.draft_ids[...], stable=True)[: self.config.draft_vocab_size]
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache of `slots` positions for `batch` rows."""
+        layer = self.config.layer
+        return empty_cache(1, (batch, layer.num_key_value_heads, slots, layer.head_dim), self.dtype)
+
+    def embed(self, tokens: Array, target: Any) -> Array:
+        """``[B, S, E]`` of ``int32[B, S]``, by the head's own embedding or the target's."""
+        return (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
+
+    def fuse(self, features: Array, target: Any) -> Array:
+        """One state ``[B, S, E]`` of those that the target tells, ``features[B, S, F, E']``.
+
+        Of generation 1 it is the state behind the target's final norm, which its own output then imitates.
+        """
+        if self.config.generation == 1:
+            return target.norm(features[:, :, 0]).astype(self.dtype)
+        features = features.astype(self.dtype)
+        if self.fc_norm:
+            features = jnp.stack([norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)], axis=2)
+        flat = features.reshape(*features.shape[:2], -1)
+        return self.fc(flat if self.input_norm is None else self.input_norm(flat))
+
+    def forward(
+        self, embeddings: Array, states: Array, cache: KVCache, start: Array, *, branches: Branches | None = None
+    ) -> tuple[Array, KVCache]:
+        """Read tokens, each with the state of the token before it.
+
+        Args:
+            embeddings: ``[B, S, E]``.
+            states: ``[B, S, E]``, from `fuse` where the target has read the token before, else from here.
+            cache, start, branches: as for `jspec.Llama.forward`; the second token of a text stands in slot 0.
+
+        Returns:
+            States ``[B, S, E]`` for the tokens after, of which `logits` and the next `forward` are made; and the cache.
+        """
+        slots, positions = Branches.places(start, embeddings.shape[1], branches)
+        layer = self.config.layer
+        tables = rope_tables(positions, layer.rope, layer.head_dim)
+        x, read = self.into_layer(embeddings, states)
+        held = cache.keys[0], cache.values[0]
+        mixed, keys, values = self.self_attn(read, *held, slots, tables, None, branches, cache.rows)
+        return self.out_of_layer(x, mixed), KVCache((keys,), (values,), cache.rows)
+
+    def out_of_layer(self, x: Array, mixed: Array) -> Array:
+        """What `forward` returns, of the residual stream and what attention has mixed."""
+        x = x + self.self_attn.o_proj(mixed)
+        x = x + self.mlp.down_proj(self.mlp(self.post_attention_layernorm(x)))
+        return self.norm(x) if self.norm is not None and self.config.norm_output else x
+
+    def into_layer(self, embeddings: Array, states: Array) -> tuple[Array, Array]:
+        """The residual stream, and what attention reads."""
+        if self.input_layernorm is None or self.hidden_norm is None:
+            x = self.fc(jnp.concatenate([embeddings, states], axis=-1))
+            return x, x
+        normed = self.hidden_norm(states)
+        read = jnp.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
+        return normed if self.config.norm_before_residual else states, read
+
+    def logits(self, states: Array, target: Any) -> Array:
+        """``float32[B, S, V]`` of what `forward` returns; -inf for tokens that it cannot guess."""
+        found = self.draft_logits(states, target)
+        if self.draft_ids is None:
+            return found
+        room = jnp.pad(found, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+        return jnp.take(room, self.draft_ids[...], axis=-1)
+
+    def draft_logits(self, states: Array, target: Any) -> Array:
+        """``float32[B, S, D]``: of the tokens that it can guess."""
+        if self.norm is not None and not self.config.norm_output:
+            states = self.norm(states)
+        return (self.lm_head or target.head).logits(states)
+
+
+def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
+    """Of queries, keys and values."""
+    size = layer.head_dim
+    return layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.num_key_value_heads * size
+
+
+def check_target_of(config: EagleConfig, target: Any) -> None:
+    """Raise ValueError unless a head of `config` was made for a target of these sizes."""
+    sizes = target.config
+    wants = [("hidden size", config.target_hidden_size, sizes.hidden_size),
+             ("vocabulary", config.layer.vocab_size, sizes.vocab_size)]  # fmt: skip
+    if not config.own_embedding or not config.own_head:
+        wants.append(("width of embeddings", config.layer.hidden_size, sizes.hidden_size))
+    for name, own, found in wants:
+        if own != found:
+            raise ValueError(f"The EAGLE head was made for a target whose {name} is {own}, and this target's is "
+                             f"{found}; use the head that was trained for it.")  # fmt: skip
+    if max(config.features) > sizes.num_hidden_layers:
+        raise ValueError(f"The EAGLE head reads what enters layer {max(config.features)}, and this target has "
+                         f"{sizes.num_hidden_layers} layers; use the head that was trained for it.")  # fmt: skip

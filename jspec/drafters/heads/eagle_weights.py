@@ -1,0 +1,58 @@
+"""EAGLE heads from and to files: what `convert` reads, placed into an `Eagle`, and the way back."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from convert import dtypes
+from convert.errors import CheckpointError
+from convert.heads.eagle import files as eagle_files
+from jspec.drafters.heads.eagle_module import Eagle, check_target_of
+from jspec.models.load import as_stored, default_dtype
+
+
+def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
+    """See `jspec.EagleDrafter.load`."""
+    found = eagle_files.read(source, None if target is None else target.config.num_hidden_layers)
+    chosen = dtypes.parse(default_dtype() if dtype is None else dtype)
+    config = found.config
+    if target is not None:
+        check_target_of(config, target)
+    lacking = config.draft_vocab_size is not None and not config.own_head
+    if lacking and target is None:
+        raise CheckpointError(f"{source} has no lm_head.weight for the {config.draft_vocab_size} tokens that it can "
+                              "guess; pass the target, whose own has their rows: load(path, target).")  # fmt: skip
+    made = dataclasses.replace(config, own_head=True) if lacking else config
+    head = nnx.eval_shape(lambda: Eagle(made, jnp.dtype(chosen), rngs=nnx.Rngs(0)))
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(head))}
+    for name, array in found.arrays(chosen):
+        leaves[name].set_value(jnp.asarray(array).T)
+    if found.draft_ids is not None:
+        leaves["draft_ids"].set_value(jnp.asarray(found.draft_ids))
+        if lacking and target is not None:
+            leaves["lm_head.weight"].set_value(target.head.wide(head.target_ids).astype(chosen))
+    # What was chosen here is no wish about files.
+    head.origin = found.origin if dtype is None else dataclasses.replace(found.origin, dtype=None)
+    return head
+
+
+def save(head: Eagle, destination: str | Path, layout: str, own_head: bool | None) -> Path:
+    """See `jspec.EagleDrafter.save`."""
+    config, origin = head.config, head.origin
+    if own_head is None and origin is not None and origin.layout == layout:
+        own_head = config.own_head and "lm_head.weight" in origin.names
+    if own_head and not config.own_head:
+        raise CheckpointError("the head has no output head of its own, so none can be saved; leave own_head out.")
+    written = dataclasses.replace(config, own_head=config.own_head if own_head is None else own_head)
+    state = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(head))}
+    draft_ids = state.pop("draft_ids", None)
+    if not written.own_head:
+        state.pop("lm_head.weight", None)
+    arrays = {name: np.ascontiguousarray(np.asarray(value).T) for name, value in state.items()}
+    arrays = as_stored(arrays, None if origin is None else origin.dtype)
+    ids = None if draft_ids is None else np.asarray(draft_ids)
+    return eagle_files.write(destination, written, arrays, ids, layout, origin)

@@ -1,0 +1,118 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Hydra: heads as Medusa's, each of which reads what those before it have drafted."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig
+from convert.json_fields import Fields
+from jspec.core.tree import Level
+from jspec.core.types import check_count, pytree
+from jspec.drafters.base import Context
+from jspec.drafters.heads.base import HeadsDrafter, LastState
+from jspec.drafters.heads.medusa import ResBlock
+from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.models.layers import Embed, Linear
+
+
+class HydraHead(nnx.Module):
+    """Reads a state and n embeddings side by side: ``R z + c + silu(W z + b)``, residual blocks, an output head.
+
+    Args:
+        num_tokens: n.
+        num_blocks: layers in all, with the one that reads z.
+        own_head: whether it has an output head, with a bias; if not, it uses the target's.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, num_tokens: int, num_blocks: int, own_head: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        size = config.hidden_size
+        self.linear = Linear((num_tokens + 1) * size, size, True, dtype, rngs)
+        self.residual = Linear((num_tokens + 1) * size, size, True, dtype, rngs)
+        self.blocks = nnx.List([ResBlock(size, dtype, rngs) for _ in range(num_blocks - 1)])
+        self.lm_head = Embed(config.vocab_size, size, dtype, rngs) if own_head else None
+        self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype)) if own_head else None
+
+    def __call__(self, z: Array, target: Any) -> Array:
+        """``float32[B, S, V]`` of ``z[B, S, (n + 1) E]``: the state behind the target's final norm comes first."""
+        assert self.linear.bias is not None
+        z = z.astype(self.linear.bias[...].dtype)
+        x = self.residual(z) + jax.nn.silu(self.linear(z))
+        for block in self.blocks:
+            x = block(x)
+        if self.lm_head is None or self.bias is None:
+            return target.head.logits(x.astype(target.dtype))
+        return self.lm_head.logits(x) + self.bias[...].astype(jnp.float32)[None, None]
+
+
+@pytree
+class HydraDrafter(HeadsDrafter, InOwnFiles):
+    """Drafts with H heads, one after another: head i reads the target's last state and the i + 1 tokens behind it.
+
+    Ankner et al. 2024, "Hydra", section 3: of the tokens, the text's last one first, it reads the target's own
+    embeddings. The heads are those that its authors published: the first layer goes from ``(i + 2) E`` to E, with a
+    linear residual; then come Medusa's blocks, which the authors' code ties to each other, and an output head with a
+    bias. Without the prefix layer of Hydra++. In a tree every node has what is on its own branch. Of drafts that vary
+    in length all heads are run.
+
+    Attributes:
+        heads: `HydraHead` of each depth.
+    """
+
+    heads: tuple[HydraHead, ...]
+    unrolled = True
+    KIND = "hydra"
+    SIZES: ClassVar[dict[str, type]] = {"num_heads": int, "num_blocks": int, "own_head": bool}
+    PARTS = ("num_heads", "num_blocks")
+
+    @classmethod
+    def untrained(
+        cls, target: Any, num_heads: int = 4, num_blocks: int = 1, own_head: bool = True, *, rngs: nnx.Rngs
+    ) -> "HydraDrafter":
+        """Random heads, to be trained for `target` or to be given weights; `num_blocks` counts the first layer."""
+        check_count("num_heads", num_heads)
+        check_count("num_blocks", num_blocks)
+        made = [HydraHead(target.config, i + 1, num_blocks, own_head, target.dtype, rngs) for i in range(num_heads)]
+        return cls(tuple(made))
+
+    @property
+    def vocab_size(self) -> int | None:
+        head = self.heads[0].lm_head
+        return None if head is None else head.weight.shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.heads[0].linear.weight.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
+
+    def described(self) -> Fields:
+        return {"num_heads": self.num_heads, "num_blocks": 1 + len(self.heads[0].blocks),
+                "own_head": self.vocab_size is not None, "hidden_size": self.hidden_size,
+                "vocab_size": self.vocab_size}  # fmt: skip
+
+    def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
+        last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
+        logits, read = self._next(x, last, 0, context)
+        return logits[:, 0], read
+
+    def extend(
+        self, carry: tuple[LastState, Array], tokens: Array, level: Level, context: Context
+    ) -> tuple[Array, tuple[LastState, Array]]:
+        state, read = carry
+        assert isinstance(level.depth, int), "every head has a shape of its own"
+        logits, read = self._next(level.of_parents(read), tokens, level.depth, context)
+        return jnp.where(state.known[:, None, None], logits, -jnp.inf), (state, read)
+
+    def _next(self, read: Array, tokens: Array, head: int, context: Context) -> tuple[Array, Array]:
+        """Logits behind ``tokens[B, S]``, and what has been read with them, ``[B, S, (head + 2) E]``."""
+        target = context.target.model
+        read = jnp.concatenate([read, target.embed_tokens(tokens).astype(read.dtype)], axis=-1)
+        return self.heads[head](read, target), read

@@ -1,0 +1,174 @@
+# pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
+"""Kangaroo: the target's first layers and a small attention of its own, trained to stand for all the others."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert import config_json as llama_json
+from convert.config import LlamaConfig
+from convert.json_fields import Fields
+from jspec.acceptance.path import at_path
+from jspec.core.tree import Branches, Level, Tree
+from jspec.core.types import Draft, Verdict, check_count, pytree
+from jspec.drafters.base import Context
+from jspec.drafters.heads.base import check_hidden_size
+from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.drafters.standalone.early_exit import check_layers, run_layers
+from jspec.models.attention import Attention
+from jspec.models.kv_cache import KVCache, empty_cache, enlarged
+from jspec.models.layers import RMSNorm, add_and_norm
+from jspec.models.rope import rope_tables
+
+_ATTENTION = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
+              "rope_theta", "rope_scaling")  # fmt: skip
+
+
+class Adapter(nnx.Module):
+    """A decoder layer without an MLP, and a norm: ``norm(x + attention(norm(x)))``.
+
+    Args:
+        config: of the target, whose hidden size it has; heads and rope may be its own.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, dtype, rngs)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights, activations and cache."""
+        return self.norm.weight[...].dtype
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache of `slots` positions for `batch` rows."""
+        return empty_cache(1, (batch, self.config.num_key_value_heads, slots, self.config.head_dim), self.dtype)
+
+    def __call__(
+        self, x: Array, cache: KVCache, start: Array, branches: Branches | None = None
+    ) -> tuple[Array, KVCache]:
+        """Normed states ``[B, S, E]``, for the target's output head, and the cache.
+
+        Args:
+            x: ``[B, S, E]``, what leaves the layer of the exit.
+            cache, start, branches: as for `jspec.Llama.forward`.
+        """
+        x = x.astype(self.dtype)
+        slots, positions = Branches.places(start, x.shape[1], branches)
+        tables = rope_tables(positions, self.config.rope, self.config.head_dim)
+        attend, normed = self.self_attn, self.input_layernorm(x)
+        held = cache.keys[0], cache.values[0]
+        mixed, keys, values = attend(normed, *held, slots, tables, None, branches, cache.rows)
+        return add_and_norm(x, mixed, attend.o_proj, self.norm)[1], KVCache((keys,), (values,), cache.rows)
+
+
+@pytree
+class _Read:
+    """The adapter's cache of the text but its last token, and ``int32[B]``, where the last draft began."""
+
+    cache: KVCache
+    start: Array
+
+
+@pytree
+class _Drafting:
+    """Within a draft: the adapter's cache, the target's first layers' of the draft alone, and where that begins."""
+
+    cache: KVCache
+    own: KVCache
+    start: Array
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["adapter"], meta_fields=["num_layers"])
+@dataclasses.dataclass(frozen=True)
+class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
+    """Drafts with the target's first layers, a trained adapter and the target's output head.
+
+    Liu et al. 2024, "Kangaroo", section 3: the adapter, one attention and two norms, makes of what leaves a shallow
+    layer what the last norm would have. The target's cache of the text serves its first layers; the adapter's own holds
+    what the target itself has had there, as soon as it has read a token. Verification runs the first layers again, as
+    one pass of the target. The paper's second exit, at a guess that the draft is unsure of, is `jspec.WhileConfident`.
+
+    Attributes:
+        adapter: an `Adapter`.
+        num_layers: how many layers of the target come before it.
+    """
+
+    adapter: Adapter
+    num_layers: int
+    vocab_size = None
+    max_positions = None
+    KIND = "kangaroo"
+    SIZES: ClassVar[dict[str, type]] = {"num_layers": int}
+
+    def __post_init__(self) -> None:
+        check_count("num_layers", self.num_layers)
+
+    @classmethod
+    def untrained(cls, target: Any, num_layers: int, *, rngs: nnx.Rngs) -> "KangarooDrafter":
+        """A random adapter, to be trained for `target` or to be given weights."""
+        return cls(Adapter(target.config, target.dtype, rngs), num_layers)
+
+    def described(self) -> Fields:
+        """The adapter's attention is the target's: its heads, norms and rope."""
+        fields = llama_json.fields(self.adapter.config)
+        return {"num_layers": self.num_layers} | {name: fields[name] for name in _ATTENTION}
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return (self.num_layers,)
+
+    def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> _Read:
+        """The prompts' states, read by the adapter."""
+        check_layers(target, type(self).__name__)
+        check_hidden_size(type(self).__name__, self.adapter.config.hidden_size, target)
+        batch, width = tokens.shape
+        start = jnp.zeros(batch, jnp.int32)
+        _, read = self.adapter(features[:, :, 0], self.adapter.new_cache(batch, width), start)
+        return _Read(enlarged(self.adapter.new_cache(batch, num_slots), read), start)
+
+    def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
+        """The next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        return _Read(self.adapter(features[:, :, 0], state.cache, start)[1], state.start)
+
+    def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Drafting]:
+        """Reads the last token, which the target has not read yet."""
+        start = context.lengths - 1
+        last = jnp.take_along_axis(context.tokens, start[:, None], axis=1)
+        own = context.target.model.new_cache(start.size, tree.size)
+        logits, carry = self._read(last, _Drafting(state.cache, own, start), start, None, context)
+        return logits[:, 0], carry
+
+    def extend(self, carry: _Drafting, tokens: Array, level: Level, context: Context) -> tuple[Array, _Drafting]:
+        return self._read(tokens, carry, level.start(context.lengths), level.branches, context)
+
+    def end(self, carry: _Drafting) -> _Read:
+        return _Read(carry.cache, carry.start)
+
+    def commit(
+        self, state: _Read, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
+    ) -> _Read:
+        """The adapter reads what the target had at the accepted tokens; what else is there is overwritten unseen.
+
+        That is what it had there when it drafted, but for rounding, of a chain's last guess, which it has not read, of
+        guesses that stood elsewhere in a tree, and of those that another drafter made.
+        """
+        _, cache = self.adapter(at_path(features, verdict)[:, :, 0], state.cache, state.start)
+        return dataclasses.replace(state, cache=cache)
+
+    def _read(
+        self, tokens: Array, carry: _Drafting, at: Array, branches: Branches | None, context: Context
+    ) -> tuple[Array, _Drafting]:
+        """Logits behind ``tokens[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`)."""
+        model = context.target.model
+        x, own = run_layers(range(self.num_layers), tokens, carry.own, at, carry.start, context, branches)
+        x, cache = self.adapter(x, carry.cache, at, branches)
+        return model.head.logits(x.astype(model.dtype)), _Drafting(cache, own, carry.start)

@@ -1,0 +1,122 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Medusa: heads beside the target's own guess the tokens behind the next one, all from one state of it."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from convert.config import LlamaConfig
+from convert.heads.medusa_config import MedusaConfig, MedusaOrigin
+from jspec.core.types import check_count, pytree
+from jspec.drafters.heads import medusa_weights
+from jspec.drafters.heads.base import ParallelHeadsDrafter
+from jspec.models.layers import Embed, Linear
+
+
+class ResBlock(nnx.Module):
+    """``x + silu(W x + b)``, in the dtype of b."""
+
+    def __init__(self, size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.linear = Linear(size, size, True, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        assert self.linear.bias is not None
+        x = x.astype(self.linear.bias[...].dtype)
+        return x + jax.nn.silu(self.linear(x))
+
+
+class MedusaHead(nnx.Module):
+    """Residual blocks, then an output head of its own.
+
+    Attributes:
+        origin: what the files said that all heads were loaded from; None if they were not.
+    """
+
+    def __init__(self, config: LlamaConfig | MedusaConfig, num_blocks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.origin: MedusaOrigin | None = None
+        self.blocks = nnx.List([ResBlock(config.hidden_size, dtype, rngs) for _ in range(num_blocks)])
+        self.lm_head = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """``float32[B, S, V]`` of the target's states behind its final norm, ``[B, S, E]``."""
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head.logits(x)
+
+
+@pytree
+class MedusaDrafter(ParallelHeadsDrafter):
+    """Drafts with H heads on the target's last state: head i guesses the token i + 1 behind the next one.
+
+    Cai et al. 2024, "Medusa", section 2.1.1: ``logits_i = U_i(x + silu(W_i x + b_i))``, x the state after the target's
+    final norm. A head does not see what the others have drawn. Heads that were trained together with their target
+    (Medusa-2) draft for that target, whose weights they have changed.
+
+    Attributes:
+        heads: `MedusaHead` of each depth.
+    """
+
+    heads: tuple[MedusaHead, ...]
+
+    @classmethod
+    def untrained(cls, target: Any, num_heads: int = 4, num_blocks: int = 1, *, rngs: nnx.Rngs) -> "MedusaDrafter":
+        """Random heads, to be trained for `target` or to be given weights."""
+        check_count("num_heads", num_heads)
+        made = [MedusaHead(target.config, num_blocks, target.dtype, rngs) for _ in range(num_heads)]
+        return cls(tuple(made))
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+        """Heads from their files, config.json and safetensors, as Medusa and vLLM name them.
+
+        Of a checkpoint that holds the target, too (Medusa-2), the heads are read; `jspec.load` reads the target.
+
+        Args:
+            path: a directory, or a Hugging Face hub id.
+            target: the `jspec.Llama` that they were trained for, whose sizes are then checked at once.
+            dtype: of weights; as for `jspec.load`.
+
+        Raises:
+            convert.CheckpointError: these are no files of Medusa heads, or damaged ones, or pickles; says what was
+                found and expected.
+            ValueError: they were made for a target of other sizes.
+        """
+
+        def make(config: MedusaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> MedusaHead:
+            return MedusaHead(config, config.num_blocks, dtype, rngs)
+
+        heads, origin = medusa_weights.load(make, path, target, dtype)
+        for head in heads:
+            head.origin = origin
+        return cls(heads)
+
+    def save(self, path: str | Path, format: str = "vllm") -> Path:
+        """Write config.json and the heads to a new directory; what was loaded from the same layout as it was.
+
+        Args:
+            format: "vllm", or "medusa" for the names that were published with the paper.
+
+        Raises:
+            convert.CheckpointError: `path` exists or cannot be written, or the format is unknown.
+        """
+        sizes = MedusaConfig(self.hidden_size, self.vocab_size, self.num_heads, len(self.heads[0].blocks))
+        return medusa_weights.save(self.heads, sizes, self.heads[0].origin, path, format)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.heads[0].lm_head.weight[...].shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.heads[0].lm_head.weight[...].shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
+
+    def logits(self, x: Array, target: Any, depth: int) -> Array:
+        return jnp.stack([head(x) for head in self.heads[:depth]], axis=2)

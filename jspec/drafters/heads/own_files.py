@@ -1,0 +1,106 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""Drafters that no other program reads, in files of jspec's own: config.json and model.safetensors."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from convert import dtypes
+from convert.errors import CheckpointError
+from convert.from_hf import check_names, filled
+from convert.heads import files as head_files
+from convert.json_fields import Fields, flag, integer
+from convert.keymap import Entry, Part
+from convert.safetensors_reader import scan
+from convert.to_hf import write_file
+from convert.weight_files import SINGLE
+from jspec.models.load import default_dtype
+
+
+class InOwnFiles:
+    """A drafter that can be saved and loaded: its arrays by their names in it, its sizes beside them.
+
+    Attributes:
+        KIND: what config.json calls it, and `jspec.train_drafter` too.
+        SIZES: arguments of ``untrained(target, ..., rngs=)`` and their types, int or bool.
+        PARTS: those of them that multiply to a number of parts, each of which has arrays of its own.
+    """
+
+    KIND: ClassVar[str]
+    SIZES: ClassVar[dict[str, type]]
+    PARTS: ClassVar[tuple[str, ...]] = ()
+
+    def described(self) -> Fields:
+        """Its sizes, and all of the target that it depends on, as JSON has them."""
+        raise NotImplementedError
+
+    @classmethod
+    def untrained(cls, target: Any, *, rngs: nnx.Rngs) -> Self:
+        """One of these sizes, to be given weights."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> Path:
+        """Write config.json and model.safetensors to a new directory, which `load` reads.
+
+        Raises:
+            convert.CheckpointError: `path` exists or cannot be written.
+        """
+        tensors = {name: np.asarray(leaf) for name, leaf in _named(self)}
+        with head_files.new_own(Path(path), self.KIND, self.described()) as directory:
+            write_file(directory / SINGLE, tensors, {"format": "pt"})
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any, dtype: Any = None) -> Self:
+        """What `save` wrote.
+
+        Args:
+            path: a directory, or a Hugging Face hub id.
+            target: the `jspec.Llama` that it was trained for.
+            dtype: of its weights; as for `jspec.load`.
+
+        Raises:
+            convert.CheckpointError: these are no such files, or damaged ones.
+            ValueError: it was made for another target.
+        """
+        directory = head_files.find(path, "pytorch_model.bin")
+        raw = head_files.read_own(directory, cls.KIND)
+        sizes = {name: (flag if kind is bool else integer)(raw, name) for name, kind in cls.SIZES.items()}
+        _check_parts(directory, len(found := scan(directory)), {name: sizes[name] for name in cls.PARTS})
+        made: Any = jax.eval_shape(lambda: cls.untrained(target, **sizes, rngs=nnx.Rngs(0)))
+        _check_target(cls.__name__, raw, made.described())
+        chosen = jnp.dtype(dtypes.parse(default_dtype() if dtype is None else dtype))
+        wanted = {name: leaf.shape for name, leaf in _named(made)}
+        check_names(found, wanted, directory)
+        entries = (Entry(name, shape, (Part(name, shape[0]),)) for name, shape in wanted.items())
+        arrays = [jnp.asarray(array) for _, array in filled(found, entries, chosen)]
+        form: Any = jax.tree.structure(made)
+        return form.unflatten(arrays)
+
+
+def _named(drafter: Any) -> Iterator[tuple[str, Array]]:
+    leaves: list[tuple[Any, Array]] = jax.tree_util.tree_flatten_with_path(drafter)[0]
+    for path, leaf in leaves:
+        yield jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"), leaf
+
+
+def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> None:
+    """Refuses more than there can be, which a damaged config would have made one by one."""
+    if math.prod(parts.values()) > num_tensors:
+        told = ", ".join(f"{name} {size}" for name, size in parts.items())
+        raise CheckpointError(f"{directory} has {num_tensors} tensors, but its config.json says {told}; restore the "
+                              "one that belongs to them.")  # fmt: skip
+
+
+def _check_target(user: str, raw: Fields, wanted: Fields) -> None:
+    for name, value in wanted.items():
+        if raw.get(name) != value:
+            raise ValueError(f"{user} was made for a target whose {name} is {raw.get(name)!r}, and this target's is "
+                             f"{value!r}; use one that was trained for it.")  # fmt: skip

@@ -1,0 +1,135 @@
+# pyright: strict, reportUnknownMemberType=false
+"""PaSS: behind the text the target reads vectors in place of tokens, and guesses what stands there."""
+
+import functools
+import numbers
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from convert.json_fields import Fields
+from jspec.acceptance.walk import end_of
+from jspec.core.tree import Level, Tree
+from jspec.core.types import Draft, Verdict, check_count, pytree
+from jspec.drafters.base import Context
+from jspec.drafters.heads.base import at_depth
+from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.drafters.late_reading import ReadsNothing
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+
+
+@pytree
+class _Ahead:
+    """What the target made of the vectors behind the last token that it has read.
+
+    Attributes:
+        hidden: ``float32[B, M, E]``, before the final norm.
+        known: ``bool[B]``; from the first round on.
+    """
+
+    hidden: Array
+    known: Array
+
+
+@pytree
+class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
+    """A chain of the tokens that the target expects in the places of its vectors."""
+
+    vocab_size = None
+    max_positions = None
+
+    def begin(self, state: _Ahead, context: Context, tree: Tree) -> tuple[Array, tuple[_Ahead, Array]]:
+        model = context.target.model
+        logits = model.logits(state.hidden.astype(model.dtype))
+        return jnp.where(state.known[:, None], logits[:, 0], -jnp.inf), (state, logits)
+
+    def extend(
+        self, carry: tuple[_Ahead, Array], tokens: Array, level: Level, context: Context
+    ) -> tuple[Array, tuple[_Ahead, Array]]:
+        return at_depth(carry[1], level, tokens), carry
+
+    def end(self, carry: tuple[_Ahead, Array]) -> _Ahead:
+        return carry[0]
+
+
+@pytree
+class PassDrafter(InOwnFiles, ReadsNothing):
+    """Drafts what the target itself says of the M places behind the next token, where it reads vectors for tokens.
+
+    Monea et al. 2023, "PaSS: Parallel Speculative Sampling": all that is trained are these look-ahead embeddings. The
+    paper guesses in one pass and verifies in another; here both are one. Behind the last token and behind each of the M
+    guesses the target reads the M vectors, so that whatever is accepted, the next guesses are there: M + (M + 1) M
+    tokens besides the last one, of which M can be accepted. The first round after the prompt has no guess. A guess does
+    not depend on those before it.
+
+    Attributes:
+        embeddings: ``[M, E]``.
+    """
+
+    embeddings: Array
+    vocab_size = None
+    max_positions = None
+    KIND = "pass"
+    SIZES: ClassVar[dict[str, type]] = {"num_vectors": int}
+
+    @classmethod
+    def untrained(cls, target: Any, num_vectors: int = 2, *, rngs: nnx.Rngs) -> "PassDrafter":
+        """Vectors that begin as the mean of all embeddings, and a little apart."""
+        check_count("num_vectors", num_vectors)
+        weight = target.embed_tokens.wide()
+        noise = 0.1 * weight.std() * jax.random.normal(rngs.params(), (num_vectors, len(weight)))
+        return cls((weight.mean(axis=1) + noise).astype(target.dtype))
+
+    @classmethod
+    def of_token(cls, target: Any, token_id: int, count: int) -> "PassDrafter":
+        """`count` times the target's own embedding of one token, such as its padding: without any training.
+
+        Raises:
+            ValueError: the target has no such token.
+        """
+        check_count("count", count)
+        size = target.config.vocab_size
+        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral) or not 0 <= token_id < size:
+            raise ValueError(f"token_id must be one of the target's tokens, 0 to {size - 1}; got {token_id!r}.")
+        return cls(target.embed_tokens(jnp.full((1, count), token_id))[0].astype(target.dtype))
+
+    def described(self) -> Fields:
+        return {"num_vectors": len(self.embeddings), "hidden_size": self.embeddings.shape[1]}
+
+    @property
+    def tree(self) -> Tree:
+        """A chain of M guesses; then behind each of its nodes, from the last token on, the vectors in a row."""
+        return _layout(len(self.embeddings))[0]
+
+    def init(self, tokens: Array, num_slots: int) -> _Ahead:
+        """Nothing yet: in the prompt there were no vectors."""
+        hidden = jnp.zeros((len(tokens), *self.embeddings.shape), jnp.float32)
+        return _Ahead(hidden, jnp.zeros(len(tokens), bool))
+
+    def propose(self, state: _Ahead, context: Context, num_draft_tokens: int) -> tuple[Draft, _Ahead]:
+        """Guesses, drawn from the laws of their places, and the vectors for those of the next round."""
+        count = len(self.embeddings)
+        tree, nodes = _layout(count)
+        guesses, state = _Guesses().propose(state, context, count)
+        vectors = jnp.tile(context.vocab_size + jnp.arange(count, dtype=jnp.int32), (len(context.lengths), len(nodes)))
+        tokens = jnp.concatenate([guesses.tokens, vectors], axis=1)
+        return Draft(tokens, jnp.pad(guesses.probs, ((0, 0), (0, nodes.size), (0, 0))), tree), state
+
+    def commit(self, state: _Ahead, draft: Draft, verdict: Verdict, hidden: Array) -> _Ahead:
+        """What the vectors have become behind the last accepted token."""
+        assert verdict.path is not None, "a rule that takes no trees is refused"
+        vectors = jnp.asarray(_layout(len(self.embeddings))[1])[end_of(verdict.num_accepted, verdict.path)]
+        ahead = jnp.take_along_axis(hidden, vectors[..., None], axis=1)
+        return _Ahead(ahead.astype(jnp.float32), jnp.ones_like(state.known))
+
+
+@functools.cache
+def _layout(count: int) -> tuple[Tree, np.ndarray]:
+    """The tree of a round, and the nodes of the vectors behind each node of its chain, ``int[M + 1, M]``."""
+    nodes = np.arange(count + 1, (count + 1) ** 2).reshape(count + 1, count)
+    above = np.concatenate([np.arange(count + 1)[:, None], nodes[:, :-1]], axis=1)
+    return Tree((*range(count), *above.ravel().tolist())), nodes

@@ -1,0 +1,1 @@
+"""Drafters that need no second drafter and no trained head."""

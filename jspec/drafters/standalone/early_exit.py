@@ -1,0 +1,103 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+"""Self-drafting: some of the target's own layers guess for all of them."""
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.core.tree import Branches, Level, Tree
+from jspec.core.types import check_count
+from jspec.drafters.base import Context, last_tokens
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.models.kv_cache import KVCache
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_layers", "skipped"])
+@dataclasses.dataclass(frozen=True)
+class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
+    """Drafts with the target's own first layers and its head, without weights or a cache of its own.
+
+    It reads the target's cache of the text; keys and values of the draft itself are kept beside it until the round
+    ends. Early exit after Elhoushi et al. 2024, LayerSkip; with `skipped`, after Zhang et al. 2024, Draft & Verify.
+    A model that was not trained to be left early agrees with itself only when few layers are missing.
+
+    Attributes:
+        num_layers: how many of the first layers are run; at most all of the target's.
+        skipped: indices of layers among them that are left out.
+    """
+
+    num_layers: int
+    skipped: tuple[int, ...] = ()
+    vocab_size = None
+    max_positions = None
+
+    def __post_init__(self) -> None:
+        check_count("num_layers", self.num_layers)
+        if not isinstance(self.skipped, Iterable):
+            raise ValueError(f"skipped must be indices of layers, such as (3, 5); got {self.skipped!r}.")
+        object.__setattr__(self, "skipped", tuple(self.skipped))
+        for i in self.skipped:
+            if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i < self.num_layers:
+                raise ValueError(f"skipped holds {i!r}; expected indices of layers, 0 to {self.num_layers - 1}.")
+        if not self.layers:
+            raise ValueError(f"skipped leaves none of {self.num_layers} layers; skip fewer.")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers that are run."""
+        return tuple(i for i in range(self.num_layers) if i not in self.skipped)
+
+    def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[KVCache, Array]]:
+        """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
+        view = context.target
+        check_layers(view.model, type(self).__name__)
+        depth = len(view.model.layers)
+        if self.num_layers > depth:
+            raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
+                             f"{type(view.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
+        block, start, last = last_tokens(context.tokens, context.lengths, view.unread)
+        own = view.model.new_cache(context.lengths.size, view.unread + tree.size - 1)
+        hidden, own = run_layers(self.layers, block, own, start, start, context)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        return view.model.logits(hidden)[:, 0], (own, start)
+
+    def extend(
+        self, carry: tuple[KVCache, Array], tokens: Array, level: Level, context: Context
+    ) -> tuple[Array, tuple[KVCache, Array]]:
+        own, start = carry
+        at = level.start(context.lengths)
+        hidden, own = run_layers(self.layers, tokens, own, at, start, context, level.branches)
+        return context.target.model.logits(hidden), (own, start)
+
+
+def run_layers(
+    layers: Sequence[int],
+    tokens: Array,
+    own: KVCache,
+    at: Array,
+    start: Array,
+    context: Context,
+    branches: Branches | None = None,
+) -> tuple[Array, KVCache]:
+    """What leaves the last of some of the target's layers, ``[B, S, E]``, and `own`, a cache of the draft alone.
+
+    Args:
+        tokens: ``int32[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`).
+        start: ``int32[B]``, the position of the first slot of `own`; what comes before is in the target's cache.
+    """
+    view = context.target
+    return view.model.forward(tokens, own, at, layers=layers, past=(view.cache, start),
+                              **Branches.argument(branches))  # fmt: skip
+
+
+def check_layers(model: Any, user: str) -> None:
+    """Raise TypeError unless `model` has layers that can be run one by one, as `user` does."""
+    if not hasattr(model, "layers"):
+        raise TypeError(f"{user} runs layers of a jspec.Llama, and {type(model).__name__} has no `layers`; "
+                        "use another drafter.")  # fmt: skip

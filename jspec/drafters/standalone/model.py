@@ -1,0 +1,117 @@
+# pyright: strict, reportUnknownMemberType=false
+"""A separate, smaller language model as the drafter, with its own KV cache."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jspec.core.tree import Branches, Level, Tree
+from jspec.core.types import Draft, Verdict, pytree
+from jspec.drafters.base import Context, last_tokens, own_tree
+from jspec.drafters.capabilities import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.models.kv_cache import KVCache, keep, prefill
+from jspec.models.llama import Llama
+from jspec.models.load import load, save
+
+
+@pytree
+class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
+    """Drafts with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
+
+    model: Any
+
+    @classmethod
+    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+        """The model of a directory, or of a hub id, as `jspec.load` reads it; `target` is not looked at."""
+        return cls(load(path, dtype))
+
+    def save(self, path: str | Path, tokenizer: str | Path | None = None) -> Path:
+        """Write the model to a new Hugging Face directory: config.json and model.safetensors.
+
+        Args:
+            tokenizer: a directory, GGUF file or hub id whose tokenizer files are copied, such as the target's.
+
+        Raises:
+            convert.CheckpointError: `path` exists or cannot be written, or no config.json means the model (Qwen2).
+            ValueError: it is int8.
+        """
+        return save(self.model, path, tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        if not hasattr(self.model, "config"):
+            raise TypeError(f"model is of type {type(self.model).__name__}; pass a model, such as jspec.load(...).")
+        return self.model.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.model.config.max_position_embeddings
+
+    def init(self, tokens: Array, num_slots: int) -> KVCache:
+        """The prompt, read into a cache of `num_slots`."""
+        return prefill(self.model, tokens, num_slots)
+
+    def read(self, state: KVCache, tokens: Array, start: Array, count: Array) -> KVCache:
+        """The next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        return self.model.forward(tokens[:, :-1], state, start)[1]
+
+    def begin(self, state: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
+        """The first pass reads all that may be unread.
+
+        Where the whole draft was accepted, the cache lacks its last token, which was drawn but never read. That costs a
+        few more rows, where a pass for it would cost all the weights again.
+        """
+        block, start, last = last_tokens(context.tokens, context.lengths, context.unread)
+        # A row that is shorter than that writes slots past its end; the next steps overwrite them unseen.
+        hidden, cache = self.model.forward(block, state, start)
+        return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
+
+    def extend(self, carry: KVCache, tokens: Array, level: Level, context: Context) -> tuple[Array, KVCache]:
+        start = level.start(context.lengths)
+        hidden, cache = self.model.forward(tokens, carry, start, **Branches.argument(level.branches))
+        return self.model.logits(hidden), cache
+
+    def end(self, carry: KVCache) -> KVCache:
+        return carry
+
+    def keep(self, state: KVCache, start: Array, path: Array) -> KVCache:
+        return keep(state, start, path)
+
+    def commit(self, state: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
+        """Nothing to do: the cache rolls back with the row's length."""
+        return state
+
+
+def as_drafter(draft: Any) -> Any:
+    """The drafter that `draft` is, or that drafts with the model it is; TypeError for a class."""
+    if isinstance(draft, type):
+        raise TypeError(f"draft is the class {draft.__name__}; pass an object of it, such as {draft.__name__}(...).")
+    return ModelDrafter(draft) if isinstance(draft, Llama) else draft
+
+
+def positions(target: Any, draft: Any) -> int:
+    """How many tokens a text may have in all."""
+    limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
+    return min(limit for limit in limits if limit is not None)
+
+
+def as_part(name: str, draft: Any, told: bool = False) -> Any:
+    """`as_drafter` of what is called `name` in a drafter that combines chains.
+
+    Args:
+        told: whether the whole passes on what it is told of the target.
+
+    Raises:
+        TypeError: it drafts a tree, or wants of the target what it would not get.
+    """
+    drafter = as_drafter(draft)
+    if own_tree(drafter) is not None:
+        raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
+                        "combined; pass a drafter of chains, such as that which draws the tree's tokens.")  # fmt: skip
+    if embeddings_of(drafter) is not None or (not told and (features_of(drafter) or num_likeliest_of(drafter))):
+        raise TypeError(f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
+                        "and here nobody would tell it; use it by itself, or in a FallbackDrafter.")  # fmt: skip
+    return drafter

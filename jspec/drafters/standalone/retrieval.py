@@ -1,0 +1,203 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Retrieval: what followed wherever a corpus reads as the text does now (He et al. 2023, "REST")."""
+
+import dataclasses
+import functools
+import os
+import secrets
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from convert.unfinished import deleted_in_the_end
+from jspec.core.row_ops import tally
+from jspec.core.sharding import vary_like
+from jspec.core.tree import Level, Tree
+from jspec.core.types import check_count
+from jspec.drafters.base import Context
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.drafters.standalone.tables import checked_tokens
+
+_FORMAT = "jspec datastore 1"
+_SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order"], meta_fields=_SIZES)
+@dataclasses.dataclass(frozen=True)
+class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
+    """Drafts what followed the longest matches of the row's last tokens in a corpus; `from_tokens` makes one.
+
+    The law of a token is how often it followed, among the matches that agree with the draft so far; where none is
+    left there is no guess. Of more than `num_matches` matches, a sample is looked at.
+
+    Attributes:
+        tokens: ``int32[N]``, the corpus.
+        order: ``int32[N]``, its positions sorted by the tokens before them, the nearest first; ties at random.
+        max_ngram: tokens that are compared at most.
+        min_ngram: tokens that must match at least.
+        num_matches: M, positions that are looked at: those where the row's last tokens belong in `order`.
+    """
+
+    tokens: Array
+    order: Array
+    vocab_size: int
+    max_ngram: int = 8
+    min_ngram: int = 2
+    num_matches: int = 16
+    max_positions = None
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            check_count(name, getattr(self, name))
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram={self.min_ngram} is more than max_ngram={self.max_ngram}; swap them.")
+        if self.num_matches < 2:
+            raise ValueError("num_matches=1 sees one side of the place in the order; use at least 2.")
+
+    @classmethod
+    def from_tokens(
+        cls, tokens: Any, vocab_size: int, max_ngram: int = 8, min_ngram: int = 2, num_matches: int = 16
+    ) -> "RetrievalDrafter":
+        """Sort the corpus ``tokens int[N]``, its documents best parted by the end-of-text token.
+
+        Raises:
+            ValueError: no tokens, tokens outside the vocabulary, or impossible sizes.
+        """
+        check_count("vocab_size", vocab_size)
+        check_count("max_ngram", max_ngram)
+        tokens = checked_tokens(tokens, vocab_size, 1)
+        tokens, order = (jnp.asarray(array, jnp.int32) for array in (tokens, _sorted(tokens, max_ngram)))
+        return cls(tokens, order, vocab_size, max_ngram, min_ngram, num_matches)
+
+    def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, Array]:
+        """The carry is ``int32[B, S, M, K]``: what followed each match, -1 where it is ruled out or the corpus ends.
+
+        Of each of the S tokens of a level, for the tokens before them differ.
+        """
+        at = context.lengths[:, None] - 1 - jnp.arange(self.max_ngram)[None]
+        last = jnp.where(at >= 0, jnp.take_along_axis(context.tokens, jnp.maximum(at, 0), axis=1), -1)
+        matches = jax.vmap(self._matches)(last)
+        followed = _read(self.tokens, matches[:, :, None] + jnp.arange(tree.max_depth)[None, None])
+        return self._law(followed[:, :, 0]), followed[:, None]
+
+    def extend(self, carry: Array, tokens: Array, level: Level, context: Context) -> tuple[Array, Array]:
+        """Rule out the matches that went on otherwise."""
+        carry = level.of_parents(carry)
+        agree = cast(Array, lax.dynamic_index_in_dim(carry, level.depth - 1, axis=3)) == tokens[:, :, None, None]
+        carry = jnp.where(agree, carry, -1)
+        following = cast(Array, lax.dynamic_index_in_dim(carry, level.depth, axis=3, keepdims=False))
+        return jax.vmap(self._law, in_axes=1, out_axes=1)(following), carry
+
+    def _law(self, tokens: Array) -> Array:
+        """Log-frequencies ``float32[B, V]`` of ``tokens[B, M]``, of which those that are -1 do not count."""
+        counted = (tokens >= 0).astype(jnp.float32)
+        counts = tally(jnp.zeros((len(tokens), self.vocab_size), jnp.float32), tokens, counted)
+        return jnp.log(counts / jnp.maximum(counted.sum(-1, keepdims=True), 1))
+
+    def _matches(self, last: Array) -> Array:
+        """For one row, unbatched: the positions ``int32[M]`` behind its longest matches, and N to fill up.
+
+        Args:
+            last: ``int32[max_ngram]``, the row's last tokens, the nearest first, -1 where there are none.
+        """
+        size = self.order.size
+        start = jnp.clip(self._rank(last) - self.num_matches // 2, 0, max(size - self.num_matches, 0))
+        positions = _read(self.order, start + jnp.arange(self.num_matches))
+        matched = _common(self._before(positions), last)
+        longest = jnp.max(matched)
+        return jnp.where((matched == longest) & (longest >= self.min_ngram), positions, size)
+
+    def _rank(self, last: Array) -> Array:
+        """How many positions are sorted before `last`, by bisection: what matches best is next to that place."""
+        steps, index = self.order.size.bit_length(), jnp.arange(self.max_ngram)
+
+        def try_bit(i: Array, rank: Array) -> Array:
+            more = rank + (jnp.int32(1 << (steps - 1)) >> jnp.asarray(i, jnp.int32))
+            before = self._before(_read(self.order, more - 1))
+            smaller = jnp.any((index == _common(before, last)) & (before < last))
+            return jnp.where((more <= self.order.size) & smaller, more, rank)
+
+        return cast(Array, lax.fori_loop(0, steps, try_bit, vary_like(jnp.int32(0), last)))
+
+    def _before(self, positions: Array) -> Array:
+        """The tokens before ``positions[...]``, the nearest first: ``int32[..., max_ngram]``."""
+        back = lax.broadcast_to_rank(jnp.arange(self.max_ngram), positions.ndim + 1)
+        return _read(self.tokens, positions[..., None] - 1 - back)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, which appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no such directory.
+        """
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path.parent} is no directory; create it, or choose another place.")
+        notes = {"format": _FORMAT} | {name: str(getattr(self, name)) for name in _SIZES}
+        content = save({"tokens": np.asarray(self.tokens), "order": np.asarray(self.order)}, notes)
+        folder = path.with_name(f".datastore-{secrets.token_hex(4)}")
+        with deleted_in_the_end(folder):
+            folder.mkdir()
+            (folder / "new").write_bytes(content)
+            os.replace(folder / "new", path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "RetrievalDrafter":
+        """What `save` wrote.
+
+        Raises:
+            ValueError: the file is another, or damaged.
+            FileNotFoundError: there is none.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} is no file; build a datastore with `jspec index`.")
+        try:
+            with cast(Any, safe_open(path, "numpy")) as file:  # whose own types say nothing
+                notes: dict[str, str] = file.metadata() or {}
+                if notes.get("format") != _FORMAT:
+                    raise ValueError(f"its format is {notes.get('format')!r}, not {_FORMAT!r}")
+                tokens, order = file.get_tensor("tokens"), file.get_tensor("order")
+            sizes = [int(notes.get(name, 0)) for name in _SIZES]
+            tokens = checked_tokens(tokens, sizes[0], 1)
+            if {tokens.dtype, order.dtype} != {np.dtype(np.int32)}:
+                raise ValueError(f"its arrays are {tokens.dtype} and {order.dtype}, not int32")
+            if not np.array_equal(np.sort(order, axis=None), np.arange(tokens.size)) or order.ndim != 1:
+                raise ValueError("its order is no permutation")
+            return cls(jnp.asarray(tokens), jnp.asarray(order), *sizes)
+        except (SafetensorError, ValueError) as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{path} is no datastore ({reason}); build it again with `jspec index`.") from error
+
+
+def _read(tokens: Array, positions: Array) -> Array:
+    """``tokens[positions]``, and -1 where a position is outside."""
+    inside = (positions >= 0) & (positions < tokens.size)
+    return jnp.where(inside, tokens[jnp.clip(positions, 0, tokens.size - 1)], -1)
+
+
+def _common(before: Array, last: Array) -> Array:
+    """How many tokens ``before[..., n]`` and ``last[n]`` have in common at their start; -1 is no token."""
+    index, last = (lax.broadcast_to_rank(part, before.ndim) for part in (jnp.arange(last.size), last))
+    return jnp.min(jnp.where((before != last) | (last < 0), index, last.size), axis=-1)
+
+
+def _sorted(tokens: np.ndarray, max_ngram: int) -> np.ndarray:
+    """`RetrievalDrafter.order`, by doubling: the order by the last w tokens gives that by 2 w (Manber, Myers 1990).
+
+    Alike contexts come in random order, so that the few which are looked at are a fair sample of many.
+    """
+    rank = np.pad(tokens[:-1].astype(np.int64) + 1, (1, 0))
+    width = 1
+    while width < max_ngram:
+        step = min(width, max_ngram - width)
+        farther = np.pad(rank, (step, 0))[: rank.size]
+        rank = np.unique(rank * (rank.max() + 1) + farther, return_inverse=True)[1]
+        width += step
+    shuffled = np.random.default_rng(0).permutation(rank.size)
+    return shuffled[np.argsort(rank[shuffled], kind="stable")]

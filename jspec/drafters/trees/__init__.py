@@ -1,0 +1,1 @@
+"""Drafters that propose a tree of tokens."""

@@ -1,0 +1,170 @@
+# pyright: strict, reportUnknownMemberType=false
+"""A tree of guesses that grows, round by round, where they are likeliest to be right."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jspec.core.probs import foreseen
+from jspec.core.sampling import token_probs, without_filters
+from jspec.core.tree import Branches, DynamicTree, Level
+from jspec.core.types import Draft, Verdict, check_count, pytree
+from jspec.drafters.base import Context, fit_vocabulary
+from jspec.drafters.capabilities import Around
+from jspec.drafters.late_reading import read_on
+from jspec.drafters.trees.static import as_branching
+from jspec.models.kv_cache import whole_tiles
+
+# Draft and target draw with the same noise from laws that differ a little: how surely the token that the draft would
+# draw is taken for the target's. Not tuned; what trees bring with it: `python -m bench trees`.
+_SHARPNESS = 2.0
+
+
+@pytree
+class _Pool:
+    """All nodes that have been looked at: ``[B, M]`` each.
+
+    Attributes:
+        scores: sums of log-probabilities down to them.
+        tokens: the guesses.
+        parents: index of the parent in the pool, -1 for the last committed token.
+        slots: number of the node in the order in which `draft` has read them, 0 where it has not.
+    """
+
+    scores: Array
+    tokens: Array
+    parents: Array
+    slots: Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["num_nodes", "max_depth", "width"]
+)
+@dataclasses.dataclass(frozen=True)
+class DynamicTreeDrafter(Around):
+    """Drafts the `num_nodes` likeliest nodes that a search with `draft` finds, another tree in every round and row.
+
+    The search goes level by level: of the children of `width` nodes the `width` likeliest are read next (Li et al.
+    2024, EAGLE-2; Wang et al. 2024, OPT-Tree). It knows the noise with which the target will draw, so that it can tell
+    which token that will be at any temperature; so only the rule "coupled" can judge it. Greedily the likeliest are
+    those of the draft.
+
+    Attributes:
+        draft: an `AutoregressiveDrafter`, or a model.
+        num_nodes: N, guesses that the target verifies in one pass.
+        max_depth: how many of them one round can accept.
+        width: nodes of a level that `draft` reads, in one pass a level.
+    """
+
+    draft: Any
+    num_nodes: int
+    max_depth: int
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", as_branching(self.draft))
+        for name in ("num_nodes", "max_depth", "width"):
+            check_count(name, getattr(self, name))
+        most = self.width + self.width**2 * (self.max_depth - 1)
+        if self.num_nodes > most:
+            raise ValueError(f"num_nodes={self.num_nodes} is more than the {most} that a search of width={self.width} "
+                             f"and max_depth={self.max_depth} looks at; use fewer, or a wider search.")  # fmt: skip
+        if self.num_nodes < self.max_depth:
+            raise ValueError(f"max_depth={self.max_depth} cannot be reached with num_nodes={self.num_nodes}; use at "
+                             "least as many nodes as levels.")  # fmt: skip
+
+    @property
+    def tree(self) -> DynamicTree:
+        """The size of every tree."""
+        return DynamicTree(None, int(self.num_nodes), int(self.max_depth))
+
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array, Array]:
+        """The state of `draft`; ``int32[B]``, where the last tree began; and in which slot each of its nodes is."""
+        batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
+        slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
+        return self.draft.init(tokens, whole_tiles(num_slots + more), **told), jnp.zeros(batch, jnp.int32), slots
+
+    def read(
+        self, state: tuple[Any, Array, Array], tokens: Array, start: Array, count: Array, **told: Any
+    ) -> tuple[Any, Array, Array]:
+        """`draft` reads, see `jspec.drafters.late_reading.read_on`."""
+        return read_on(self.draft, state[0], tokens, start, count, **told), *state[1:]
+
+    def propose(
+        self, state: tuple[Any, Array, Array], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[Any, Array, Array]]:
+        """Search, then take the likeliest of all that has been found."""
+        batch, width = context.lengths.size, self.width
+        logits, carry = self.draft.begin(state[0], context, DynamicTree(None, width * self.max_depth, self.max_depth))
+        logits, scores = logits[:, None], jnp.zeros((batch, 1), jnp.float32)
+        seen, read, beams = jnp.ones((batch, 1, 1), bool), jnp.zeros((batch, 0), jnp.int32), jnp.full((batch, 1), -1)
+        pools: list[_Pool] = []
+        size = 0
+        for depth in range(self.max_depth):
+            log_probs = self._log_probs(logits, depth, read, seen[..., 1:], context)
+            count = min(width, log_probs.shape[-1])
+            values, tokens = lax.top_k(scores[..., None] + log_probs, count)
+            found, tokens = values.reshape(batch, -1), tokens.reshape(batch, -1).astype(jnp.int32)
+            scores, best = lax.top_k(found, min(width, found.shape[1]))
+            # Without a scatter over rows, which on TPUs is a loop. The last level is not read.
+            numbers = 1 + read.shape[1] + jnp.arange(best.shape[1])
+            chosen = (best[..., None] == jnp.arange(found.shape[1])[None, None]) & (depth + 1 < self.max_depth)
+            slots = jnp.where(chosen, numbers[None, :, None], 0).sum(1, dtype=jnp.int32)
+            pools.append(_Pool(found, tokens, jnp.repeat(beams, count, axis=1), slots))
+            if depth + 1 == self.max_depth:
+                break
+            newest, parents, beams, size = _at(tokens, best), best // count, size + best, size + found.shape[1]
+            own = jnp.broadcast_to(jnp.eye(best.shape[1], dtype=bool), (batch, best.shape[1], best.shape[1]))
+            seen = jnp.concatenate([jnp.take_along_axis(seen, parents[..., None], axis=1), own], axis=2)
+            read = jnp.concatenate([read, newest], axis=1)
+            branches = Branches(jnp.full(best.shape, depth + 1), seen)
+            logits, carry = self.draft.extend(carry, newest, Level(depth + 1, parents, branches), context)
+        draft, slots = self._likeliest(jax.tree.map(_joined, *pools))
+        return draft, (self.draft.end(carry), context.lengths - 1, slots)
+
+    def commit(
+        self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+    ) -> tuple[Any, Array, Array]:
+        """Of what `draft` remembers of its search only the accepted path is kept."""
+        inner, start, slots = state
+        assert verdict.path is not None, "a rule that takes no trees is refused"
+        # A node that was not read is the last of its path, and will be.
+        inner = self.draft.keep(inner, start, _at(slots, verdict.path))
+        return self.draft.commit(inner, draft, verdict, hidden, **told), start, slots
+
+    def _log_probs(self, logits: Array, depth: int, read: Array, seen: Array, context: Context) -> Array:
+        """How likely the target is to draw each token behind nodes of a level, ``[B, S, V]``."""
+        logits = fit_vocabulary(logits, context.vocab_size)
+        law = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=read, seen=seen)
+        drawn = foreseen(context.noise[:, None, depth, 0], law(context.transforms), _SHARPNESS)
+        greedy = context.transforms.temperature[:, None, None] == 0
+        return jnp.where(greedy, jnp.log(law(without_filters(context.transforms))), drawn)
+
+    def _likeliest(self, pool: _Pool) -> tuple[Draft, Array]:
+        """The best nodes as a draft, parents first, and the slots of its nodes, ``int32[B, N + 1]``."""
+        batch, missing = len(pool.scores), max(0, self.num_nodes - pool.scores.shape[1])
+        padding = _Pool(*(jnp.full((batch, missing), value, leaf.dtype) for value, leaf in
+                          zip((-jnp.inf, 0, -1, 0), jax.tree.leaves(pool), strict=True)))  # fmt: skip
+        pool = jax.tree.map(_joined, pool, padding)
+        # A parent is at least as likely as its child, and comes before it: where they tie it is taken first.
+        chosen = jnp.sort(lax.top_k(pool.scores, self.num_nodes)[1], axis=1)
+        kept: _Pool = jax.tree.map(functools.partial(_at, index=chosen), pool)
+        valid = kept.scores > -jnp.inf
+        above = (chosen[:, None, :] == kept.parents[..., None]) & valid[..., None]
+        parents = jnp.where(above.any(-1), jnp.argmax(above, axis=-1) + 1, 0).astype(jnp.int32)
+        draft = Draft(jnp.where(valid, kept.tokens, 0), None, dataclasses.replace(self.tree, parents=parents), valid)
+        return draft, jnp.pad(kept.slots, ((0, 0), (1, 0)))
+
+
+def _joined(*parts: Array) -> Array:
+    """``[B, sum of M]`` from several ``[B, M]``."""
+    return jnp.concatenate(parts, axis=1)
+
+
+def _at(rows: Array, index: Array) -> Array:
+    """``rows[b, index[b]]``."""
+    return jnp.take_along_axis(rows, index, axis=1)

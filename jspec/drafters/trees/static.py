@@ -1,0 +1,138 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+"""A tree of guesses from any drafter that says what law the next token has."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jspec.core.probs import sample_with_noise
+from jspec.core.sampling import token_probs, without_filters
+from jspec.core.tree import Tree
+from jspec.core.types import Draft, Verdict
+from jspec.drafters.base import Context, as_tree, fit_vocabulary
+from jspec.drafters.capabilities import Around
+from jspec.drafters.late_reading import read_on
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.drafters.standalone.model import as_drafter
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["tree", "replacement"])
+@dataclasses.dataclass(frozen=True)
+class TreeDrafter(Around):
+    """Drafts a tree of one shape with `draft`: every node's children from the law that it gives behind that node.
+
+    Children are drawn one after another, each from what its elder siblings have left of the law, renormalised (without
+    replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024, Sequoia). Where nothing is left, as
+    in greedy decoding, the likeliest of the other tokens follows, and its law is certain. Under the rule "coupled" all
+    siblings are drawn with the target's own noise, so that they are the tokens it is likeliest to draw.
+
+    Attributes:
+        draft: an `AutoregressiveDrafter`, or a model.
+        tree: a `jspec.Tree`, static; its nodes are numbered anew, by depth.
+        replacement: draw children independently of each other (Miao et al. 2024, SpecInfer); not under "coupled".
+    """
+
+    draft: Any
+    tree: Tree
+    replacement: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", as_branching(self.draft))
+        object.__setattr__(self, "tree", as_tree(self.tree))
+        if not isinstance(self.replacement, bool):
+            raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
+
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array]:
+        """The state of `draft`, and ``int32[B]``, where the last tree began."""
+        return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
+
+    def read(
+        self, state: tuple[Any, Array], tokens: Array, start: Array, count: Array, **told: Any
+    ) -> tuple[Any, Array]:
+        """`draft` reads, see `jspec.drafters.late_reading.read_on`."""
+        return read_on(self.draft, state[0], tokens, start, count, **told), state[1]
+
+    def propose(
+        self, state: tuple[Any, Array], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[Any, Array]]:
+        """Level by level: a pass of `draft` over one, then the next one is drawn."""
+        tree = self.tree
+        logits, carry = self.draft.begin(state[0], context, tree)
+        tokens, probs = self._draw(logits[:, None], 0, None, context)
+        for depth in range(1, tree.max_depth):
+            newest = tokens[:, -np.count_nonzero(tree.offsets == depth) :]
+            logits, carry = self.draft.extend(carry, newest, tree.level(depth), context)
+            drawn = self._draw(logits, depth, tokens, context)
+            tokens, probs = (jnp.concatenate(parts, axis=1) for parts in zip((tokens, probs), drawn, strict=True))
+        return Draft(tokens, probs, tree), (self.draft.end(carry), context.lengths - 1)
+
+    def commit(
+        self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+    ) -> tuple[Any, Array]:
+        """Of what `draft` remembers of the tree only the accepted path is kept."""
+        inner, start = state
+        inner = inner if verdict.path is None else self.draft.keep(inner, start, verdict.path)
+        return self.draft.commit(inner, draft, verdict, hidden, **told), start
+
+    def _draw(self, logits: Array, depth: int, tokens: Array | None, context: Context) -> tuple[Array, Array]:
+        """The next level, ``[B, S']`` and their laws, from ``logits[B, S, V]`` behind the nodes of `depth`.
+
+        Args:
+            tokens: ``int32[B, n]``, the tree so far.
+        """
+        nodes = np.flatnonzero(self.tree.offsets == depth)
+        children = self.tree.children[nodes]
+        most = int((children > 0).sum(1).max())
+        seen = None if tokens is None else self.tree.ancestors[nodes][:, 1 : tokens.shape[1] + 1]
+        logits = fit_vocabulary(logits, context.vocab_size)
+        law = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=tokens, seen=seen)
+        probs = law(context.transforms)
+        spare = law(without_filters(context.transforms)) if most > 1 else None
+        # Every node has noise of its own: traversal looks at cousins before it decides between their parents.
+        noise = context.noise[:, depth][:, self.tree.rank_at_depth[children[:, :most]]]
+        drawn = _siblings(noise, probs, spare, most, self.replacement)
+        there = np.flatnonzero(children[:, :most] > 0)
+        tokens, probs = (part.reshape(len(part), -1, *part.shape[3:])[:, there] for part in drawn)
+        return tokens, probs
+
+
+def as_branching(draft: Any) -> Any:
+    """`as_drafter` of one that can branch; TypeError for another."""
+    drafter = as_drafter(draft)
+    if hasattr(drafter, "propose") and not isinstance(drafter, AutoregressiveDrafter):
+        raise TypeError(f"draft is of type {type(drafter).__name__}, which cannot branch, for it does not say what law "
+                        "follows a token; use a jspec.drafters.AutoregressiveDrafter.")  # fmt: skip
+    # Behind isinstance it is taken for one of unknown state.
+    return drafter  # pyright: ignore[reportUnknownVariableType]
+
+
+def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replacement: bool) -> tuple[Array, Array]:
+    """The children of every node of a level and their laws given the elder ones, ``[B, S, count]`` and ``[.., V]``.
+
+    Args:
+        noise: ``float32[B, S, count, 2, W]``.
+        law: ``float32[B, S, V]``.
+        spare: the same without filters: what is likeliest where the law has nothing left.
+    """
+    if count == 1 or spare is None:
+        return sample_with_noise(noise[:, :, 0], law)[:, :, None], law[:, :, None]
+    index, left = jnp.arange(law.shape[-1])[None, None], law
+    tokens: list[Array] = []
+    laws: list[Array] = []
+    for rank in range(count):
+        mass = left.sum(-1, keepdims=True)
+        likeliest = jnp.argmax(spare, axis=-1)
+        certain = jnp.where((index == likeliest[..., None]) & (spare > 0), 1.0, 0.0)
+        drawn = sample_with_noise(noise[:, :, rank], left)
+        tokens.append(jnp.where(mass[..., 0] > 0, drawn, likeliest))
+        # The eldest has the law as it is: a division by almost 1 would change its rounding.
+        laws.append(jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1) if rank else left, certain))
+        if not replacement:
+            taken = index == tokens[-1][..., None]
+            left, spare = jnp.where(taken, 0, left), jnp.where(taken, 0, spare)
+    return jnp.stack(tokens, axis=2).astype(jnp.int32), jnp.stack(laws, axis=2)

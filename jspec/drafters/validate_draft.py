@@ -1,0 +1,77 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Debug mode: a drafter whose every draft is held to the contract."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jspec.core.probs import at_tokens
+from jspec.core.tree import DynamicTree, Tree
+from jspec.core.types import Draft, Verdict, pytree
+from jspec.drafters.base import Context, as_draft, outside, own_tree
+from jspec.drafters.capabilities import Around
+from jspec.drafters.late_reading import read_on
+
+_TOLERANCE = 1e-3
+
+
+@pytree
+class CheckedDrafter(Around):
+    """`draft`, and an error as soon as a law of its drafts is none, or a token cannot come from its law.
+
+    An all-zero law is "no guess" and passes. `jspec.speculative_generate` wraps its draft in this where
+    ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host; the error comes out of JAX
+    as a JaxRuntimeError that quotes it, when results are waited for.
+    """
+
+    draft: Any
+
+    @property
+    def tree(self) -> Tree | DynamicTree | None:
+        return own_tree(self.draft)
+
+    def init(self, tokens: Array, num_slots: int, **told: Any) -> Any:
+        return self.draft.init(tokens, num_slots, **told)
+
+    def read(self, state: Any, tokens: Array, start: Array, count: Array, **told: Any) -> Any:
+        return read_on(self.draft, state, tokens, start, count, **told)
+
+    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+        draft, state = self.draft.propose(state, context, num_draft_tokens)
+        held = as_draft(self, draft, context, num_draft_tokens)
+        if held.probs is None:  # there is no law to look at
+            assert held.valid is not None, "as_draft refuses a draft without both"
+            check = functools.partial(_check_ids, type(self.draft).__name__, context.vocab_size)
+            jax.debug.callback(check, held.tokens, held.valid)
+            return draft, state
+        drawn = jnp.where(outside(held.tokens, context.vocab_size), 0, at_tokens(held.probs, held.tokens))
+        sums, least = held.probs.sum(-1), held.probs.min(-1)
+        check = functools.partial(_check, type(self.draft).__name__, context.vocab_size)
+        jax.debug.callback(check, held.tokens, sums, least, drawn)
+        return draft, state
+
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **told: Any) -> Any:
+        return self.draft.commit(state, draft, verdict, hidden, **told)
+
+
+def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
+    """On the host: ``[B, K]`` tokens, and which of them are guesses."""
+    tokens, guessed = np.asarray(tokens), np.asarray(guessed)
+    for row, k in np.argwhere(guessed & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
+        raise ValueError(f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
+                         f"{vocab_size} tokens; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
+
+
+def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:
+    """On the host: ``[B, K]`` tokens, sums and smallest entries of their laws, and what those give them."""
+    tokens, sums, least, drawn = map(np.asarray, (tokens, sums, least, drawn))
+    _check_ids(name, vocab_size, tokens, sums != 0)
+    lawful = (np.abs(sums - 1) < _TOLERANCE) & (least >= 0) & (drawn > 0)
+    for row, k in np.argwhere(~(lawful | ((sums == 0) & (least == 0))))[:1]:
+        raise ValueError(f"{name} drafted token {k} of row {row} with a law that sums to {sums[row, k]:.6g}, has "
+                         f"{least[row, k]:.3g} as its smallest entry and gives the token {drawn[row, k]:.3g}; expected "
+                         "1, no negative entry, and the law it was drawn from, or zeros for no guess.")  # fmt: skip

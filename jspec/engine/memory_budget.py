@@ -1,0 +1,65 @@
+"""Memory: whether slots fit into that of a device, asked before they are made; and what compiling leaves behind."""
+
+import contextlib
+import ctypes
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec.drafters.base import tree_of
+from jspec.engine.slots import Sizes, empty_slots
+from jspec.planning.memory import LAWS
+
+_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # of Linux, and of a container
+
+
+def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
+    """Raise ValueError, with what would fit, where `slots_bytes` are more than are free; where nobody tells, go on."""
+    (device,) = jax.tree.leaves(target)[0].devices()
+    free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
+    if free is None or needed <= free:
+        return
+    slots = free * sizes.slots // needed
+    shorter = dataclasses.replace(sizes, length=sizes.length // 2)
+    a_token = (needed - slots_bytes(target, drafter, shorter)) / (sizes.length - shorter.length)
+    length = sizes.length - math.ceil((needed - free) / a_token) - sizes.chunks[0] if a_token else 0
+    fits = [f"{slots:,} slots"] * (slots > 0) + [f"a max_length of {length:,}"] * (length > sizes.chunks[-1])
+    raise ValueError(f"{sizes.slots:,} slots of {sizes.length:,} tokens take {needed / 1e9:,.2f} GB, and "
+                     f"{free / 1e9:,.2f} GB of memory are free; {' or '.join(fits) or 'a smaller model'} would "
+                     "fit.")  # fmt: skip
+
+
+def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
+    """What slots take, and what a round does beside them, estimated: see `jspec.planning.memory.LAWS`."""
+    slots = jax.eval_shape(lambda target, drafter: empty_slots(target, drafter, sizes), target, drafter)
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
+    nodes = 0 if drafter is None else tree_of(drafter, sizes.num_draft_tokens[-1]).size
+    return held + LAWS * 4 * sizes.slots * (nodes + 2) * target.config.vocab_size
+
+
+def free_bytes(device: Any) -> int | None:
+    """Of a device's memory, or of the machine's or container's where that is a CPU; None if nobody tells."""
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
+    told = re.search(r"MemAvailable: +(\d+) kB", _read(_MEMORY))
+    group = [_read(_GROUP / name).strip() for name in ("memory.max", "memory.current")]
+    found = [1024 * int(told[1])] if told else []
+    if all(map(str.isdecimal, group)):  # of which what was read of files can be given up at once
+        files = re.findall(r"^(?:in)?active_file (\d+)$", _read(_GROUP / "memory.stat"), re.MULTILINE)
+        found.append(int(group[0]) - int(group[1]) + sum(map(int, files)))
+    return min(found, default=None)
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def give_back() -> None:
+    """Give the machine back what compiling has left behind: gigabytes, which Linux' allocator would keep."""
+    with contextlib.suppress(OSError, AttributeError):  # there is none of it elsewhere
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,0 +1,69 @@
+"""What an engine makes of its arguments: how long texts may be, how far is drafted, and what cannot be."""
+
+import numbers
+from typing import Any
+
+import jax
+
+from jspec.acceptance import Rule
+from jspec.core.types import check_count
+from jspec.decoding.validate_tree import number_of_drafts
+from jspec.drafters.base import Drafter, own_tree
+from jspec.drafters.capabilities import features_of, reach_of
+from jspec.drafters.draft_length import DEFAULT
+from jspec.drafters.late_reading import can_read, keeps_nothing
+from jspec.drafters.standalone.model import positions
+from jspec.models.llama import Llama
+
+_LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
+
+
+def fewer(target: Llama, slots: int) -> tuple[int, ...]:
+    """On CPU idle slots cost as used ones, so that one is played alone there, and half of four or more."""
+    if slots == 1 or any(device.platform != "cpu" for device in _devices(target)):
+        return ()
+    return tuple(sorted({1, slots // 2}))
+
+
+def _devices(models: Any) -> set[Any]:
+    return {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+
+
+def length(target: Llama, draft: Any, wanted: int | None) -> int:
+    known = positions(target, draft)
+    if wanted is None:
+        return min(_USUAL_LENGTH, known)
+    check_count("max_length", wanted)
+    if wanted > known:
+        raise ValueError(f"max_length is {wanted}, which is more than the {known} positions that the models know.")
+    return wanted
+
+
+def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) -> tuple[int, ...]:
+    """How many tokens may be drafted, ascending."""
+    is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
+    number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
+    # One that cannot be told what was written without it always drafts.
+    goes_on = bool(features_of(drafter)) or can_read(drafter) or keeps_nothing(drafter)
+    if (tree := own_tree(drafter)) is not None:
+        return (0, tree.max_depth) if goes_on else (tree.max_depth,)
+    if is_auto and goes_on:
+        return tuple(k for k in _LENGTHS if k <= reach_of(drafter))
+    if is_auto:
+        return (int(min(DEFAULT.max_draft_tokens, reach_of(drafter))),)
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+        raise TypeError(f'num_draft_tokens={number!r}, and an engine drafts a number of tokens; pass an int or "auto".')
+    check_count("num_draft_tokens", number)
+    return (int(number),)
+
+
+def check_readable(drafter: Any) -> None:
+    if features_of(drafter) and not can_read(drafter):
+        raise TypeError(f"{type(drafter).__name__} reads states of the target and has no `read`, with which an engine "
+                        "would tell it those of a prompt piece by piece; see jspec.drafters.late_reading.")  # fmt: skip
+
+
+def check_one_device(models: Any) -> None:
+    if (count := len(_devices(models))) > 1:
+        raise ValueError(f"The weights lie on {count} devices, and an engine decodes on one; load them there, or "
+                         "use jspec.speculative_generate.")  # fmt: skip

@@ -1,0 +1,1 @@
+"""The public calls: token ids in and out, texts in and out, and streams."""

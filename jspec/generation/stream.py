@@ -1,0 +1,107 @@
+"""`stream`: one prompt's text as it is decoded."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jspec.core.sampling import SamplingParams
+from jspec.core.transfers import explicit_transfers
+from jspec.core.types import check_count
+from jspec.drafters.standalone.model import positions
+from jspec.engine import Engine, Request, Result
+from jspec.generation.complete import Completion, Task, of_engine, prepare, statistics
+from jspec.models.sampling_defaults import recommended
+from jspec.text import request_keys
+from jspec.text.chat_template import room
+from jspec.text.stop_strings import Writer
+
+
+def stream(
+    target: Any,
+    draft: Any,
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    max_new_tokens: int = 128,
+    num_draft_tokens: Any = None,
+    sampling: SamplingParams | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    template: Mapping[str, Any] | None = None,
+) -> Iterator[Completion]:
+    """Continue a text, or answer a conversation, and give what is new whenever there is some.
+
+    The text is that of `complete` without a draft and with the same seed, whatever the draft, which the rule "coupled"
+    judges. A few rounds are decoded whenever the next part is asked for; who asks no more leaves the rest undone.
+
+    Args:
+        target, draft, tokenizer, max_new_tokens, sampling, seed, stop, template: as for `complete`.
+        prompt: one, as there.
+        num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`; by default 4, and behind lookup "auto".
+
+    Yields:
+        For each part a `Completion` with its pieces, tokens, log-probabilities and origins, and the statistics of all
+        so far. The `finish_reason` is None but in the last.
+
+    Raises:
+        ValueError, TypeError: as `complete`; before anything is decoded.
+        RuntimeError: the device has failed.
+    """
+    check_count("max_new_tokens", max_new_tokens)
+    task = prepare(tokenizer, [prompt], stop, template)
+    known = positions(target, draft)
+    size = room(max_new_tokens, task.batch, known)
+    if draft is None and num_draft_tokens is not None:
+        raise ValueError("num_draft_tokens is for drafting, and draft is None; leave it out.")
+    far = of_engine(draft) if num_draft_tokens is None else num_draft_tokens
+    how = {} if draft is None else {"num_draft_tokens": far}
+    # One slot; of few lengths, so that another prompt finds the programs compiled.
+    engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
+    sampling = recommended(target) if sampling is None else sampling
+    with explicit_transfers():
+        key = request_keys(seed, 1)[0]
+    request = Request(task.ids, max_new_tokens, sampling, key, task.ends(target))
+    return parts(target, task, request, engine.here(request))
+
+
+def parts(target: Any, task: Task, request: Request, results: Iterator[Result]) -> Iterator[Completion]:
+    """What is new of the only prompt of a task, whenever there is more of its result."""
+    writer, sent = Writer(task.tokenizer, request.tokens, task.stop), 0
+    for result in results:
+        for token in result.tokens[len(writer.pieces) :]:
+            writer.add(token)
+            if writer.stopped is not None:
+                break
+        if result.finish_reason == "error":
+            raise RuntimeError(result.error)
+        is_last = writer.stopped is not None or result.finish_reason is not None
+        if is_last:
+            writer.end()
+        if (known := writer.settled) > sent:
+            ends = [*writer.starts[sent : known + 1], len(writer.text)]
+            pieces = [writer.text[start:end] for start, end in itertools.islice(itertools.pairwise(ends), known - sent)]
+            reason = task.reason(target, writer.stopped, result.tokens[known - 1]) if is_last else None
+            yield _part(task, result, slice(sent, known), pieces, reason)
+            sent = known
+        if is_last:
+            return
+
+
+def _part(task: Task, result: Result, new: slice, pieces: list[str], reason: str | None) -> Completion:
+    longest = max(result.drafted, default=0)
+    return Completion(
+        prompt=task.prompts[0],
+        pieces=pieces,
+        tokens=result.tokens[new],
+        logprobs=result.logprobs[new],
+        origins=result.origins[new],
+        finish_reason=reason,
+        stats=statistics(
+            len(result.drafted),
+            sum(result.drafted),
+            sum(result.judged),
+            sum(result.accepted),
+            [sum(number > i for number in result.accepted) for i in range(longest)],
+            result.origins,
+        ),
+    )

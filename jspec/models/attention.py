@@ -1,0 +1,185 @@
+"""Grouped-query attention over a cache of a fixed shape, of which it reads no more than has been written."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+
+from convert.config import LlamaConfig
+from jspec.core.tree import Branches
+from jspec.models.kernels import dispatch as choice
+from jspec.models.kv_cache import own_rows, visible, visible_branches, write
+from jspec.models.layers import Linear, RMSNorm, einsum
+from jspec.models.rope import rotate
+
+_LEAST = 256  # slots; to read fewer saves less than the choice costs
+
+Past = tuple[Array, Array, Array | None, Array]
+
+
+class _Part(NamedTuple):
+    """A cache that is read: its keys and values, its rows, and ``bool[B, S, T]``, what of it is seen."""
+
+    keys: Array
+    values: Array
+    rows: Array | None
+    mask: Array
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a preallocated cache; the q, k and v projections are one matrix."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        heads, groups, size = self.sizes
+        bias = config.attention_bias
+        self.qkv_proj = Linear(config.hidden_size, (heads + 2 * groups) * size, bias or config.qkv_bias, dtype, rngs)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.o_proj = Linear(heads * size, config.hidden_size, bias, dtype, rngs)
+
+    def __call__(
+        self,
+        x: Array,
+        keys: Array,
+        values: Array,
+        slots: Array,
+        tables: tuple[Array, Array],
+        past: Past | None = None,
+        branches: Branches | None = None,
+        cache_rows: Array | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """Write this pass's keys and values, then attend.
+
+        Args:
+            x: ``[B, R, E]``; rows beyond S are no tokens, and what becomes of them is arbitrary.
+            keys: ``[B, G, D, T]``, this layer's part of the cache.
+            values: ``[B, G, T, D]``, the same.
+            slots: ``int32[B, S]``, consecutive in each row; those of `past` count.
+            tables: from `jspec.models.rope.rope_tables`.
+            past: a cache that is only read, whose positions come before those of `keys` and `values`: its keys, values
+                and rows, and ``int32[B]``, how many of its slots count.
+            branches: of tokens that do not simply follow one another.
+            cache_rows: those of `keys` and `values` that are the batch's, as `jspec.models.kv_cache.KVCache` has them.
+
+        Returns:
+            What `o_proj` reads, ``[B, R, H D]``, and the updated keys and values.
+        """
+        qkv = self.qkv_proj(x)
+        plain = past is None and branches is None and cache_rows is None
+        if plain and self.q_norm is None:  # the kernel knows none of them
+            return choice.attention(_attend_projected, qkv, tables, keys, values, slots, self.sizes)
+        return _write_and_attend(*self.split(qkv), tables, keys, values, slots, past, branches, cache_rows)
+
+    def split(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]``, not rotated yet, of what `qkv_proj` gives."""
+        q, k, v = _split(qkv, self.sizes)
+        return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
+
+
+def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
+    """Queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` of ``[B, R, (H + 2 G) D]``."""
+    heads, groups, size = sizes
+    qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * groups, size).swapaxes(1, 2)
+    return jnp.split(qkv, (heads, heads + groups), axis=1)
+
+
+def _attend_projected(
+    qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, slots: Array, sizes: tuple[int, int, int]
+) -> tuple[Array, Array, Array]:
+    """What `jspec.models.kernels.decode_attention.decode_attention` does, of any shape and dtype."""
+    q, k, v = _split(qkv, sizes)
+    return _write_and_attend(q, k, v, tables, keys, values, slots, None, None, None)
+
+
+def _write_and_attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    slots: Array,
+    past: Past | None,
+    branches: Branches | None,
+    cache_rows: Array | None,
+) -> tuple[Array, Array, Array]:
+    """`Attention` between its projections: of ``[B, heads, R, D]`` what `Attention` returns."""
+    (batch, tokens), rows = slots.shape, q.shape[2]
+    q, k, v = (part[:, :, :tokens] for part in (q, k, v))
+    # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
+    # is stored in its key, where the mask takes it away.
+    finite = jnp.isfinite(v)
+    k = jnp.where(finite, rotate(k, tables), jnp.nan)
+    slots = slots if past is None else slots - past[3][:, None]
+    keys = write(keys, k.swapaxes(2, 3), slots[:, 0], 3, cache_rows)
+    values = write(values, jnp.where(finite, v, 0), slots[:, 0], 2, cache_rows)
+    parts, last = [_Part(keys, values, cache_rows, _mask(slots, branches, keys.shape[3]))], slots
+    if past is not None:
+        last = past[3][:, None] - 1
+        parts.insert(0, _Part(*past[:3], visible(last, past[0].shape[3])))
+    mixed = _attend_filled(rotate(q, tables), parts, last).swapaxes(1, 2).reshape(batch, tokens, -1)
+    return jnp.pad(mixed, ((0, 0), (0, rows - tokens), (0, 0))), keys, values
+
+
+def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:
+    """``bool[B, S, T]``, what a query at ``slots[B, S]`` looks at."""
+    if branches is None:
+        return visible(slots, num_slots)
+    return visible_branches(slots[:, 0] - branches.read, branches, num_slots)
+
+
+def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
+    """`_attend`, where queries see no slot of the first part behind their `last`.
+
+    On CPU as few of them are read as one of some lengths allows, each about twice the one before. Where GPUs have no
+    kernel for it they read all: they would wait for the host to make the choice.
+    """
+    lengths = _prefixes(parts[0].keys.shape[3])
+    if len(lengths) == 1:
+        return _attend(q, parts)
+
+    def of_prefix(length: int, q: Array, parts: list[_Part]) -> Array:
+        (keys, values, rows, mask), *others = parts
+        return _attend(q, [_Part(keys[..., :length], values[:, :, :length], rows, mask[..., :length]), *others])
+
+    def chosen(q: Array, parts: list[_Part], last: Array) -> Array:
+        which = jnp.searchsorted(np.array(lengths[:-1]), jnp.max(last) + 1)
+        return lax.switch(which, [functools.partial(of_prefix, length) for length in lengths], q, parts)
+
+    def whole(q: Array, parts: list[_Part], _: Array) -> Array:
+        return _attend(q, parts)
+
+    return lax.platform_dependent(q, parts, last, cpu=chosen, default=whole)
+
+
+def _prefixes(slots: int) -> list[int]:
+    """Lengths of prefixes, ascending, the last of which is all of so many slots."""
+    lengths = [_LEAST]
+    while lengths[-1] * 3 < slots * 2:  # a length that is nearly all of them is none of its own
+        lengths.append(lengths[-1] * 2)
+    return [*lengths[:-1], slots]
+
+
+def _attend(q: Array, parts: list[_Part]) -> Array:
+    """Softmax attention of ``q[B, H, S, D]`` over all parts, of each what may be seen; ``[B, H, S, D]``."""
+    batch, heads, steps, size = q.shape
+    groups = parts[0].keys.shape[1]
+    q = q.reshape(batch, groups, heads // groups, steps, size)
+
+    def score(keys: Array, mask: Array) -> Array:
+        scores = einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
+        return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+    scores = [score(own_rows(part.keys, part.rows), part.mask) for part in parts]
+    ends = np.cumsum([part.shape[-1] for part in scores])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
+    # Wide until they are added up; and into bfloat16 XLA's CPU kernels cannot multiply, see `_product_of_halves`.
+    mixed = [einsum("bgrst,bgtd->bgrsd", weight, own_rows(part.values, part.rows), jnp.float32)
+             for weight, part in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)]  # fmt: skip
+    return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(batch, heads, steps, size)

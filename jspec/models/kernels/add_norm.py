@@ -1,0 +1,74 @@
+"""The end of a block as one Pallas kernel for NVIDIA GPUs: parts of a product are summed, added, and normed.
+
+A product with few rows must be cut along what it sums over, or it keeps few of a GPU's processors busy; XLA then adds
+the parts up in one kernel and norms in the next.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+_TILE = 64  # columns that a processor multiplies at a time, as XLA's products have it
+_TILES = 384  # as many keep an H100 busy
+_MOST = 16
+
+
+def project_add_norm(
+    x: Array, inner: Array, weight: Array, gamma: Array, *, eps: float, interpret: bool = False
+) -> tuple[Array, Array]:
+    """The residual stream after a block, and its norm.
+
+    Args:
+        x: ``[B, S, E]``, bfloat16, the stream before.
+        inner: ``[B, S, I]``, what the block's last projection reads.
+        weight: ``[I, E]``, that projection.
+        gamma: ``[E]``, the weight of the norm that follows, see `jspec.models.layers.RMSNorm`.
+        eps: of the norm.
+        interpret: run on any platform, slowly.
+
+    Returns:
+        ``x + inner weight`` and its norm, ``[B, S, E]`` each.
+    """
+    size, count = x.shape[-1], _num_parts(*weight.shape)
+    rows = inner.reshape(-1, count, weight.shape[0] // count)
+    parts = jnp.einsum("rni,nio->nro", rows, weight.reshape(count, -1, size), preferred_element_type=jnp.float32)
+    like = jax.ShapeDtypeStruct((len(rows), size), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+    row = pl.BlockSpec((None, size), lambda r: (r, 0))
+    results = pl.pallas_call(
+        functools.partial(_kernel, eps=eps),
+        grid=(len(rows),),
+        in_specs=[row, pl.BlockSpec((count, None, size), lambda r: (0, r, 0)), pl.BlockSpec((size,), lambda r: (0,))],
+        out_specs=[row, row],
+        out_shape=[like, like],
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="add_norm",
+    )(x.reshape(-1, size), parts, gamma)
+    stream, normed = (result.reshape(x.shape) for result in results)
+    return stream, normed
+
+
+def _num_parts(inner: int, size: int) -> int:
+    """A power of two that divides what is summed over, enough for `_TILES` tiles."""
+    count = 1
+    while count < _MOST and count * size < _TILES * _TILE and inner % (2 * count) == 0:
+        count *= 2
+    return count
+
+
+def _kernel(x_ref: Any, parts_ref: Any, gamma_ref: Any, stream_ref: Any, normed_ref: Any, *, eps: float) -> None:
+    """One row."""
+    size, dtype = x_ref.shape[0], x_ref.dtype
+    at = jnp.arange(pl.next_power_of_2(size))
+    load = functools.partial(triton.load, mask=at < size, other=0)
+    product = functools.reduce(jnp.add, [load(parts_ref.at[part, at]) for part in range(parts_ref.shape[0])])
+    stream = load(x_ref.at[at]) + product.astype(dtype)
+    wide = stream.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.sum(wide * wide) / size + eps)
+    triton.store(stream_ref.at[at], stream, mask=at < size)
+    triton.store(normed_ref.at[at], load(gamma_ref.at[at]) * wide.astype(dtype), mask=at < size)

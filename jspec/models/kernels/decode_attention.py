@@ -1,0 +1,224 @@
+"""Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to what the output one reads.
+
+A layer that decodes is bound by its launches, and to rotate, to write the cache and to attend XLA needs about ten. Here
+a program belongs to one row, one group of heads and a share of the slots that are filled. It rotates its queries and
+goes over its share block by block, with a softmax that is corrected when a larger score comes (Milakov and Gimelshein
+2018); what several shares have summed up is combined after (flash-decoding, Dao et al. 2023). The new tokens are seen
+as they come from the projection, and the last share writes them: no program needs what another one writes.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jspec.models.kernels import MAX_TOKENS
+
+_BLOCK = 8192  # elements of keys, and of values, loaded at once; an L4's shared memory has room for three of both
+# Assumptions until they are measured: a share's slots that are worth a launch to combine it, programs that fill a GPU.
+_SHARE = 512
+_PROGRAMS = 128
+_MAX_SHARES = 32
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def decode_attention(
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    positions: Array,
+    sizes: tuple[int, int, int],
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Write this pass's keys and values, then attend; the caches are updated in place.
+
+    Where a row's tokens do not all fit into the cache, none is written.
+
+    Args:
+        qkv: ``[B, R, (H + 2 G) D]``, queries, keys and values as they are projected; rows beyond S are no tokens.
+        tables: from `jspec.models.rope.rope_tables`, ``float32[B, 1, S, D / 2]``.
+        keys: ``[B, G, D, T]``.
+        values: ``[B, G, T, D]``; what lies in slots that no query sees may be anything.
+        positions: ``int32[B, S]``, consecutive in each row; S is at most 16.
+        sizes: H, G and D, which is 64 or 128; ``R H / G`` is at most 64.
+        interpret: run on any platform, slowly.
+
+    Returns:
+        ``[B, R, H D]``, of which rows beyond S are arbitrary, and the updated keys and values.
+    """
+    heads, groups, size = sizes
+    batch, rows, _ = qkv.shape
+    shares = _num_shares(batch * groups, keys.shape[3])
+    spec = _specs(positions.shape[1], rows, sizes, keys.shape[3])
+
+    def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(qkv).manual_axis_type)
+
+    results = [like(keys.shape, keys.dtype), like(values.shape, values.dtype),
+               like((shares, batch, rows, heads, size), jnp.float32 if shares > 1 else qkv.dtype)]  # fmt: skip
+    if shares > 1:
+        results += [like((shares, batch, rows, heads), jnp.float32)] * 2
+    keys, values, mixed, *weights = pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes, shares=shares),
+        grid=(batch, groups, shares),
+        in_specs=[spec["positions"], spec["table"], spec["table"], spec["qkv"], spec["keys"], spec["values"]],
+        out_specs=[spec["keys"], spec["values"], spec["sums"], spec["weights"], spec["weights"]][: len(results)],
+        out_shape=results,
+        input_output_aliases={4: 0, 5: 1},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="decode_attention",
+    )(positions.astype(jnp.int32), *tables, qkv.reshape(batch, rows, heads + 2 * groups, size), keys, values)
+    mixed = _combine(mixed, *weights).astype(qkv.dtype) if weights else mixed
+    return mixed.reshape(batch, rows, heads * size), keys, values
+
+
+def _num_shares(programs: int, slots: int) -> int:
+    """Of `slots`, where there are so many programs for each share."""
+    return max(1, min(slots // _SHARE, _PROGRAMS // max(programs, 1), _MAX_SHARES))
+
+
+def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> dict[str, pl.BlockSpec]:
+    """The part of each array that belongs to a program."""
+    heads, groups, size = sizes
+    ratio = heads // groups
+    return {
+        "positions": pl.BlockSpec((None, steps), lambda b, g, n: (b, 0)),
+        "table": pl.BlockSpec((None, None, steps, size // 2), lambda b, g, n: (b, 0, 0, 0)),
+        "qkv": pl.BlockSpec((None, rows, heads + 2 * groups, size), lambda b, g, n: (b, 0, 0, 0)),
+        "keys": pl.BlockSpec((None, None, size, slots), lambda b, g, n: (b, g, 0, 0)),
+        "values": pl.BlockSpec((None, None, slots, size), lambda b, g, n: (b, g, 0, 0)),
+        "sums": pl.BlockSpec((None, None, rows, ratio, size), lambda b, g, n: (n, b, 0, g, 0)),
+        "weights": pl.BlockSpec((None, None, rows, ratio), lambda b, g, n: (n, b, 0, g)),
+    }
+
+
+def _combine(sums: Array, highest: Array, weights: Array) -> Array:
+    """Softmax over the shares ``[N, ...]``; one by one, for that is one kernel of XLA's, and reductions are several."""
+    top = functools.reduce(jnp.maximum, list(highest))
+    scales = [jnp.exp(part - top) for part in highest]
+    weight = functools.reduce(jnp.add, [scale * part for scale, part in zip(scales, weights, strict=True)])
+    total = functools.reduce(jnp.add, [scale[..., None] * part for scale, part in zip(scales, sums, strict=True)])
+    return total / weight[..., None]
+
+
+class _Sums(NamedTuple):
+    """Of the tiles seen so far, for each query row: weights times values, the highest score, the sum of weights."""
+
+    total: Array
+    highest: Array
+    weight: Array
+
+
+def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_ref: Any, values_ref: Any,
+            new_keys_ref: Any, new_values_ref: Any, sums_ref: Any, *weight_refs: Any,
+            sizes: tuple[int, int, int], shares: int) -> None:  # fmt: skip
+    """A program; it sees the parts that `_specs` gives it."""
+    heads, groups, size = sizes
+    steps, ratio, slots = positions_ref.shape[0], heads // groups, keys_ref.shape[1]
+    group, share, start = pl.program_id(1), pl.program_id(2), positions_ref[0]
+    rows = jnp.arange(max(MAX_TOKENS, pl.next_power_of_2(qkv_ref.shape[0] * ratio)))
+    row_steps, row_heads, real = rows // ratio, rows % ratio, rows < steps * ratio
+    tables = cos_ref, sin_ref
+    q = [part.astype(qkv_ref.dtype) for part in _rotated(qkv_ref, tables, row_steps, group * ratio + row_heads, real)]
+
+    filled, block = jnp.minimum(start, slots), _BLOCK // size
+    num_blocks = pl.cdiv(filled, block)
+    each = pl.cdiv(num_blocks, shares)
+    read = functools.partial(_read, q, keys_ref, values_ref, filled, block)
+    empty = _Sums(jnp.zeros((rows.size, size)), jnp.full(rows.size, _LOWEST), jnp.zeros(rows.size))
+    sums = lax.fori_loop(share * each, jnp.minimum((share + 1) * each, num_blocks), read, empty)
+
+    def finish(sums: _Sums) -> _Sums:
+        """The new tokens."""
+        at = jnp.arange(MAX_TOKENS)
+        k, v = _new_tokens(qkv_ref, tables, steps, heads + group, heads + groups + group)
+        _write(new_keys_ref, new_values_ref, k, v, start, (at < steps) & (start >= 0) & (start + steps <= slots))
+        return _add(q, k, v, at[None, :] <= row_steps[:, None], sums)
+
+    sums = lax.cond(share == shares - 1, finish, lambda sums: sums, sums) if shares > 1 else finish(sums)
+    total = sums.total if shares > 1 else sums.total / sums.weight[:, None]
+    where = row_steps[:, None], row_heads[:, None], jnp.arange(size)[None, :]
+    wanted = row_steps < qkv_ref.shape[0]
+    triton.store(sums_ref.at[where], total.astype(sums_ref.dtype), mask=wanted[:, None])
+    for ref, part in zip(weight_refs, (sums.highest, sums.weight), strict=False):
+        triton.store(ref.at[row_steps, row_heads], part, mask=wanted)
+
+
+def _tokens(ref: Any, steps: Array, heads: Array, dims: Array, real: Array) -> Array:
+    """``[rows, dims]`` of the projection; zero where not `real`."""
+    return triton.load(ref.at[steps[:, None], heads[:, None], dims[None, :]], mask=real[:, None], other=0)
+
+
+def _halves(ref: Any, steps: Array, heads: Array, real: Array) -> list[Array]:
+    """The first and the second dimensions of `_tokens`, in float32: the kernel can load parts and not cut them."""
+    half = ref.shape[2] // 2
+    return [_tokens(ref, steps, heads, part * half + jnp.arange(half), real).astype(jnp.float32) for part in (0, 1)]
+
+
+def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real: Array) -> tuple[Array, Array]:
+    """As `jspec.models.rope.rotate`, in float32 and in halves."""
+    where = steps[:, None], jnp.arange(ref.shape[2] // 2)[None, :]
+    cos, sin = (triton.load(table.at[where], mask=real[:, None], other=0) for table in tables)
+    first, second = _halves(ref, steps, heads, real)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def _new_tokens(
+    ref: Any, tables: tuple[Any, Any], count: int, key_head: Array, value_head: Array
+) -> tuple[list[Array], Array]:
+    """This pass's keys, as halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
+
+    A value that is not finite must reach those who see its token and nobody else, but 0 * NaN is NaN. So the NaN is
+    stored in its key, where the mask takes it away.
+    """
+    steps = jnp.arange(MAX_TOKENS)
+    real, (keys, values) = steps < count, (jnp.full_like(steps, head) for head in (key_head, value_head))
+    rotated, halves = _rotated(ref, tables, steps, keys, real), _halves(ref, steps, values, real)
+    k = [jnp.where(_finite(v), k, jnp.nan).astype(ref.dtype).T for k, v in zip(rotated, halves, strict=True)]
+    v = _tokens(ref, steps, values, jnp.arange(ref.shape[2]), real)
+    return k, jnp.where(_finite(v), v, 0)
+
+
+def _finite(x: Array) -> Array:
+    return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+
+
+def _write(keys_ref: Any, values_ref: Any, k: list[Array], v: Array, start: Array, written: Array) -> None:
+    """Those of the tokens that are to be written, from slot `start` on."""
+    window, half = pl.ds(start, MAX_TOKENS), keys_ref.shape[0] // 2
+    for part in (0, 1):
+        triton.store(keys_ref.at[pl.ds(part * half, half), window], k[part], mask=written[None, :])
+    triton.store(values_ref.at[window, :], v, mask=written[:, None])
+
+
+def _read(q: list[Array], keys_ref: Any, values_ref: Any, filled: Array, block: int, i: Array, sums: _Sums) -> _Sums:
+    """Add the i-th block of the cache, of which `filled` slots are seen by all queries.
+
+    Keys are masked at the cache's end alone, and that only where blocks do not end there: a mask that begins anywhere
+    would have them loaded one by one, as they are where the number of slots is no multiple of 8. A NaN among them is
+    replaced with its score.
+    """
+    size, slots = keys_ref.shape
+    window, at = pl.ds(i * block, block), i * block + jnp.arange(block)
+    inside = {"mask": (at < slots)[None, :], "other": 0} if slots % block else {}
+    k = [triton.load(keys_ref.at[pl.ds(start, size // 2), window], **inside) for start in (0, size // 2)]
+    v = triton.load(values_ref.at[window, :], mask=(at < filled)[:, None], other=0)
+    return _add(q, k, v, (at < filled)[None, :], sums)
+
+
+def _add(q: list[Array], k: list[Array], v: Array, seen: Array, sums: _Sums) -> _Sums:
+    """Add a tile of N tokens: `k` in halves ``[D / 2, N]``, ``v[N, D]``, and which of them each row sees."""
+    scores = sum(jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in zip(q, k, strict=True))
+    scores = jnp.where(seen, scores / math.sqrt(v.shape[1]), _LOWEST)
+    highest = jnp.maximum(sums.highest, jnp.max(scores, axis=1))
+    kept, weights = jnp.exp(sums.highest - highest), jnp.exp(scores - highest[:, None])
+    mixed = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return _Sums(kept[:, None] * sums.total + mixed, highest, kept * sums.weight + weights.sum(axis=1))

@@ -1,0 +1,134 @@
+"""Which programs get a kernel: only where one is lowered is it known for what platform and for how many devices."""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jspec.core.devices import is_before_ampere
+from jspec.core.sharding import vary_like
+from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
+
+
+def attention(
+    otherwise: Callable[..., tuple[Array, Array, Array]],
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    positions: Array,
+    sizes: tuple[int, int, int],
+) -> tuple[Array, Array, Array]:
+    """Run `decode_attention` where it can run, and `otherwise` elsewhere: see `_choose`."""
+    heads, groups, size = sizes
+    rows = qkv.shape[1] * heads // groups
+    small = positions.shape[1] <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
+    suits = small and qkv.dtype == keys.dtype == jnp.bfloat16
+    return _choose(_attention_p, suits, otherwise, (qkv, tables, keys, values, positions), sizes=sizes)
+
+
+def project_add_norm(
+    otherwise: Callable[..., tuple[Array, Array]], x: Array, inner: Array, weight: Array, gamma: Array, eps: float
+) -> tuple[Array, Array]:
+    """`jspec.models.kernels.add_norm.project_add_norm` where it can run, and elsewhere `otherwise`: see `_choose`."""
+    suits = (
+        math.prod(x.shape[:-1]) <= MAX_NORMS and x.dtype == inner.dtype == weight.dtype == gamma.dtype == jnp.bfloat16
+    )
+    return _choose(_norm_p, suits, otherwise, (x, inner, weight, gamma), eps=eps)
+
+
+def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
+    """The kernel of a `primitive`, if it `suits`, on one NVIDIA GPU of the Ampere generation or later.
+
+    Elsewhere, and with ``JSPEC_KERNELS=0`` in the environment, the program is as without it. XLA cannot divide a
+    kernel, and would gather caches and weights on each of several devices; under `jax.shard_map` there is nothing to
+    divide. `jax.vmap` and derivatives have `otherwise`.
+
+    Args:
+        otherwise: does the same with arguments of any shape and dtype; programs are told apart by it.
+    """
+    arguments = vary_like(arguments, arguments)  # as a new cache will once it is written
+    if not suits:
+        return otherwise(*arguments, **options)
+    leaves, tree = jax.tree.flatten(arguments)
+    return tuple(primitive.bind(*leaves, otherwise=otherwise, tree=tree, options=tuple(options.items())))
+
+
+def _elsewhere(*leaves: Any, otherwise: Callable, tree: Any, options: tuple) -> Any:
+    return otherwise(*jax.tree.unflatten(tree, leaves), **dict(options))
+
+
+def _attend_on_gpu(*arguments: Any, **options: Any) -> Any:
+    from jspec.models.kernels.decode_attention import decode_attention
+
+    with jax.enable_x64(False):  # a kernel is of the types it is written in
+        return decode_attention(*arguments, **options)
+
+
+def _norm_on_gpu(*arguments: Any, **options: Any) -> Any:
+    from jspec.models.kernels import add_norm as norm
+
+    with jax.enable_x64(False):
+        return norm.project_add_norm(*arguments, **options)
+
+
+def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
+    """A function with two forms.
+
+    Args:
+        on_gpu: the one for GPUs, of the same arguments as `otherwise`.
+        results: the types of what it returns, from those of its flat arguments.
+    """
+
+    def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
+        alone = _on_one_device(context.module_context.axis_context)
+        wanted = alone and not is_before_ampere() and os.environ.get("JSPEC_KERNELS") != "0"
+        form = on_gpu if wanted else otherwise
+        return mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others)
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(_elsewhere)  # where nothing is jitted
+    primitive.def_abstract_eval(lambda *types, options, **_: results(*types, **dict(options)))
+    mlir.register_lowering(primitive, mlir.lower_fun(_elsewhere))
+    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
+    ad.primitive_jvps[primitive] = _differentiate
+    batching.primitive_batchers[primitive] = _batch
+    return primitive
+
+
+def _on_one_device(axes: Any) -> bool:
+    """Whether XLA divides nothing of what is lowered."""
+    if isinstance(axes, mlir.SPMDAxisContext):  # jax.shard_map
+        return axes.manual_axes == frozenset(axes.mesh.axis_names)
+    return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
+
+
+def _differentiate(primals: Any, tangents: Any, **options: Any) -> Any:
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(functools.partial(_elsewhere, **options), tuple(primals), tangents)
+
+
+def _batch(arguments: Any, axes: Any, **options: Any) -> Any:
+    found = jax.vmap(functools.partial(_elsewhere, **options), axes)(*arguments)
+    return found, (0,) * len(found)
+
+
+def _attended(qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, positions: Any, *, sizes: Any) -> Any:
+    heads, _, size = sizes
+    return qkv.update(shape=(*qkv.shape[:2], heads * size)), keys, values
+
+
+def _normed(x: Any, inner: Any, weight: Any, gamma: Any, *, eps: float) -> Any:
+    return x, x
+
+
+_attention_p = _primitive("attention", _attend_on_gpu, _attended)
+_norm_p = _primitive("project_add_norm", _norm_on_gpu, _normed)

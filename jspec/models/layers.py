@@ -1,0 +1,188 @@
+"""The parts of a Llama beside its attention: projections, norm, gated MLP. Norms in float32."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from convert.config import LlamaConfig
+from jspec.models.kernels import dispatch as choice
+
+
+def einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
+    """`jnp.einsum` giving `dtype`; float32 means float32 on every backend, though GPUs and TPUs round by default."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
+
+
+def _project(weight: Array, scale: nnx.Param | Array | None, x: Array, dtype: Any = None) -> Array:
+    """``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``, in the dtype of x unless given.
+
+    An int8 weight has a ``scale[out]``. It multiplies the product and not the weight, so that XLA may read int8 in the
+    product itself, which is float32 until then: without its scale a sum is large enough to overflow float16.
+
+    Stored ``[in, out]`` and first in the product, float32 weights are read by XLA's CPU kernels at nearly the memory's
+    speed, for one row as for a few. In half precision that order does not run on CPU, and elsewhere it does not matter.
+    """
+    if scale is not None:
+        product = _project(weight.astype(x.dtype), None, x, jnp.float32)
+        return (product * lax.broadcast_to_rank(scale[...], product.ndim)).astype(dtype or x.dtype)
+    product = functools.partial(_product, dtype=dtype)
+    if math.prod(x.shape[:-1]) != 1:
+        return product(weight, x)
+    of_two = functools.partial(_of_two_rows, product)
+    if weight.dtype == jnp.bfloat16:
+        return of_two(weight, x)
+    return lax.platform_dependent(weight, x, cuda=of_two, default=product)
+
+
+def _product(weight: Array, x: Array, dtype: Any) -> Array:
+    if weight.dtype == jnp.float32:
+        rows = einsum("io,ri->or", weight, x.reshape(-1, x.shape[-1]), dtype)
+        return rows.T.reshape(*x.shape[:-1], -1)
+    product = functools.partial(einsum, "bsi,io->bso", dtype=dtype)
+    if weight.dtype == x.dtype == jnp.bfloat16:
+        return lax.platform_dependent(x, weight, cpu=functools.partial(_product_of_halves, dtype), default=product)
+    return product(x, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product_of_halves(dtype: Any, x: Array, weight: Array) -> Array:
+    """A product of bfloat16: XLA's CPU kernels know of none but that with a float32 result."""
+    return einsum("bsi,io->bso", x, weight, jnp.float32).astype(dtype or x.dtype)
+
+
+def _gradients_of_halves(dtype: Any, known: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
+    """Products of bfloat16 too; by themselves they would be of float32."""
+    x, weight = known
+    given = given.astype(x.dtype)
+    of_x = einsum("bso,io->bsi", given, weight, jnp.float32)
+    of_weight = einsum("bsi,bso->io", x, given, jnp.float32)
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
+
+
+_product_of_halves.defvjp(
+    lambda dtype, x, weight: (_product_of_halves(dtype, x, weight), (x, weight)), _gradients_of_halves
+)
+
+
+def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Array) -> Array:
+    """``product(weight, x)`` of the one row in x, with another of zeros.
+
+    Of a product with a single row XLA makes for GPUs a sum over a matrix, which it may write out first: all of a small
+    weight times the row, or all of a head in float32. On CPUs that sum takes longer, in bfloat16.
+    """
+    return product(weight, jnp.pad(x, ((0, 0), (0, 1), (0, 0))))[:, :1]
+
+
+class Linear(nnx.Module):
+    """``y = x W + b`` with W stored ``[in, out]``: the transpose of Hugging Face's, fused projections side by side.
+
+    `scale` is that of an int8 weight, ``float32[out]``; see `jspec.models.quantize`.
+    """
+
+    def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(_normal(rngs, (in_size, out_size), dtype))
+        self.scale: nnx.Param | None = None
+        self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = _project(self.weight[...], self.scale, x)
+        return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...], y.ndim)
+
+
+class Embed(nnx.Module):
+    """Token embedding, output head, or both where the two are tied.
+
+    Stored ``[E, V]`` as the head reads it, all of it at every pass; beside that, looking up a few columns costs little.
+    `scale` is that of an int8 weight, ``float32[V]``; see `jspec.models.quantize`.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(_normal(rngs, (hidden_size, vocab_size), dtype))
+        self.scale: nnx.Param | None = None
+
+    def __call__(self, tokens: Array) -> Array:
+        """``[B, S, E]``, in float32 where the weight is int8."""
+        columns = jnp.moveaxis(jnp.take(self.weight[...], tokens, axis=1, mode="clip"), 0, -1)
+        if self.scale is None:
+            return columns
+        return columns.astype(jnp.float32) * jnp.take(self.scale[...], tokens, mode="clip")[..., None]
+
+    def wide(self, tokens: ArrayLike | None = None) -> Array:
+        """The weight as ``float32[E, V]``, be it int8; or of ``tokens[D]`` alone, ``float32[E, D]``."""
+        weight, scale = self._of(tokens)
+        return weight.astype(jnp.float32) if scale is None else weight.astype(jnp.float32) * scale
+
+    def _of(self, tokens: ArrayLike | None) -> tuple[Array, Array | None]:
+        """Weight and scale of all tokens, or of those."""
+        parts = self.weight[...], None if self.scale is None else self.scale[...]
+        if tokens is None:
+            return parts
+        return jnp.take(parts[0], tokens, axis=1), None if parts[1] is None else jnp.take(parts[1], tokens)
+
+    def logits(self, x: Array, tokens: ArrayLike | None = None) -> Array:
+        """``float32[B, S, V]`` from hidden states ``[B, S, E]``; or of ``tokens[D]`` alone, ``float32[B, S, D]``."""
+        return _project(*self._of(tokens), x, jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm, computed in float32.
+
+    It rounds to the dtype of x before it multiplies by the weight, as transformers does; `nnx.RMSNorm` rounds after.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        return _rms_norm(x, self.weight[...], self.eps)
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return lax.broadcast_to_rank(weight, x.ndim) * wide.astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward but for its last projection, `down_proj`; the gate and up projections are one matrix."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias, dtype, rngs)
+        self.down_proj = Linear(inner, hidden, bias, dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
+
+def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -> tuple[Array, Array]:
+    """The residual stream x and what a block adds to it, ``linear(inner)``; and the norm of that, or itself without."""
+    if norm is None:
+        x = x + linear(inner)
+        return x, x
+    if linear.scale is None and linear.bias is None:
+        weights = linear.weight[...], norm.weight[...]
+        return choice.project_add_norm(_project_add_norm, x, inner, *weights, norm.eps)
+    x = x + linear(inner)
+    return x, norm(x)
+
+
+def _project_add_norm(x: Array, inner: Array, weight: Array, gamma: Array, eps: float) -> tuple[Array, Array]:
+    """What `jspec.models.kernels.add_norm.project_add_norm` does, of any shape and dtype."""
+    x = x + _project(weight, None, inner)
+    return x, _rms_norm(x, gamma, eps)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Random weights with the standard deviation Llama models are initialised with."""
+    return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,188 @@
+"""The Llama decoder as a Flax NNX module. It is a pytree: pass it to `jax.jit`, shard it, close over it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from convert.config import LlamaConfig
+from jspec.core.tree import Branches
+from jspec.models.attention import Attention, Past
+from jspec.models.kv_cache import KVCache, empty_cache
+from jspec.models.layers import MLP, Embed, RMSNorm, add_and_norm
+from jspec.models.rope import rope_tables
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each on the normed residual stream."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, dtype, rngs)
+
+    def __call__(
+        self,
+        x: Array,
+        normed: Array,
+        keys: Array,
+        values: Array,
+        slots: Array,
+        tables: tuple[Array, Array],
+        past: Past | None,
+        branches: Branches | None,
+        cache_rows: Array | None,
+        following: RMSNorm | None,
+    ) -> tuple[Array, Array, Array, Array]:
+        """The residual stream and its norm, ``[B, R, E]`` each, with the layer's updated keys and values.
+
+        Args:
+            normed: the norm of x by `input_layernorm`; so each layer ends with the norm that the next begins with.
+            keys, values, slots, tables, past, branches, cache_rows: as for `Attention`.
+            following: the next layer's `input_layernorm`; without one nothing is normed.
+        """
+        mixed, keys, values = self.self_attn(normed, keys, values, slots, tables, past, branches, cache_rows)
+        x, normed = add_and_norm(x, mixed, self.self_attn.o_proj, self.post_attention_layernorm)
+        x, normed = add_and_norm(x, self.mlp(normed), self.mlp.down_proj, following)
+        return x, normed, keys, values
+
+
+@jax.jit
+def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array, Array]:
+    """``layer(*arguments)``, traced once for all layers alike; XLA sees the same program either way."""
+    return layer(*arguments)
+
+
+def _with_a_row_of_zeros(through: Callable[..., Any]) -> Callable[..., Any]:
+    """``through(x, ...)`` with two rows in place of the one of x, which takes a GPU no longer.
+
+    Of one row XLA makes a vector: norms are two kernels, and products sums over matrices that it may write out first.
+    """
+    return lambda x, *rest: through(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), *rest)
+
+
+class Llama(nnx.Module):
+    """A LlamaForCausalLM, or a model that is one but for a detail: Mistral, Qwen2, Qwen3.
+
+    Args:
+        config: sizes and constants, from `convert.read_config`.
+        dtype: of weights, activations and cache.
+        rngs: random initial weights, as Hugging Face initialises them.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
+        self.layers = nnx.List([DecoderLayer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, dtype, rngs)
+
+    def __call__(self, tokens: Array) -> Array:
+        """Logits ``float32[B, S, V]`` for ``tokens int32[B, S]``, plain causal, without a cache."""
+        hidden, _ = self.forward(tokens, self.new_cache(*tokens.shape), jnp.zeros(tokens.shape[0], jnp.int32))
+        return self.logits(hidden)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations and cache: that of the norms, which are never quantised."""
+        return self.norm.weight.dtype
+
+    @property
+    def head(self) -> Embed:
+        """What makes logits of normed states: `lm_head`, or `embed_tokens` where the two are one."""
+        return self.embed_tokens if self.lm_head is None else self.lm_head
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache of `slots` positions for `batch` rows."""
+        config = self.config
+        shape = (batch, config.num_key_value_heads, slots, config.head_dim)
+        return empty_cache(config.num_hidden_layers, shape, self.dtype)
+
+    def forward(
+        self,
+        tokens: Array,
+        cache: KVCache,
+        start: Array,
+        *,
+        layers: Sequence[int] | None = None,
+        past: tuple[KVCache, Array] | None = None,
+        branches: Branches | None = None,
+        embeddings: Array | None = None,
+    ) -> tuple[Array, KVCache]:
+        """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows; store their keys and values.
+
+        Args:
+            tokens: ``int32[B, S]``.
+            cache: holds positions ``0 .. start[b] - 1`` of row b, or those from ``past[1][b]`` on; it may have more
+                rows than the batch, see `jspec.models.kv_cache.KVCache`.
+            start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
+            layers: which to run, in this order; None for all.
+            past: a cache that is only read, and ``int32[B]``: it holds the positions before ``past[1][b]``.
+            branches: of tokens that belong to a tree, whose node 0 has position ``start[b]``; node n is stored in slot
+                ``start[b] + n``. None: each token follows the one before.
+            embeddings: ``[M, E]``; row i of them is read in place of token V + i.
+
+        Returns:
+            Hidden states ``[B, S, E]`` before the final norm, and the cache.
+        """
+        hidden, _, cache = self.forward_with_features(tokens, cache, start, (), layers=layers, past=past,
+                                                      branches=branches, embeddings=embeddings)  # fmt: skip
+        return hidden, cache
+
+    def forward_with_features(
+        self,
+        tokens: Array,
+        cache: KVCache,
+        start: Array,
+        features: Sequence[int],
+        *,
+        layers: Sequence[int] | None = None,
+        past: tuple[KVCache, Array] | None = None,
+        branches: Branches | None = None,
+        embeddings: Array | None = None,
+    ) -> tuple[Array, Array, KVCache]:
+        """`forward` that also tells what is between its layers.
+
+        Args:
+            features: which states; i is what enters layer i; the number of layers, or -1, what leaves the last.
+
+        Returns:
+            Hidden states ``[B, S, E]``; those that `features` names, ``[B, S, F, E]``; and the cache.
+        """
+        slots, positions = Branches.places(start, tokens.shape[1], branches)
+        tables = rope_tables(positions, self.config.rope, self.config.head_dim)
+        x = self.embed_tokens(tokens).astype(self.dtype)
+        if embeddings is not None:
+            other = jnp.take(embeddings, tokens - self.config.vocab_size, axis=0, mode="clip").astype(self.dtype)
+            x = jnp.where((tokens >= self.config.vocab_size)[..., None], other, x)
+        order = list(range(len(self.layers)) if layers is None else layers)
+
+        def through(x: Array, cache: KVCache, past: tuple[KVCache, Array] | None) -> tuple[Array, Array, KVCache]:
+            keys, values, normed = list(cache.keys), list(cache.values), self.layers[order[0]].input_layernorm(x)
+            states = {}
+            for i, following in itertools.zip_longest(order, order[1:]):
+                before = None if past is None else (past[0].keys[i], past[0].values[i], past[0].rows, past[1])
+                norm = None if following is None else self.layers[following].input_layernorm
+                states[i] = x
+                x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], slots, tables,
+                                                     before, branches, cache.rows, norm)  # fmt: skip
+            told = [({len(self.layers): x, -1: x} | states)[i] for i in features]
+            parts = jnp.stack(told, axis=2) if told else jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
+            count = tokens.shape[1]
+            return x[:, :count], parts[:, :count], KVCache(tuple(keys), tuple(values), cache.rows)
+
+        if not order:
+            return x, jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype), cache
+        if tokens.size != 1:
+            return through(x, cache, past)
+        return lax.platform_dependent(x, cache, past, cuda=_with_a_row_of_zeros(through), default=through)
+
+    def logits(self, hidden: Array) -> Array:
+        """``float32[B, S, V]`` from the hidden states of `forward`."""
+        return self.head.logits(self.norm(hidden))

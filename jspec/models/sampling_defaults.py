@@ -1,0 +1,47 @@
+"""The sampling parameters that the files of a model recommend."""
+
+import functools
+import logging
+from typing import Any
+
+from convert.generation_config import SamplingDefaults
+from jspec.core.sampling import SamplingParams
+
+_LOG = logging.getLogger("jspec")
+
+
+def default_sampling(target: Any, **given: Any) -> SamplingParams:
+    """Return the sampling parameters that `target` recommends; its other fields are those of `SamplingParams()`.
+
+    Args:
+        given: fields that take the place of the model's own, unless they are None.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**_defaults(target).values() | values)
+
+
+def described(target: Any, **given: Any) -> str | None:
+    """Return a sentence about the defaults that `default_sampling` takes from the model; None if there are none."""
+    defaults = _defaults(target)
+    used = [f"{name} {value:g}" for name, value in defaults.values().items() if given.get(name) is None]
+    ignored = f"{', '.join(defaults.unsupported)} ignored, because not supported" if defaults.unsupported else ""
+    parts = [part for part in (", ".join(used), ignored) if part]
+    return f"Sampling defaults recommended by the model: {'; '.join(parts)}" if parts else None
+
+
+def recommended(target: Any) -> SamplingParams:
+    """Return `default_sampling`, and log once in a process what is the model's own."""
+    _log_once(described(target), bool(_defaults(target).unsupported))
+    return default_sampling(target)
+
+
+@functools.cache
+def _log_once(sentence: str | None, is_warning: bool) -> None:
+    if sentence is not None:
+        _LOG.log(logging.WARNING if is_warning else logging.INFO, sentence)
+
+
+def _defaults(target: Any) -> SamplingDefaults:
+    """Models that are not from jspec's own loaders may have none."""
+    own = getattr(getattr(target, "config", None), "sampling", None)
+    return own if isinstance(own, SamplingDefaults) else SamplingDefaults()

@@ -1,0 +1,214 @@
+"""`plan`: what of a pair fits into a device's memory, how fast it should be and how far to draft, before any is there.
+
+Configurations and published facts go in, predictions come out; nothing here is measured or runs on a device.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from convert import dtypes
+from convert.config import LlamaConfig, read_config
+from convert.source import resolve_config
+from jspec import theory
+from jspec.core.devices import Device, find
+from jspec.core.types import check_count, same_but_for_padding
+from jspec.models.llama import Llama
+from jspec.models.quantize import check_kind
+from jspec.planning.memory import Footprint, Weights
+from jspec.planning.roofline import Load
+
+MOST = 16  # the largest K that is considered
+_LENGTH = 4096
+_WORTHWHILE = 1.05  # times faster must an int8 draft be, to be advised
+_ROUNDING = 1e-9  # a gain below this is none
+# What a plan advises.
+SPECULATE, PLAIN, QUANTIZE, NO_ROOM = "speculate", "do not speculate", "quantise the draft", "does not fit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Decoding with one draft, as predicted.
+
+    Attributes:
+        num_draft_tokens: K, the fastest unless one was asked for; 0 where drafting does not pay.
+        speedup: with that K over plain decoding.
+        best: the fastest K.
+        round_seconds, expected_tokens, speedups: of a round and a row, for K = 1, 2, ..., 16.
+        footprint: with that K, or for 0 with K = 1.
+        fits: whether the device's memory holds that.
+    """
+
+    num_draft_tokens: int
+    speedup: float
+    best: int
+    round_seconds: tuple[float, ...]
+    expected_tokens: tuple[float, ...]
+    speedups: tuple[float, ...]
+    footprint: Footprint
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `jspec.plan` predicts.
+
+    Attributes:
+        verdict: "speculate", "do not speculate", "quantise the draft" or "does not fit".
+        device: what it is for.
+        batch, length, prompt, acceptance: what was assumed.
+        plain_seconds: of one step of plain decoding, which is one token a row.
+        plain_footprint, plain_fits: of decoding without a draft.
+        draft: with the draft as given.
+        int8: with the draft in int8, whose acceptance is taken to be the same.
+        largest_batch: that fits with the draft as given, at this length; 0 for none.
+        largest_length: that fits with the draft as given, in this batch; 0 for none.
+    """
+
+    verdict: str
+    device: Device
+    batch: int
+    length: int
+    prompt: int
+    acceptance: float
+    plain_seconds: float
+    plain_footprint: Footprint
+    plain_fits: bool
+    draft: Drafting
+    int8: Drafting
+    largest_batch: int
+    largest_length: int
+
+
+def plan(
+    target: LlamaConfig | Llama | str | Path,
+    draft: LlamaConfig | Llama | str | Path,
+    *,
+    device: str | Device | None = None,
+    batch: int = 1,
+    length: int | None = None,
+    prompt: int | None = None,
+    acceptance: float = 0.8,
+    num_draft_tokens: int | None = None,
+    quantize: str | None = None,
+) -> Plan:
+    """Predict from configurations alone what fits into a device, how fast it decodes and how far to draft.
+
+    A pass takes the longer of its bytes over the bandwidth (weights and the whole cache) and its products over the peak
+    (attention's left out), and the launches of its kernels. A round of K is a draft's pass of two rows, K - 1 of one
+    row and a verification of K + 1 rows, and yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan
+    et al. 2023. Real devices reach less than their published bandwidth, in plain decoding and in drafting, so the
+    speed-up is the better prediction. `jspec.tune` measures.
+
+    Args:
+        target, draft: configurations (`convert.read_config`), models, or where one is, as for `load`; of that only the
+            configuration is read, or downloaded. A model counts as int8 if it is quantised.
+        device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the one that is
+            here. Its dtype is that of weights and cache.
+        batch: texts at once.
+        length: positions of each, prompt and new tokens; 4096 unless given, or as many as the models have.
+        prompt: how many of them are read first, all at once; half unless given.
+        acceptance: alpha, the probability that a drafted token is accepted, in 0..1.
+        num_draft_tokens: K, in 1..16; the fastest unless given.
+        quantize: "int8" for a draft in int8.
+
+    Raises:
+        ValueError: an argument is out of range, the vocabularies differ, the models have fewer positions, or no device
+            of that name is known or here.
+        TypeError: `device` is no device, or a source no model.
+        convert.CheckpointError: a source is none, or not supported.
+    """
+    found = find(device)
+    if quantize is not None:
+        check_kind(quantize)
+    target_weights, draft_weights = (_weights(source, found) for source in (target, draft))
+    limit = _check_models(target_weights.config, draft_weights.config)
+    length = min(_LENGTH, limit) if length is None else length
+    prompt = max(length // 2, 1) if prompt is None else prompt
+    _check(batch, length, prompt, limit, acceptance, num_draft_tokens)
+    load, light = Load(found, batch, length, prompt), dataclasses.replace(draft_weights, quantized=True)
+    chosen = light if quantize else draft_weights
+    given, int8 = (_drafting(load, target_weights, one, acceptance, num_draft_tokens) for one in (chosen, light))
+    plain_fits, k = load.fits(0, target_weights), given.num_draft_tokens or 1
+
+    def fits(**changes: int) -> bool:
+        return dataclasses.replace(load, **changes).fits(k, target_weights, chosen)
+
+    return Plan(
+        verdict=_verdict(plain_fits, given, int8),
+        **vars(load),
+        acceptance=acceptance,
+        plain_seconds=load.plain_seconds(target_weights),
+        plain_footprint=load.footprint(0, target_weights),
+        plain_fits=plain_fits,
+        draft=given,
+        int8=int8,
+        largest_batch=_largest(lambda batch: fits(batch=batch), 1 << 20),
+        largest_length=_largest(lambda length: fits(length=length, prompt=min(prompt, length)), limit),
+    )
+
+
+def _drafting(load: Load, target: Weights, draft: Weights, acceptance: float, wanted: int | None) -> Drafting:
+    plain, lengths = load.plain_seconds(target), range(1, MOST + 1)
+    seconds = tuple(load.round_seconds(target, draft, k) for k in lengths)
+    tokens = tuple(float(theory.expected_tokens(acceptance, k)) for k in lengths)
+    speedups = tuple(n * plain / s for n, s in zip(tokens, seconds, strict=True))
+    best = 1 + max(range(MOST), key=speedups.__getitem__)  # the first of equals
+    best = best if speedups[best - 1] > 1 + _ROUNDING else 0
+    k = best if wanted is None else wanted
+    held, fits = load.footprint(k or 1, target, draft), load.fits(k or 1, target, draft)
+    return Drafting(k, speedups[k - 1] if k else 1.0, best, seconds, tokens, speedups, held, fits)
+
+
+def _verdict(plain_fits: bool, draft: Drafting, int8: Drafting) -> str:
+    if not plain_fits or (draft.best and not draft.fits):
+        return NO_ROOM
+    if int8.fits and int8.speedup > 1 and int8.speedup >= _WORTHWHILE * draft.speedup:
+        return QUANTIZE
+    return SPECULATE if draft.best else PLAIN
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number in 1..most that `fits`, given that all below it do; 0 where 1 does not."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _weights(source: Any, device: Device) -> Weights:
+    itemsize = dtypes.parse(device.dtype).itemsize
+    if isinstance(source, Llama):
+        return Weights(source.config, itemsize, source.embed_tokens.scale is not None)
+    if isinstance(source, str | Path):
+        source = read_config(resolve_config(source))
+    if not isinstance(source, LlamaConfig):
+        raise TypeError(f"Only models can be planned, not a {type(source).__name__}; pass a configuration, a model, or "
+                        "where one is.")  # fmt: skip
+    return Weights(source, itemsize)
+
+
+def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
+    """The positions that both have; ValueError where their vocabularies differ."""
+    if not same_but_for_padding(draft.vocab_size, target.vocab_size):
+        raise ValueError(f"The draft's vocabulary has {draft.vocab_size} tokens and the target's {target.vocab_size}; "
+                         "use a draft that shares the target's tokenizer.")  # fmt: skip
+    return min(target.max_position_embeddings, draft.max_position_embeddings)
+
+
+def _check(batch: Any, length: Any, prompt: Any, limit: int, acceptance: Any, num_draft_tokens: Any) -> None:
+    """Raise ValueError for what is out of range."""
+    for name, value in (("batch", batch), ("length", length), ("prompt", prompt)):
+        check_count(name, value)
+    if length > limit:
+        raise ValueError(f"length={length} is more than the {limit} positions that both models have; shorten it.")
+    if prompt > length:
+        raise ValueError(f"prompt={prompt} is more than length={length}, of which it is a part; shorten it.")
+    if isinstance(acceptance, bool) or not isinstance(acceptance, numbers.Real) or not 0 <= float(acceptance) <= 1:
+        raise ValueError(f"acceptance must be a probability in 0..1; got {acceptance!r}.")
+    whole = isinstance(num_draft_tokens, numbers.Integral) and not isinstance(num_draft_tokens, bool)
+    if num_draft_tokens is not None and not (whole and num_draft_tokens in range(1, MOST + 1)):
+        raise ValueError(f"num_draft_tokens must be a whole number in 1..{MOST}; got {num_draft_tokens!r}.")

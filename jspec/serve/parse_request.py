@@ -1,0 +1,233 @@
+"""What a body asks of the engine: prompts as tokens, numbers, keys, ends."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.core.sampling import SamplingParams
+from jspec.engine import Engine, Request
+from jspec.engine.constraints import Constraint
+from jspec.engine.grammars import Grammars
+from jspec.generation.complete import prepare
+from jspec.models.sampling_defaults import default_sampling
+from jspec.serve.errors import wrong
+from jspec.serve.schemas import Body, ChatBody, CompletionBody
+from jspec.serve.token_text import Names
+from jspec.text import eos_ids
+from jspec.text.template_variables import check_variables
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model that is served.
+
+    Attributes:
+        name: what clients call it.
+        engine: decodes.
+        tokenizer: of its target.
+        names: of single tokens.
+        grammars: constrain texts; None where the tokenizer does not tell how it works, or no token ends a text.
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: Any
+    names: Names
+    grammars: Grammars | None
+
+    @property
+    def target(self) -> Any:
+        """The model whose law the texts have."""
+        return self.engine.device.target
+
+    @property
+    def max_length(self) -> int:
+        """The longest text, prompt included."""
+        return self.engine.device.sizes.length
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, at most."""
+        return self.engine.device.sizes.num_draft_tokens[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A body, understood.
+
+    Attributes:
+        body: as it came.
+        prompts: their tokens.
+        requests: n of each prompt in turn.
+        most: tokens of a choice; 0 is echo alone, for which the engine decodes one nevertheless.
+        top: how many of the likeliest tokens are listed with each; None for no log-probabilities.
+        stop: strings that end a text.
+        ends: tokens that end it, and what is said to be the reason: a string, an id, or None for the model's own.
+    """
+
+    body: Body
+    prompts: list[tuple[int, ...]]
+    requests: list[Request]
+    most: int | None
+    top: int | None
+    stop: tuple[str, ...]
+    ends: dict[int, str | int | None]
+
+    @property
+    def echoes(self) -> bool:
+        """Whether prompts are repeated in the answer."""
+        return isinstance(self.body, CompletionBody) and self.body.echo
+
+
+def understand(served: Served, body: Body, constraint: Constraint | None = None) -> Asked:
+    """Everything about a body that needs the model's tokenizer or its sizes; its `constraint` is compiled already.
+
+    Raises:
+        Refusal: something cannot be.
+    """
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
+    stop, ends = _ends(served, body)
+    prompts = _prompts(served, body, param)
+    for prompt in prompts:
+        _check(served, body, prompt, param)
+    common = _sampling(served, body), constraint
+    each = [prompt for prompt in prompts for _ in range(body.n)]
+    requests = [_request(served, body, prompt, ends, index, *common) for index, prompt in enumerate(each)]
+    return Asked(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
+
+
+def number_of_choices(body: Body) -> int:
+    """How many requests of the engine it is."""
+    return body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
+
+
+def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
+    chat = isinstance(body, ChatBody)
+    asked: Sequence[Any] = [[one.plain() for one in body.messages]] if chat else getattr(body, param)
+    texts = ["".join(one["content"] for one in asked[0])] if chat else [one for one in asked if isinstance(one, str)]
+    _check_characters(served, texts, param)
+    _check_ids(served, [] if chat else [one for one in asked if not isinstance(one, str)], param)
+    template = _template(served, body)
+    try:
+        batch = prepare(served.tokenizer, list(asked), template=template).batch
+    except ValueError as error:
+        raise wrong(str(error), param) from None
+    except Exception as error:  # a template can fail in any way
+        raise wrong(
+            f"The {param} cannot be read as this model expects: {' '.join(str(error).split())}.", param
+        ) from error
+    return [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
+
+
+def _template(served: Served, body: Body) -> dict[str, Any]:
+    """The variables of the chat template that a chat sets; like its messages they are bounded by the longest text."""
+    name, given = "chat_template_kwargs", getattr(body, "chat_template_kwargs", {})
+    try:
+        _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
+        return check_variables(name, given, reserved=("tools",))
+    except RecursionError:
+        raise wrong(f"{name} is JSON of too many levels.", name) from None
+    except ValueError as error:
+        raise wrong(str(error), name) from None
+
+
+def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
+    """Refuse what cannot fit without reading it, which might take seconds."""
+    if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
+        raise wrong(f"There are {longest} characters in {param}, and texts have at most {served.max_length} tokens "
+                    "here; shorten it.", param, "context_length_exceeded")  # fmt: skip
+
+
+def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> None:
+    """The same of ids."""
+    if (longest := max(map(len, prompts), default=0)) >= served.max_length:
+        raise wrong(f"There are {longest} tokens in {param}, and texts have at most {served.max_length} tokens here; "
+                    "shorten it.", param, "context_length_exceeded")  # fmt: skip
+
+
+def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | int | None]]:
+    """Strings that end a text, and tokens, each with its reason."""
+    try:
+        task = prepare(served.tokenizer, [[0]], list(dict.fromkeys(body.stop)))
+    except ValueError as error:
+        raise wrong(str(error), "stop") from None
+    vocab_size = served.target.config.vocab_size
+    if far := [i for i in body.stop_token_ids if i >= vocab_size]:
+        raise wrong(f"stop_token_ids holds {far[0]}, outside the vocabulary of {vocab_size} tokens.", "stop_token_ids")
+    special = [one for one in dict.fromkeys(body.stop) if one not in task.stop]
+    ends: dict[int, str | int | None] = {i: i for i in body.stop_token_ids}
+    ends |= {i: one for i, one in zip(task.stop_ids, special, strict=True) if i < vocab_size}
+    own = () if body.ignore_eos else eos_ids(served.target, served.tokenizer)
+    ends |= dict.fromkeys(own)
+    most = served.engine.device.sizes.eos_ids
+    if len(ends) > most:
+        raise wrong(f"{len(ends)} tokens may end the text, the model's own included, and this server takes {most}; "
+                    "give fewer stop_token_ids.", "stop_token_ids")  # fmt: skip
+    return task.stop, ends
+
+
+def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> None:
+    vocab_size, longest = served.target.config.vocab_size, served.max_length
+    if max(prompt) >= vocab_size:
+        raise wrong(f"{param} holds the id {max(prompt)}, outside the vocabulary of {vocab_size} tokens.", param)
+    _check_ids(served, [prompt], param)
+    if len(prompt) + (body.max_tokens or 1) > longest:
+        limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+        blamed = limit if limit in body.model_fields_set else param
+        raise wrong(f"The {param} and {limit} are {len(prompt)} and {body.max_tokens} tokens, and texts have at most "
+                    f"{longest} tokens here; shorten one of the two.", blamed, "context_length_exceeded")  # fmt: skip
+
+
+def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable[int], index: int,
+             sampling: SamplingParams, constraint: Constraint | None) -> Request:  # fmt: skip
+    room = served.max_length - len(prompt)
+    key = None
+    if body.seed is not None:  # of this kind whatever JAX's default is, so that the same seed is the same text
+        key = jax.random.fold_in(jax.random.key(body.seed, impl="threefry2x32"), index)
+    of_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
+    return Request(
+        prompt,
+        room if body.max_tokens is None else max(1, body.max_tokens),
+        sampling,
+        key,
+        tuple(sorted(ends)),
+        body.cache_salt,
+        _top(body) or 0,
+        of_prompt,
+        constraint,
+    )
+
+
+def _sampling(served: Served, body: Body) -> SamplingParams:
+    """The body's parameters, and for each that it leaves out the default that the model recommends."""
+    return default_sampling(
+        served.target,
+        temperature=body.temperature,
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_bias(body.logit_bias, served.target.config.vocab_size) if body.logit_bias else None,
+        min_tokens=body.min_tokens,
+    )
+
+
+def _bias(given: dict[str, float], vocab_size: int) -> np.ndarray:
+    bias = np.zeros(vocab_size, np.float32)
+    for name, value in given.items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < vocab_size):
+            raise wrong(f"logit_bias has the key {name!r}; expected ids of tokens below {vocab_size}.", "logit_bias")
+        bias[int(name)] = value
+    return bias
+
+
+def _top(body: Body) -> int | None:
+    if isinstance(body, ChatBody):
+        return body.top_logprobs if body.logprobs else None
+    return getattr(body, "logprobs", None)

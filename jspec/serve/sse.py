@@ -1,0 +1,145 @@
+"""Answers on their way to a client, piece by piece: each must be taken in time, and nothing is made of all at once."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+from anyio import to_thread
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from jspec.serve.errors import Refusal, failed
+from jspec.serve.job import Job
+from jspec.serve.responses import Answer
+
+_LOG = logging.getLogger("jspec")
+_PATIENCE = 600.0  # seconds for a client to take one piece
+_LEVELS, _FEW = 4, 64  # what is deeper in an answer is small, but for how much there is of it
+_PIECE = 2**16  # characters
+_PING = 15  # seconds between pings
+
+
+class Whole(StreamingResponse):
+    """All of a job that has ended, as one object. Whatever happens to it, the answer is delivered afterwards."""
+
+    def __init__(self, job: Job, content: dict[str, Any]):
+        self._job = job
+        super().__init__(_joined(dump_pieces(content)), media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_PATIENCE):
+                await send(message)
+
+        try:
+            await super().__call__(scope, functools.partial(heard, receive), send_in_time)
+        finally:
+            self._job.delivered()
+
+
+class _Ping(ServerSentEvent):
+    """Keeps a connection alive while a request waits for its first token.
+
+    It is a comment without the blank line that ends an event, because some clients take that for an event without data.
+    Others take a comment and the event after it for one, which they drop. So no ping comes between two tokens.
+    """
+
+    def __init__(self, is_needed: bool):
+        super().__init__()
+        self._line = b": ping\n" if is_needed else b""
+
+    def encode(self) -> bytes:
+        """Return the line of the comment, or nothing."""
+        return self._line
+
+
+class Stream(EventSourceResponse):
+    """A job's answer in events. Whatever happens to it, the job is over afterwards."""
+
+    def __init__(self, job: Job):
+        self._job, self._has_begun = job, False
+        super().__init__(self._noted(_events(job)), sep="\n", send_timeout=_PATIENCE, ping=_PING,
+                         ping_message_factory=lambda: _Ping(not self._has_begun))  # fmt: skip
+
+    async def _noted(self, events: AsyncIterator[dict[str, str]]) -> AsyncIterator[dict[str, str]]:
+        async for event in events:
+            self._has_begun = True
+            yield event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, functools.partial(heard, receive), send)
+        finally:
+            self._job.close()
+            self._job.delivered()
+
+
+async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
+    try:
+        async for chunk in Answer(job).chunks():
+            # One that repeats a prompt may be large.
+            data = await to_thread.run_sync(_dump_large, chunk) if job.asked.echoes else dump(chunk)
+            yield {"data": data}
+    except Refusal as refusal:
+        yield {"data": dump(refusal.as_json())}
+    except Exception:
+        _LOG.exception("A stream has failed.")
+        yield {"data": dump(failed().as_json())}
+    yield {"data": "[DONE]"}
+
+
+async def heard(receive: Receive) -> Message:
+    """What a client says next.
+
+    Asked anew every second, for what it has sent in excess stops the reading, and with it the news that it has gone.
+    """
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                return await receive()
+
+
+def dump(value: Any) -> str:
+    """As JSON."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def dump_pieces(value: Any, levels: int = _LEVELS) -> Iterator[str]:
+    """`dump` of an answer in many pieces: no other thread runs while one is made."""
+    if isinstance(value, dict) and levels:
+        for i, (name, part) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{dump(name)}:"
+            yield from dump_pieces(part, levels - 1)
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and levels and len(value) <= _FEW:
+        for i, part in enumerate(value):
+            yield "," if i else "["
+            yield from dump_pieces(part, levels - 1)
+        yield "]" if value else "[]"
+    elif isinstance(value, list):
+        for i in range(0, len(value), _FEW):
+            yield f"{',' if i else '['}{dump(value[i : i + _FEW])[1:-1]}"
+        yield "]" if value else "[]"
+    else:
+        yield dump(value)
+
+
+def _dump_large(value: Any) -> str:
+    return "".join(dump_pieces(value))
+
+
+def _joined(pieces: Iterable[str]) -> Iterator[str]:
+    """`pieces` in larger ones: sending each costs something."""
+    held, size = list[str](), 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= _PIECE:
+            yield "".join(held)
+            held, size = [], 0
+    yield "".join(held)

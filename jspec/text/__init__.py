@@ -1,0 +1,154 @@
+"""Text in, text out: tokenizers, keys from a seed, tokens back to text.
+
+Nothing that decodes imports this file; what takes and gives text does.
+"""
+
+import importlib.util
+import numbers
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import convert
+from convert import placeholders
+from jspec.core.detokenizer import Pieces as Pieces
+from jspec.core.detokenizer import pieces as pieces
+from jspec.text import tokenizer_file
+from jspec.text.end_of_turn import end_of_turn
+
+if TYPE_CHECKING:
+    from jax import Array
+
+# What `jspec tune` continues unless told otherwise: starts as the bundled models, and many others, know them.
+EXAMPLE_PROMPTS = [
+    "def fibonacci(n):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n\ndef main():\n",
+    "for name in sorted(os.listdir(path)):\n",
+]
+
+
+def load_tokenizer(source: str | os.PathLike) -> Any:
+    """Return the tokenizer of a checkpoint.
+
+    Args:
+        source: a folder, a GGUF file, a name or a hub id. A folder's tokenizer.json is obeyed as it is. A GGUF file has
+            its tokenizer and chat template inside.
+
+    Raises:
+        convert.CheckpointError: the source is not a checkpoint, has no tokenizer files, or they cannot be read.
+    """
+    directory = convert.resolve(source if isinstance(source, str) else os.fspath(source))
+    if directory.is_file():
+        return tokenizer_file.from_gguf(directory)
+    files = sorted(directory.glob("tokenizer*"))
+    if not files:
+        if not (directory / "config.json").exists():
+            raise convert.CheckpointError(f"{directory} has no config.json; expected the directory of a checkpoint.")
+        raise convert.CheckpointError(
+            f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
+        )
+    for file in files:
+        placeholders.check(file)
+    try:
+        if (tokenizer := tokenizer_file.read(directory)) is not None:
+            return tokenizer
+        return _without_tokenizer_json(directory)
+    except Exception as error:  # the tokenizer libraries raise many kinds
+        reason = " ".join(str(error).split())[:400].rstrip(".")
+        raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}.") from error
+
+
+def _without_tokenizer_json(directory: Path) -> Any:
+    """Return the tokenizer of a SentencePiece model, or the one that transformers makes of other files."""
+    if (directory / "tokenizer.model").is_file():
+        try:
+            return tokenizer_file.from_sentencepiece(directory)
+        except convert.CheckpointError as error:
+            _check_packages(str(error).rstrip("."))
+    return tokenizer_file.transformers().AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def _check_packages(reason: str) -> None:
+    """Raise ValueError if transformers lacks the packages that it reads a tokenizer.model with."""
+    packages = {"tiktoken": "tiktoken"}
+    if "is not a SentencePiece" not in reason:
+        packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+    if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
+        raise ValueError(
+            f"{reason}; transformers reads such a file with {' and '.join(missing)}: pip install {' '.join(missing)}, "
+            "or add the model's tokenizer.json"
+        )
+
+
+def check_same_tokenizer(target: Any, draft: Any) -> None:
+    """Refuse a draft whose ids mean other tokens than the target's.
+
+    Raises:
+        ValueError: names the first id that differs, and both its tokens.
+    """
+    ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (target, draft))
+    different = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+    if different:
+        i = min(different)
+        raise ValueError(
+            f"The draft's tokenizer is not the target's: id {i} is {theirs.get(i)!r} for the draft and "
+            f"{ours.get(i)!r} for the target; use a draft that shares the target's tokenizer."
+        )
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that end a text: those of the model and the tokenizer, and the chat template's end of a turn."""
+    known = {*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
+    return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))
+
+
+def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
+    """What a datastore is made of: the files as the tokenizer of `source` reads them, and its vocabulary.
+
+    Returns:
+        ``int32[N]``, the end-of-text token behind every file if the tokenizer has one; and V, by config.json where
+        `source` has one, for models may have room for more tokens than their tokenizer.
+
+    Raises:
+        ValueError: a file is not UTF-8, or all are empty.
+    """
+    tokenizer, place = load_tokenizer(source), convert.resolve(source)
+    rows = tokenizer([_read(file) for file in files], add_special_tokens=False, verbose=False)["input_ids"]
+    if not any(rows):
+        raise ValueError("The files have no text in them; give at least one that has.")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    described = place.is_file() or (place / "config.json").exists()
+    vocab_size = convert.read_config(place).vocab_size if described else len(tokenizer)
+    return np.concatenate([np.array(row + end, np.int32) for row in rows]), vocab_size
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out.") from error
+
+
+def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
+    """`count` prompts (as many as there are, if None), from the start again where they run out."""
+    return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
+
+
+def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
+    """Typed keys ``[batch]``, from that of request `first` on; each depends on the seed and its request's number alone.
+
+    Raises:
+        ValueError: the seed is no int of 32 bits.
+    """
+    import jax
+
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
+    # Of this kind whatever JAX's default is, so that the same seed is the same text.
+    return jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(int(seed), impl="threefry2x32"), first + np.arange(batch)
+    )

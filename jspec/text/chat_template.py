@@ -1,0 +1,201 @@
+"""Prompts as one ragged batch: texts, token ids, and conversations by the model's chat template."""
+
+import dataclasses
+import operator
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jspec.text.template_variables import check_variables
+
+# A text, ids, or a conversation, whose messages have "role" and "content".
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+ROLES = ("system", "user", "assistant", "tool")
+_LEAST_WIDTH = 32
+_LEAST_NEW = 128
+_LONGEST_REASON = 300  # characters of an error in a template, which may quote the whole conversation
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Prompts as `jspec.generate` takes them, in one of few widths, so that new ones seldom compile again.
+
+    Attributes:
+        tokens: ``int32[B, P]``, padded on the right; P is a power of two.
+        lengths: ``int32[B]``.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+def listed(prompts: Any) -> list[Any]:
+    """The prompts one by one: a text, one prompt's ids or one conversation stand for a list of it; arrays are lists."""
+    rows = _plain(prompts)
+    if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+        return [rows]
+    rows = [_plain(one) for one in rows]
+    alone = rows and all(isinstance(one, Mapping) or _is_id(one) for one in rows)
+    return [rows] if alone else rows
+
+
+def _plain(value: Any) -> Any:
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value
+
+
+def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any] | None = None) -> Batch:
+    """`prompts` as one batch.
+
+    A tokenizer that starts texts with a token of its own (BOS) does so here, but once: not where the text has it,
+    and not before a conversation, whose template says how it starts.
+
+    Args:
+        template: variables of the chat template, for every conversation.
+
+    Raises:
+        ValueError: a prompt has no tokens, or is none; a conversation is malformed, or there is no template for it, or
+            the template fails; `template` is malformed, or no prompt is a conversation. It names the prompt, from 1 on,
+            and the message, from 0 on.
+    """
+    variables = check_variables("template", template)
+    if variables and not any(map(is_conversation, prompts)):
+        raise ValueError("template has variables of the chat template, and no prompt is a conversation; leave it out.")
+    several = len(prompts) > 1
+    places = [f"Prompt {i}" if several else "The prompt" for i in range(1, len(prompts) + 1)]
+    rows = [_ids(tokenizer, prompt, place, variables) for prompt, place in zip(prompts, places, strict=True)]
+    if not rows:
+        raise ValueError("There are no prompts; give at least one.")
+    tokens = np.zeros((len(rows), _bucket(max(map(len, rows)), _LEAST_WIDTH)), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    return Batch(tokens, np.array([len(ids) for ids in rows], np.int32))
+
+
+def room(wanted: int, batch: Batch, positions: int) -> int:
+    """`wanted` new tokens, rounded up so that other wishes find the program compiled; the limit is for `max_tokens`.
+
+    A power of two where the models have so many positions, else all that they have behind the padded prompts, or
+    behind the longest; and `wanted` itself where even that is too much, for the error to name it.
+    """
+    most = positions - int(batch.lengths.max())
+    sizes = _bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most
+    return next((size for size in sizes if wanted <= size <= most), wanted)
+
+
+def is_conversation(prompt: Prompt) -> bool:
+    """Whether it is a list of messages, be they malformed."""
+    return _is_list(prompt) and any(isinstance(one, Mapping) for one in prompt)
+
+
+def check_conversation(messages: Sequence[Any], place: str) -> None:
+    """Refuse what a template would make nonsense of, or drop without a word; it must end with what is to be answered.
+
+    Raises:
+        ValueError: names the message.
+    """
+    if not messages:
+        raise ValueError(f"{place} has no messages; give at least one to be answered.")
+    check_messages(messages, place)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{place} ends with a message of the assistant; end with one to be answered.")
+
+
+def check_messages(messages: Sequence[Any], place: str) -> None:
+    """`check_conversation` of each message by itself."""
+    for i, message in enumerate(messages):
+        fields = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise ValueError(
+                f"{place}, message {i} is {reprlib.repr(message)}; expected an object with two strings, "
+                "'role' and 'content'."
+            )
+        if fields["role"] not in ROLES:
+            raise ValueError(
+                f"{place}, message {i} has the role {fields['role']!r}; expected one of {', '.join(ROLES)}."
+            )
+
+
+def _ids(tokenizer: Any, prompt: Prompt, place: str, variables: Mapping[str, Any]) -> list[int]:
+    if isinstance(prompt, str):
+        ids = _once(tokenizer, _checked(prompt, place))
+    elif is_conversation(prompt):
+        check_conversation(prompt, place)
+        text = rendered(tokenizer, prompt, place, variables=variables)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    elif _is_list(prompt) and all(map(_is_id, prompt)):
+        ids = [operator.index(i) for i in prompt]  # pyright: ignore[reportArgumentType]
+        if far := [i for i in ids if not 0 <= i < 2**31]:
+            raise ValueError(f"{place} has the id {far[0]}, outside any vocabulary; was it encoded at all?")
+    else:
+        raise ValueError(
+            f"{place} is {reprlib.repr(prompt)}; expected a text, a list of token ids or a list of messages."
+        )
+    if not ids:
+        raise ValueError(f"{place} is empty, and the tokenizer adds no start token; give it some text.")
+    return ids
+
+
+def _checked(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} is not UTF-8 text (character {error.start + 1}); convert it first.") from error
+    return text
+
+
+def _once(tokenizer: Any, text: str) -> list[int]:
+    """Its ids, without the BOS that the tokenizer adds where the text has one of its own, as of a chat template."""
+    ids, start = tokenizer(text, verbose=False)["input_ids"], tokenizer.bos_token_id
+    if start is None or ids[:2] != [start, start]:
+        return ids
+    own = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids[1:] if own[:1] == [start] and ids[1 : len(own) + 1] == own else ids
+
+
+def rendered(
+    tokenizer: Any, messages: Any, place: str, asked: bool = True, variables: Mapping[str, Any] | None = None
+) -> str:
+    """Messages as the chat template shows them.
+
+    Args:
+        asked: whether with what stands before an answer.
+        variables: of the template, as `check_variables` returns them.
+
+    Raises:
+        ValueError: there is no template, or it refuses the messages, fails, or returns text that is not UTF-8.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{place} is a conversation, and the tokenizer has no chat template; use a model that was made for chats, "
+            "or give it text."
+        )
+    options = {"tokenize": False, "add_generation_prompt": asked, **(variables or {})}
+    try:
+        text = tokenizer.apply_chat_template(list(messages), **options)
+    except Exception as error:  # a template is a program, which can fail in any way
+        raise ValueError(f"{place} is refused by the model's chat template: {_reason(error)}") from error
+    return _checked(text, place)
+
+
+def _reason(error: Exception) -> str:
+    """Return one line about an error in a template; a template's own words need no name of a Python class."""
+    from jinja2 import TemplateError
+
+    words = " ".join(str(error).split())
+    words = words if len(words) < _LONGEST_REASON else f"{words[:_LONGEST_REASON]}..."
+    return words if words and isinstance(error, TemplateError) else f"{type(error).__name__} {words}".strip()
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _bucket(size: int, least: int = 1) -> int:
+    """The power of two at or above `size` and `least`."""
+    return max(least, 1 << (size - 1).bit_length())

@@ -1,0 +1,90 @@
+"""Tokens to the text that a reader may see: no half characters, and nothing that may be the start of a stop string."""
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+from jspec.core.detokenizer import Pieces
+
+
+class Writer:
+    """Text as it comes, up to a stop string.
+
+    Args:
+        tokenizer: of the tokens.
+        prompt: the tokens before.
+        stop: strings that end the text.
+        keeps_stop: whether the text ends with the string, not before it.
+        min_tokens: so many tokens are not looked at for strings.
+        shows_prompt: whether the reader has seen the prompt's text, as for `jspec.core.detokenizer.Pieces`.
+
+    Attributes:
+        pieces: the text that each token adds.
+        starts: where it begins.
+        text: all of them; without what is behind the end once that is known.
+        stopped: the string that ended it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
+        shows_prompt: bool = True,
+    ):
+        self._coming, self._stop, self._keeps_stop = Pieces(tokenizer, prompt, shows_prompt), stop, keeps_stop
+        self._held = max(map(len, stop), default=1) - 1
+        self._min_tokens, self._from, self._ended = min_tokens, 0, False
+        self.pieces: list[str] = []
+        self.starts: list[int] = []
+        self.text, self.stopped = "", None
+
+    @property
+    def shown(self) -> int:
+        """How many characters of the text cannot change any more."""
+        return len(self.text) if self._ended else max(0, len(self.text) - self._held)
+
+    @property
+    def settled(self) -> int:
+        """How many of the tokens have text that cannot change any more."""
+        if self.shown == len(self.text):
+            return len(self.pieces)
+        return bisect.bisect_right(self.starts, self.shown) - 1
+
+    def add(self, token: int) -> None:
+        """The next one; there is none after one that has completed a stop string."""
+        self._append(self._coming.add(token), is_new=True)
+
+    def add_silent(self) -> None:
+        """A token that ends the text, and is no part of it."""
+        self.starts.append(len(self.text))
+        self.pieces.append("")
+
+    def end(self) -> None:
+        """There are no more tokens."""
+        if not self._ended:
+            self._append(self._coming.rest(), is_new=False)
+            self._ended = True
+
+    def _append(self, piece: str, is_new: bool) -> None:
+        known = len(self.text)
+        self.text += piece
+        if is_new:
+            self.starts.append(known)
+            self.pieces.append(piece)
+        elif piece and self.pieces:
+            self.pieces[-1] += piece
+        if len(self.pieces) <= self._min_tokens:
+            self._from = len(self.text)
+        self._find(known)
+
+    def _find(self, known: int) -> None:
+        """End at the first stop string that reaches behind what was known."""
+        starts = ((self.text.find(one, max(self._from, known - len(one) + 1)), one) for one in self._stop)
+        found = min(((start, one) for start, one in starts if start >= 0), default=None)
+        if found is not None:
+            start, self.stopped = found
+            self.text = self.text[: start + len(self.stopped) * self._keeps_stop]
+            self._ended = True

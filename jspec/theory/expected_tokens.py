@@ -1,0 +1,276 @@
+"""Closed forms that predict what speculative decoding gains, in plain NumPy float64.
+
+Nothing here runs a model: every function maps acceptance rates and cost ratios to a number that a measurement
+can be held against. Following both papers, `p` is the target's distribution, `q` the draft's, and `k` (gamma
+in Leviathan et al., T in Stratos) the number of drafted tokens in a round. Arguments broadcast against one
+another and scalars give scalars; every bad value raises ValueError.
+
+References:
+    Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", 2023, sections 3.1
+    to 3.5.
+    Stratos, "Speculative Decoding" (notes), section 1.1.1.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = np.float64 | NDArray[np.float64]
+
+# Float32 softmax over a 128k vocabulary sums to 1 within about 1e-5; an unnormalised row misses by far more
+# than this.
+_SUM_TOLERANCE = 1e-4
+
+
+def acceptance_rate(p: ArrayLike, q: ArrayLike) -> Floats:
+    """Probability that a token drafted from `q` is kept by a target `p`: `sum_x min(p(x), q(x))`.
+
+    This is beta of Leviathan et al. theorem 3.5 and beta_t of Stratos section 1.1.1; it equals one minus the
+    total variation distance. Its mean over contexts is alpha (corollary 3.6), which the other functions here
+    take.
+
+    Args:
+        p: `[..., V]` target probabilities.
+        q: `[..., V]` draft probabilities, the same shape as `p`.
+
+    Returns:
+        `[...]` float64 in [0, 1].
+
+    Raises:
+        ValueError: shapes differ, an entry is negative or not finite, or a row's sum is not 1 within 1e-4.
+    """
+    target, draft = _distribution_pair(p, q)
+    return np.minimum(np.minimum(target, draft).sum(axis=-1), 1.0)
+
+
+def divergence(p: ArrayLike, q: ArrayLike) -> Floats:
+    """`D_LK(p, q) = sum_x |p(x) - M(x)|` with `M = (p + q) / 2` (Leviathan et al., definition 3.2).
+
+    Symmetric, 0 where `p = q` and 1 where the supports are disjoint (corollary 3.4): the total variation
+    distance.
+
+    Args:
+        p: `[..., V]` target probabilities.
+        q: `[..., V]` draft probabilities, the same shape as `p`.
+
+    Returns:
+        `[...]` float64 in [0, 1], equal to `1 - acceptance_rate(p, q)` (lemma 3.3).
+
+    Raises:
+        ValueError: as `acceptance_rate`.
+    """
+    target, draft = _distribution_pair(p, q)
+    return np.minimum(0.5 * np.abs(target - draft).sum(axis=-1), 1.0)
+
+
+def expected_tokens(alpha: ArrayLike, k: ArrayLike) -> Floats:
+    """Mean tokens one round emits: `(1 - alpha^(k+1)) / (1 - alpha)` (Leviathan et al., equation 1).
+
+    Assumes that positions accept independently with one rate; `expected_tokens_from_rates` drops that
+    assumption.
+
+    Args:
+        alpha: `[...]` acceptance rate in [0, 1].
+        k: `[...]` drafted tokens in a round, integers of at least 0.
+
+    Returns:
+        `[...]` float64 between 1 and `k + 1`; both ends are reached exactly, at alpha = 0 and alpha = 1.
+
+    Raises:
+        ValueError: alpha outside [0, 1] or NaN, k negative or not an integer, or incompatible shapes.
+    """
+    rate, drafts = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k))
+    # Horner on the sum: the quotient loses every digit as alpha -> 1, this form loses none and needs no
+    # special case there.
+    total = np.ones(rate.shape)
+    for step in range(int(drafts.max(initial=0))):
+        total = np.where(step < drafts, 1.0 + rate * total, total)
+    return total[()]
+
+
+def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
+    """Mean tokens one round emits, position by position: `1 + a_1 + a_1 a_2 + ... + a_1 ... a_K`.
+
+    `a_i` is the chance that draft i is accepted given that drafts 1 .. i-1 were. Each term is the chance that
+    draft i is emitted, so the sum is exact for dependent positions too, where Leviathan et al. equation 1 and
+    Stratos section 1.1.1 assume them i.i.d.; with all `a_i` equal to alpha it is `expected_tokens(alpha, K)`.
+    Measured: `a_1 = accepted_at[0] / rounds` and, counting arrays from 0 and positions from 1,
+    `a_i = accepted_at[i - 1] / accepted_at[i - 2]`.
+
+    Args:
+        rates: `[..., K]` conditional acceptance rates in [0, 1].
+
+    Returns:
+        `[...]` float64 between 1 and K + 1.
+
+    Raises:
+        ValueError: a rate outside [0, 1] or NaN (0 / 0 where no round reached a position: write 0 there), or
+            no last axis.
+    """
+    conditional = _rate("rates", rates)
+    if conditional.ndim == 0:
+        raise ValueError("rates is a scalar; expected shape [..., K]: pass a sequence such as [0.8, 0.7].")
+    return 1.0 + np.cumprod(conditional, axis=-1).sum(axis=-1)
+
+
+def speedup(alpha: ArrayLike, k: ArrayLike, c: ArrayLike) -> Floats:
+    """Wall-time improvement: `expected_tokens(alpha, k) / (k c + 1)` (Leviathan et al., theorem 3.8).
+
+    This is the factor over plain decoding, which emits one token per target step. Assumes that a target pass
+    over k + 1 positions takes as long as one over a single position.
+
+    Args:
+        alpha: `[...]` acceptance rate in [0, 1].
+        k: `[...]` drafted tokens in a round, integers of at least 0.
+        c: `[...]` time of one draft step divided by the time of one target step, at least 0.
+
+    Returns:
+        `[...]` float64; 1 means as fast as plain decoding, and k = 0 gives exactly 1.
+
+    Raises:
+        ValueError: as `expected_tokens`, or c negative or not finite.
+    """
+    rate, drafts, cost = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k), c=_cost("c", c))
+    return expected_tokens(rate, drafts) / (drafts * cost + 1.0)
+
+
+def speedup_lower_bound(alpha: ArrayLike, c: ArrayLike) -> Floats:
+    """Speedup the best k is sure to reach: `max(1, (1 + alpha) / (1 + c))` (Leviathan et al., corollary 3.9).
+
+    The quotient is theorem 3.8 at k = 1 and exceeds 1 where alpha > c; elsewhere no k helps, and drafting
+    nothing keeps the speedup at 1.
+
+    Args:
+        alpha: `[...]` acceptance rate in [0, 1].
+        c: `[...]` time of one draft step divided by the time of one target step, at least 0.
+
+    Returns:
+        `[...]` float64 of at least 1.
+
+    Raises:
+        ValueError: as `speedup`.
+    """
+    return np.maximum(1.0, speedup(alpha, 1, c))
+
+
+def operations(alpha: ArrayLike, k: ArrayLike, c_hat: ArrayLike) -> Floats:
+    """Growth of arithmetic: `(k c_hat + k + 1) / expected_tokens(alpha, k)` (Leviathan et al., theorem 3.11).
+
+    The factor over plain decoding of all arithmetic, target and draft: a rejected draft wastes the work done
+    on it and on every draft after it, and this is what a speedup is bought with.
+
+    Args:
+        alpha: `[...]` acceptance rate in [0, 1].
+        k: `[...]` drafted tokens in a round, integers of at least 0.
+        c_hat: `[...]` operations per token of the draft divided by those of the target, at least 0.
+
+    Returns:
+        `[...]` float64 of at least 1; k = 0 gives exactly 1.
+
+    Raises:
+        ValueError: as `speedup`, with c_hat in the place of c.
+    """
+    rate, drafts, cost = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k), c_hat=_cost("c_hat", c_hat))
+    return (drafts * cost + drafts + 1.0) / expected_tokens(rate, drafts)
+
+
+def optimal_k(alpha: ArrayLike, c: ArrayLike, max_k: int = 64) -> int | NDArray[np.int64]:
+    """The k in 0 .. max_k with the largest `speedup(alpha, k, c)` (Leviathan et al., section 3.5).
+
+    0 means "do not speculate" and is the answer where alpha <= c (corollary 3.9). Ties go to the smaller k.
+    Free drafts (c = 0) always help, so there the answer is max_k, or the first k whose speedup float64 cannot
+    tell from that of max_k.
+
+    Args:
+        alpha: `[...]` acceptance rate in [0, 1].
+        c: `[...]` time of one draft step divided by the time of one target step, at least 0.
+        max_k: the largest k to consider.
+
+    Returns:
+        An int for scalar input, else `[...]` int64.
+
+    Raises:
+        ValueError: as `speedup`, or max_k not a single integer of at least 0.
+    """
+    rate, cost = _broadcast(alpha=_rate("alpha", alpha), c=_cost("c", c))
+    limit = _count("max_k", max_k)
+    if limit.ndim != 0:
+        raise ValueError(f"max_k has shape {limit.shape}; expected one integer: call optimal_k once per limit.")
+    best = np.argmax(speedup(rate[..., None], np.arange(int(limit) + 1), cost[..., None]), axis=-1)
+    # Near alpha = c = 1 every k ties within rounding, so corollary 3.9 decides there and not the last bit.
+    best = np.where(rate > cost, best, 0)
+    return int(best) if best.ndim == 0 else best
+
+
+def _distribution_pair(p: ArrayLike, q: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """`p` and `q` as checked float64 rows of one shape `[..., V]`."""
+    target, draft = _distribution("p", p), _distribution("q", q)
+    if target.shape != draft.shape:
+        raise ValueError(
+            f"p has shape {target.shape} and q has shape {draft.shape}; expected one shape [..., V]: "
+            "align the two vocabularies and batch axes first."
+        )
+    return target, draft
+
+
+def _distribution(name: str, value: ArrayLike) -> NDArray[np.float64]:
+    """`value` as float64 rows; a float32 softmax's rounding is divided out, so that p = q has rate 1."""
+    probs = np.asarray(value, dtype=np.float64)
+    if probs.ndim == 0 or probs.shape[-1] == 0:
+        raise ValueError(
+            f"{name} has shape {probs.shape}; expected [..., V] with V at least 1: pass whole distributions."
+        )
+    if not (np.isfinite(probs) & (probs >= 0)).all():
+        raise ValueError(f"{name} has a negative or non-finite entry; expected probabilities: apply softmax to logits.")
+    sums = probs.sum(axis=-1, keepdims=True)
+    error = np.abs(sums - 1.0).max(initial=0.0)
+    if error > _SUM_TOLERANCE:
+        raise ValueError(
+            f"{name} has a row whose sum is off by {error:.3g}; expected 1 within {_SUM_TOLERANCE:g}: "
+            "normalise over the last axis."
+        )
+    return probs / sums
+
+
+def _rate(name: str, value: ArrayLike) -> NDArray[np.float64]:
+    """`value` as float64 in [0, 1]; the comparison is written so that NaN fails it."""
+    rate = np.asarray(value, dtype=np.float64)
+    valid = (rate >= 0) & (rate <= 1)
+    if not valid.all():
+        raise ValueError(
+            f"{name} is {rate[~valid].flat[0]}; expected a rate in [0, 1]: "
+            "divide accepted drafts by those that were judged."
+        )
+    return rate
+
+
+def _cost(name: str, value: ArrayLike) -> NDArray[np.float64]:
+    """`value` as finite float64 of at least 0."""
+    cost = np.asarray(value, dtype=np.float64)
+    valid = np.isfinite(cost) & (cost >= 0)
+    if not valid.all():
+        raise ValueError(
+            f"{name} is {cost[~valid].flat[0]}; expected a finite ratio of at least 0: "
+            "divide the draft's cost by the target's."
+        )
+    return cost
+
+
+def _count(name: str, value: ArrayLike) -> NDArray[np.int64]:
+    """`value` as int64 of at least 0; floats are refused, since a rate given as k would be cut to 0."""
+    count = np.asarray(value)
+    if count.dtype.kind not in "iu":
+        raise ValueError(f"{name} has dtype {count.dtype}; expected integers of at least 0: pass int({name}).")
+    if (count < 0).any():
+        raise ValueError(f"{name} is {count.min()}; expected an integer of at least 0: use 0 for no speculation.")
+    return count.astype(np.int64)
+
+
+def _broadcast(**named: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The arrays at their common shape, or an error that names each argument with its shape."""
+    try:
+        return np.broadcast_arrays(*named.values())
+    except ValueError:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in named.items())
+        raise ValueError(
+            f"shapes do not broadcast ({shapes}); expected compatible shapes: add axes of size 1."
+        ) from None

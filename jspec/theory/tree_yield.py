@@ -1,0 +1,104 @@
+"""What a tree of guesses brings, and the best tree of so many nodes, from how often each child is accepted.
+
+A child of rank r is accepted, where its parent is, with probability ``acceptance_by_rank[r]``, whatever the depth: the
+positional acceptance assumption of Chen et al. 2024, "Sequoia", section 3.1. So a node is worth the product of the
+probabilities on its branch, and a round brings one token and the sum over all nodes.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jspec.core.tree import Tree
+
+_ROUNDING = 1e-9
+
+
+def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
+    """Expected tokens of a round over `tree`, the one behind the accepted path included.
+
+    Args:
+        tree: whose nodes have at most as many children as there are ranks.
+        acceptance_by_rank: `[R]`, how often the child of each rank is the one that is accepted, the eldest first.
+
+    Raises:
+        ValueError: no tree; rates that are none, or too few.
+    """
+    if not isinstance(tree, Tree):
+        raise ValueError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree.")
+    rates = _rates(acceptance_by_rank)
+    if tree.max_children > rates.size:
+        raise ValueError(f"A node of the tree has {tree.max_children} children, and acceptance_by_rank has rates for "
+                         f"{rates.size}; give as many.")  # fmt: skip
+    worth = np.ones(tree.size + 1)
+    for node, parent in enumerate(tree.parents, 1):
+        worth[node] = worth[parent] * rates[np.flatnonzero(tree.children[parent] == node)[0]]
+    return float(worth.sum())
+
+
+def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> Tree:
+    """The tree with the largest `tree_yield` of all with `num_nodes` nodes and at most `max_depth` levels.
+
+    The dynamic programme of Chen et al. 2024, "Sequoia", section 3.1, in O(R n^2 max_depth) for R ranks.
+
+    Args:
+        acceptance_by_rank: `[R]`, as for `tree_yield`; no node gets more than R children.
+        num_nodes: n, at least 1.
+        max_depth: at least 1.
+
+    Returns:
+        A tree that is numbered by depth. It has fewer nodes where no more fit, or more would bring nothing.
+
+    Raises:
+        ValueError: numbers below 1, or rates that are none.
+    """
+    rates = _rates(acceptance_by_rank)
+    for name, value in (("num_nodes", num_nodes), ("max_depth", max_depth)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
+    sizes = _best_sizes(rates, int(num_nodes), min(int(max_depth), int(num_nodes)))
+    parents: list[int] = []
+    # Node, the nodes below it, the levels that are left for them: by depth, for what is found is put at the end.
+    level = [(0, int(num_nodes), len(sizes) - 1)]
+    while level:
+        below = []
+        for node, budget, depth in level:
+            for rank in range(rates.size):
+                size = sizes[depth][rank][budget] if depth else 0
+                if not size:
+                    break
+                parents.append(node)
+                below.append((len(parents), size - 1, depth - 1))
+                budget -= size
+        level = below
+    return Tree(tuple(parents))
+
+
+def _best_sizes(rates: NDArray[np.float64], num_nodes: int, max_depth: int) -> list[list[list[int]]]:
+    """``[depth][rank][n]``: with n nodes for the children from a rank on, how many its subtree should have."""
+    ranks = rates.size
+    worth = np.zeros((ranks + 1, num_nodes + 1))  # of the children from a rank on, with n nodes; at depth 0 none
+    sizes: list[list[list[int]]] = [[[0] * (num_nodes + 1)] * ranks]
+    for _ in range(max_depth):
+        below, worth, chosen = worth[0], np.zeros((ranks + 1, num_nodes + 1)), []
+        for rank in reversed(range(ranks)):
+            best = [0]
+            for n in range(1, num_nodes + 1):
+                # Its subtree has 1 to n nodes, itself and what lies below; the others go to the younger siblings.
+                values = rates[rank] * (1 + below[:n]) + worth[rank + 1][n - 1 :: -1]
+                size = int(np.argmax(values)) + 1
+                worth[rank][n] = values[size - 1]
+                best.append(size)
+            chosen.append(best)
+        sizes.append(chosen[::-1])
+    return sizes
+
+
+def _rates(acceptance_by_rank: ArrayLike) -> NDArray[np.float64]:
+    try:
+        rates = np.asarray(acceptance_by_rank, np.float64)
+    except (TypeError, ValueError):
+        rates = np.empty(())
+    if rates.ndim != 1 or not rates.size or not np.all((rates >= 0) & (rates <= 1)) or rates.sum() > 1 + _ROUNDING:
+        raise ValueError("acceptance_by_rank must be a list of probabilities, one a rank, that sum to at most 1, for "
+                         f"at most one child is accepted; got {acceptance_by_rank!r}.")  # fmt: skip
+    return rates

@@ -1,0 +1,171 @@
+"""What the target makes of a batch, computed when it is needed or read from disk."""
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import Array
+from safetensors import SafetensorError, safe_open
+
+from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.training.batches import Batch, Plan
+from jspec.training.dataset import digest, write_arrays, write_text
+
+_SHARD_BYTES = 256 * 2**20
+_DESCRIPTION = "states.json"
+
+
+class Sight(NamedTuple):
+    """Of every token of a batch.
+
+    Attributes:
+        states: ``[B, S, F, E]``, those that the drafter reads.
+        hidden: ``[B, S, E]``, what leaves the last layer.
+        laws: what is known of the laws behind `hidden`, if anything is.
+    """
+
+    states: Array
+    hidden: Array
+    laws: "Laws | None" = None
+
+
+class Laws(NamedTuple):
+    """Of the target's laws, over all V tokens, what a drafter that guesses fewer is measured with.
+
+    Attributes:
+        likeliest: ``int32[B, S]``, the likeliest token.
+        log_mass: ``float32[B, S]``, the log of the sum of the exponentials of all logits.
+    """
+
+    likeliest: Array
+    log_mass: Array
+
+
+def laws_of(target: Any, hidden: Array) -> Laws:
+    """Of the target's states ``[B, S, E]`` in its own dtype."""
+    logits = target.logits(hidden)
+    return Laws(logits.argmax(-1), jax.nn.logsumexp(logits, axis=-1))
+
+
+@functools.partial(jax.jit, static_argnames="features")
+def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
+    """The target's reading of ``tokens[B, S]``."""
+    batch, size = tokens.shape
+    start = jnp.zeros(batch, jnp.int32)
+    hidden, states, _ = target.forward_with_features(tokens, target.new_cache(batch, size), start, features)
+    return Sight(states, hidden)
+
+
+def fingerprint(model: Any) -> str:
+    """Of a model's or drafter's sizes, dtypes and weights; the same on all devices, in whatever parts it lies there."""
+    leaves = jax.tree.leaves(model)
+    known = [(leaf.dtype.name, leaf.shape, int(bits)) for leaf, bits in zip(leaves, _bits(leaves), strict=True)]
+    return hashlib.sha256(f"{_config(model)} {known}".encode()).hexdigest()
+
+
+def _config(model: Any) -> Any:
+    """What is fixed in it beside its arrays."""
+    if isinstance(model, InOwnFiles):
+        return model.described()
+    return getattr(model, "config", None) or getattr(getattr(model, "head", None), "config", None)
+
+
+@jax.jit
+def _bits(leaves: list[Array]) -> list[Array]:
+    """Sums over the bits of numbers: of integers, in any order the same."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    return [jax.lax.bitcast_convert_type(leaf, kinds[leaf.dtype.itemsize]).sum(dtype=jnp.uint32) for leaf in leaves]
+
+
+class StoredStates:
+    """A folder of safetensors files: of every row of a plan what `look` said, in bfloat16.
+
+    Args:
+        folder: made if it is not there; what an earlier run has written is kept.
+        plan: whose rows.
+        about: what else the states depend on, see `fingerprint`.
+        few: whether the drafter guesses some tokens only, so that it needs `Laws` of all.
+
+    Raises:
+        ValueError: the folder holds states of something else, or is damaged.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, features: tuple[int, ...], about: str, few: bool = False):
+        self._folder, self._plan, self._features, self._few = folder, plan, features, few
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted = {"about": about, "features": list(features), "rows": digest(plan.rows), "laws": few}
+        file = folder / _DESCRIPTION
+        if not file.exists():
+            write_text(file, json.dumps(wanted) + "\n")
+        elif json.loads(file.read_text(encoding="utf-8")) != wanted:
+            raise ValueError(f"{folder} holds states of other texts or of another target; name another folder, or "
+                             "delete it.")  # fmt: skip
+        self._places = {
+            int(name): shard
+            for shard in sorted(folder.glob("*.safetensors"))
+            for name in _names(shard)
+            if name.isdecimal()
+        }
+
+    def write(self, target: Any, say: Callable[[int, int], None]) -> None:
+        """Compute what is missing; ``say(done, all)`` counts rows.
+
+        Raises:
+            convert.CheckpointError: the disk is full; what was written before stays.
+        """
+        pending: dict[str, np.ndarray] = {}
+        for batch in self._plan.in_order(self._places.keys()):
+            sight = jax.device_get(look(target, jnp.asarray(batch.tokens), self._features))
+            whole = np.concatenate([sight.states, sight.hidden[:, :, None]], axis=2).astype(ml_dtypes.bfloat16)
+            kept = {"": whole}
+            if self._few:  # of the states as they will be read
+                laws = jax.jit(laws_of)(target, jnp.asarray(whole[:, :, -1], target.dtype))
+                kept |= {f".{name}": np.asarray(part) for name, part in laws._asdict().items()}
+            for place, number in enumerate(batch.numbers):
+                if number >= 0:
+                    size = len(self._plan.rows[number].tokens)
+                    pending |= {f"{number}{name}": part[place, :size].copy() for name, part in kept.items()}
+            if sum(part.nbytes for part in pending.values()) > _SHARD_BYTES:
+                self._flush(pending)
+                say(len(self._places), len(self._plan.rows))
+        self._flush(pending)
+
+    def read(self, batch: Batch) -> Sight:
+        """What was written of the rows of a batch."""
+        whole: dict[str, np.ndarray] = {}
+        for place, number in enumerate(batch.numbers):
+            if number < 0:
+                continue
+            with safe_open(self._places[int(number)], framework="numpy") as handle:
+                for name in ("", *(f".{field}" for field in Laws._fields if self._few)):
+                    part = handle.get_tensor(f"{number}{name}")
+                    whole.setdefault(name, np.zeros((*batch.tokens.shape, *part.shape[1:]), part.dtype))
+                    whole[name][place, : len(part)] = part
+        states, *laws = map(jnp.asarray, whole.values())
+        return Sight(states[:, :, :-1], states[:, :, -1], Laws(*laws) if laws else None)
+
+    def _flush(self, pending: dict[str, np.ndarray]) -> None:
+        """Write a shard of what is pending."""
+        if not pending:
+            return
+        names = (self._folder / f"states-{number:05}.safetensors" for number in itertools.count())
+        shard = next(name for name in names if not name.exists())  # one in the middle may have been deleted
+        write_arrays(shard, pending)
+        self._places |= {int(name): shard for name in pending if name.isdecimal()}
+        pending.clear()
+
+
+def _names(shard: Path) -> Sequence[str]:
+    try:
+        with safe_open(shard, framework="numpy") as handle:
+            return list(handle.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{shard} is damaged ({error}); delete it, and it is written anew.") from error

@@ -1,0 +1,32 @@
+"""Checks of the arguments of functions that measure, before anything is measured."""
+
+import numbers
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from jspec.decoding.validate_arguments import check_whole
+
+
+def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> None:
+    """Raise ValueError if `max_new_tokens` is too short to measure rounds of `max_draft_tokens`."""
+    check_whole("max_new_tokens", max_new_tokens)
+    check_whole("max_draft_tokens", max_draft_tokens)
+    if isinstance(max_nodes, bool) or not isinstance(max_nodes, numbers.Integral) or max_nodes < 0:
+        raise ValueError(f"max_nodes must be an int of at least 0, which is for chains alone; got {max_nodes!r}.")
+    least = 4 * (max_draft_tokens + 1)
+    if max_new_tokens < least:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is too short a text to measure {max_draft_tokens} drafts a "
+                         f"round; use at least {least}, or a smaller max_draft_tokens.")  # fmt: skip
+
+
+def check_measurable(*arguments: Any) -> None:
+    """Raise ValueError where there is nothing to time, or several hosts might come to several answers."""
+    # Inside a caller's transformation even a new array is traced.
+    leaves = jax.tree.leaves((arguments, jnp.zeros(())))
+    if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise ValueError('jspec.tune, jspec.best_exit and num_draft_tokens="auto" measure, which cannot be done inside '
+                         "jax.jit or another transformation, nor by several processes at once; call jspec.tune "
+                         "beforehand and pass what it finds.")  # fmt: skip
