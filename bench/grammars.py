@@ -1,7 +1,12 @@
-"""Random grammars, valid and hostile, beside streams of a server: who crashes, waits or fills the memory."""
+"""Random grammars, valid and hostile, beside the streams of a server: crashes, waits and memory.
+
+The streams take turns alone, beside requests without a grammar, and beside requests with one. The second shows how much
+of the third is only the price of more requests.
+"""
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import subprocess
@@ -19,7 +24,8 @@ from bench.report import RESULTS, publish
 from bench.serve import served
 
 _STREAMS, _AT_ONCE = 4, 4
-_TURN = 30.0  # seconds with grammars, and as many without
+_TURN = 30.0  # seconds
+_ALONE, _BESIDE_TEXTS, _BESIDE_GRAMMARS = _TURNS = "alone", "beside texts", "beside grammars"
 _PATIENCE = 120  # seconds for any answer
 _WORDS = ("name", "size", "value", "a", "b", "^a")
 
@@ -99,11 +105,11 @@ def body(rng: random.Random) -> dict[str, Any]:
 
 
 class _Load:
-    """Streams, whose waits are noted, and grammars beside them at times."""
+    """Streams, whose waits are recorded, and other requests beside them in some turns."""
 
     def __init__(self, client: httpx.AsyncClient, end: float):
         self._client, self._end = client, end
-        self.has_grammars, self.waits, self.outcomes = False, {False: [], True: []}, Counter()
+        self.turn, self.waits, self.outcomes = _ALONE, {turn: [] for turn in _TURNS}, Counter()
 
     async def stream(self, number: int) -> None:
         """Ask for texts without a constraint, one after another, and note the seconds between their events."""
@@ -115,33 +121,37 @@ class _Load:
                 "ignore_eos": True,
                 "stream": True,
             }
-            last, before = None, self.has_grammars
+            last, before = None, self.turn
             async with self._client.stream("POST", "/v1/completions", json=asked) as answer:
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: {"):
                         continue
                     now = time.perf_counter()
-                    if last is not None and before == self.has_grammars:
+                    if last is not None and before == self.turn:
                         self.waits[before].append(now - last)
-                    last, before = now, self.has_grammars
+                    last, before = now, self.turn
 
     async def fuzz(self, rng: random.Random) -> None:
-        """Send random grammars while it is their turn."""
+        """Send random requests while it is their turn, with a grammar or without."""
         while time.monotonic() < self._end:
-            if not self.has_grammars:
+            if self.turn == _ALONE:
                 await asyncio.sleep(0.05)
                 continue
+            asked = {"model": "model"} | body(rng)
+            if self.turn == _BESIDE_TEXTS:
+                del asked["response_format"]
             try:
-                answer = await self._client.post("/v1/completions", json={"model": "model"} | body(rng))
-                self.outcomes[f"HTTP {answer.status_code}"] += 1
+                answer = await self._client.post("/v1/completions", json=asked)
+                self.outcomes[f"HTTP {answer.status_code}"] += "response_format" in asked
             except httpx.HTTPError as error:
                 self.outcomes[type(error).__name__] += 1
 
     async def turns(self, seconds: float) -> None:
-        """Take turns with and without grammars, so that both meet the same machine."""
-        while time.monotonic() < self._end:
+        """Take turns, so that all three meet the same machine."""
+        for self.turn in itertools.cycle(_TURNS):
+            if time.monotonic() >= self._end:
+                return
             await asyncio.sleep(seconds)
-            self.has_grammars = not self.has_grammars
 
 
 def memory(process: int) -> float:
@@ -174,9 +184,10 @@ async def _play(url: str, process: int, minutes: float, turn: float, seed: int) 
         await asyncio.sleep(15)  # what was being compiled ends
         health = (await client.get("/health")).status_code
         after = memory(process)
-    p99 = [float(np.percentile(load.waits[kind], 99)) * 1e3 for kind in (False, True)]
-    return {"minutes": minutes, "grammars": load.outcomes.total(), "p99 alone, ms": p99[0], "p99 beside, ms": p99[1],
-            "x": p99[1] / p99[0], "MiB before": before, "MiB after": after, "health": health,
+    p99 = {f"p99 {turn}, ms": float(np.percentile(waits, 99)) * 1e3 for turn, waits in load.waits.items()}
+    alone, texts, grammars = p99.values()
+    return {"minutes": minutes, "grammars": load.outcomes.total(), **p99, "grammars / alone": grammars / alone,
+            "grammars / texts": grammars / texts, "MiB before": before, "MiB after": after, "health": health,
             "outcomes": json.dumps(load.outcomes)}  # fmt: skip
 
 
@@ -195,5 +206,5 @@ def run(minutes: float, folder: Path | None) -> None:
 
 def _draw(figure: Figure, rows: plots.Rows) -> None:
     axes = figure.subplots()
-    axes.bar(["alone", "beside grammars"], [rows[0]["p99 alone, ms"], rows[0]["p99 beside, ms"]])
+    axes.bar(_TURNS, [rows[0][f"p99 {turn}, ms"] for turn in _TURNS])
     axes.set_ylabel("p99 between two events, ms")
