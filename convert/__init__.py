@@ -1,4 +1,7 @@
-"""Hugging Face checkpoints of Llama, Mistral, Qwen2 and Qwen3 <-> flat dictionaries of named arrays; no model code."""
+"""Conversion of Llama, Mistral, Qwen2 and Qwen3 checkpoints to and from flat dictionaries of named arrays.
+
+The package contains no model code.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -28,7 +31,7 @@ __all__ = [
     "shapes",
 ]
 
-# Names are looked up when they are first used: what they need takes a while, which `--help` should not.
+# Import the modules on first use: they are slow to import, and `--help` should be fast.
 _HOMES = {
     "Checkpoint": "convert.checkpoint",
     "CheckpointError": "convert.errors",

@@ -1,4 +1,7 @@
-"""`python -m convert SRC DST`: Hugging Face or GGUF -> Orbax, or with `--to hf` the way back; so is `jspec convert`."""
+"""The command `python -m convert SRC DST`, also available as `jspec convert`.
+
+It converts Hugging Face or GGUF checkpoints to Orbax, and with `--to hf` back to the Hugging Face format.
+"""
 
 import enum
 import functools
@@ -12,7 +15,7 @@ from convert.errors import CheckpointError
 
 
 class Dtype(enum.StrEnum):
-    """The names in `convert.dtypes`, without what it imports: help comes at once."""
+    """The names in `convert.dtypes`, repeated here so that `--help` does not import that module."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -20,7 +23,7 @@ class Dtype(enum.StrEnum):
 
 
 class Format(enum.StrEnum):
-    """What can be written."""
+    """The output formats."""
 
     orbax = "orbax"
     hf = "hf"

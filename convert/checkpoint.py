@@ -9,13 +9,13 @@ from convert.config import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model's numbers.
+    """A model's configuration and weights.
 
     Attributes:
-        config: what the forward pass needs.
+        config: the configuration of the forward pass.
         params: flat dotted name -> array, exactly the names and shapes of `shapes(config)`, all of one dtype.
-        directory: where it was read from; config.json and the tokenizer's files are there, or in the GGUF file
-            that it is.
+        directory: the path that the checkpoint was read from: a directory with config.json and the tokenizer's files,
+            or a GGUF file.
     """
 
     config: LlamaConfig

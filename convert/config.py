@@ -1,4 +1,7 @@
-"""config.json -> LlamaConfig: every field that changes the computed function is read, or refused by name."""
+"""Parsing of config.json into `LlamaConfig`.
+
+Every field that changes the computed function is read, or rejected by name.
+"""
 
 import dataclasses
 import reprlib
@@ -15,7 +18,7 @@ from convert.json_file import read_object
 from convert.rope import RopeConfig, parse_rope
 from convert.weight_files import INDEX, SINGLE
 
-# What every family has fixed, see `Family.fixed`.
+# The fields that are fixed in every family, see `Family.fixed`.
 _FIXED = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
@@ -26,16 +29,16 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Describe a model: its forward pass, the tokens that end its texts, and its recommended sampling.
+    """A model's forward pass, the tokens that end its texts, and its recommended sampling.
 
     Hashable, so it can be static in `jax.jit`.
 
     Attributes:
-        max_position_embeddings: the longest text; of a model with a sliding window no more than that.
+        max_position_embeddings: the longest text, at most the sliding window if the model has one.
         attention_bias: q, k, v and o have biases.
         qkv_bias: q, k and v have biases, whether or not o has one.
-        qk_norm: queries and keys go through a norm over each head, before they are rotated.
-        eos_token_ids: those of config.json, then those that only generation_config.json names.
+        qk_norm: queries and keys are normalised over each head before they are rotated.
+        eos_token_ids: the ids in config.json, then those that only generation_config.json names.
         pad_token_id: the id that pads batches, if the files name one. It serves only to detect left padding.
         sampling: the sampling parameters that the model recommends.
     """
@@ -74,7 +77,7 @@ def _family(raw: Fields) -> Family:
 
 
 def check_supported(raw: Fields, fixed: Fields) -> None:
-    """Raise CheckpointError unless every field of `fixed` that `raw` has is as there; null counts as left out."""
+    """Raise CheckpointError if `raw` has another value for a field of `fixed`; null counts as left out."""
     for key, wanted in fixed.items():
         value = raw.get(key)
         if value is not None and (value != wanted or isinstance(value, bool) != isinstance(wanted, bool)):
@@ -85,7 +88,7 @@ def check_supported(raw: Fields, fixed: Fields) -> None:
 
 
 def _check_weights(raw: Fields) -> None:
-    """Refuse a config.json that names a file of weights other than the usual one, which transformers would read."""
+    """Reject a config.json that names an unusual file of weights, which transformers would read."""
     named = raw.get("transformers_weights")
     if named not in (None, SINGLE):
         raise CheckpointError(
@@ -104,7 +107,7 @@ def _check_layer_types(raw: Fields) -> None:
 
 
 def _heads(raw: Fields) -> tuple[int, int, int]:
-    """(query heads, key-value heads, size of a head)."""
+    """Return (query heads, key-value heads, size of a head)."""
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     kv_heads = integer(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -123,11 +126,11 @@ def _heads(raw: Fields) -> tuple[int, int, int]:
 
 
 def parse_config(raw: Fields) -> LlamaConfig:
-    """The content of a config.json as a `LlamaConfig`.
+    """Parse the content of a config.json into a `LlamaConfig`.
 
-    Reads the fields of transformers 5 (`rope_parameters`) and of earlier versions (`rope_theta`,
-    `rope_scaling`); `eos_token_id` may be an int, a list or null. Fields that transformers ignores for
-    a model of its family are ignored here too.
+    Both the fields of transformers 5 (`rope_parameters`) and those of earlier versions (`rope_theta`,
+    `rope_scaling`) are read. `eos_token_id` may be an int, a list or null. Fields that transformers ignores
+    for a model of its family are ignored here too.
 
     Raises:
         CheckpointError: a field is missing, has a wrong value, or asks for a function not supported here.
@@ -161,7 +164,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
 
 
 def _pad(raw: Fields) -> int | None:
-    """Return the id that pads batches, or None for -1 and other values that are not ids: they change no result."""
+    """Return the id that pads batches, or None for -1 and other values that are not ids, which change no result."""
     pad = raw.get("pad_token_id")
     return pad if isinstance(pad, int) and not isinstance(pad, bool) and pad >= 0 else None
 
@@ -169,11 +172,11 @@ def _pad(raw: Fields) -> int | None:
 def read_config(source: str | Path) -> LlamaConfig:
     """Read `source`/config.json and generation_config.json, or the metadata of the GGUF file `source`.
 
-    Chat models often name the token that ends a turn in generation_config.json alone, so its ids end a text, too. Where
+    Chat models often name the token that ends a turn only in generation_config.json, so its ids end a text, too. If
     that file is missing, config.json may hold its fields, as in transformers.
 
     Raises:
-        CheckpointError: as `parse_config`, or a file is missing, not a JSON object, or a damaged GGUF file.
+        CheckpointError: as in `parse_config`; or a file is missing, not a JSON object, or a damaged GGUF file.
     """
     path = Path(source)
     if path.is_file():
@@ -186,7 +189,7 @@ def read_config(source: str | Path) -> LlamaConfig:
 
 
 def _with_generation(config: LlamaConfig, raw: Fields, file: Path) -> LlamaConfig:
-    """Return `config` with the fields of a generation_config.json, which came from `file`."""
+    """Return `config` with the fields of a generation_config.json, which were read from `file`."""
     try:
         ends = dict.fromkeys((*config.eos_token_ids, *token_ids(raw, "eos_token_id")))
         sampling = parse_sampling(raw)
@@ -197,10 +200,10 @@ def _with_generation(config: LlamaConfig, raw: Fields, file: Path) -> LlamaConfi
 
 
 def gguf_config(header: gguf_header.Header) -> LlamaConfig:
-    """`read_config` of a GGUF file whose header was read.
+    """Return the config of a GGUF file whose header is already read.
 
     Raises:
-        CheckpointError: as `read_config`.
+        CheckpointError: as in `read_config`.
     """
     config = _parse(raw_config(header), header.file)
     return _with_generation(config, raw_generation_config(header), header.file)

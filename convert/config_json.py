@@ -1,11 +1,11 @@
-"""LlamaConfig -> the fields of a config.json that mean it."""
+"""Writing of a `LlamaConfig` as the fields of a config.json."""
 
 from typing import Any
 
 from convert.config import LlamaConfig
 from convert.rope import RopeConfig
 
-# What RopeConfig's fields beside theta and kind are for.
+# The fields of RopeConfig, beside theta and kind, that each kind uses.
 _USED = {
     "default": (),
     "linear": ("factor",),
@@ -15,7 +15,7 @@ _USED = {
 
 
 def fields(config: LlamaConfig) -> dict[str, Any]:
-    """Return what `parse_config` reads as `config`, but for biases on q, k and v alone and recommended sampling."""
+    """Return fields that `parse_config` reads as `config`, without biases on q, k and v alone and sampling defaults."""
     ends = config.eos_token_ids
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -40,7 +40,7 @@ def fields(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
-    """In the spelling of transformers 5 and in the earlier one, for programs that read but one of them."""
+    """Return the fields in the spellings of transformers 5 and of earlier versions. Some programs read only one."""
     used = {name: getattr(rope, name) for name in _USED[rope.kind]}
     section = {"rope_type": rope.kind, **used}
     return {

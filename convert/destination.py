@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all, and the small files that travel with the weights."""
+"""An output directory that appears complete or not at all, and the small files that are copied with the weights."""
 
 import json
 import os
@@ -19,17 +19,17 @@ from convert.unfinished import deleted_in_the_end
 from convert.weight_files import INDEX
 
 _CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
-_ADAPTER = {"adapter_config.json"}  # beside it, PEFT would look for an adapter that is not copied
+_ADAPTER = {"adapter_config.json"}  # with it, PEFT would look for an adapter, which is not copied
 
 
 @contextmanager
 def new_directory(destination: Path) -> Iterator[Path]:
-    """A fresh directory beside `destination`, renamed to it when the block ends without an error.
+    """Yield a new directory next to `destination`, and rename it to `destination` if the block ends without an error.
 
-    If the process is killed, a directory is left whose name tells `resolve` to refuse it.
+    If the process is killed, a directory remains, which `resolve` rejects by its name.
 
     Raises:
-        CheckpointError: `destination` exists, or the disk does not allow it.
+        CheckpointError: `destination` exists or cannot be written.
     """
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination} exists and is not overwritten; delete it or choose another name.")
@@ -44,10 +44,10 @@ def new_directory(destination: Path) -> Iterator[Path]:
 
 
 def _make(folder: Path) -> None:
-    """Creates `folder` and those above it; the error names what people know, not a temporary name.
+    """Create `folder` and its parents. The error names the parent that users know, not the temporary name.
 
     Raises:
-        CheckpointError: one of them cannot be created.
+        CheckpointError: one of the folders cannot be created.
     """
     try:
         folder.mkdir(parents=True)
@@ -58,9 +58,9 @@ def _make(folder: Path) -> None:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copies configuration and tokenizer files byte for byte, config.json last: without it nothing loads.
+    """Copy configuration and tokenizer files byte for byte, config.json last, because nothing loads without it.
 
-    Of a GGUF file, which has their content inside, they are written.
+    For a GGUF file, which contains the same information, write these files.
     """
     if source.is_file():
         header = gguf_header.read(source)

@@ -1,4 +1,4 @@
-"""The three number formats a checkpoint may hold."""
+"""The three dtypes that a checkpoint may hold."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ BY_SAFETENSORS_CODE = {"F32": BY_NAME["float32"], "BF16": BY_NAME["bfloat16"], "
 
 
 def parse(dtype: Any) -> np.dtype:
-    """`dtype` (a name, a NumPy or a JAX type) as one of the three.
+    """Return the NumPy dtype for `dtype`: a name, a NumPy type or a JAX type.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: `dtype` is not one of the three.
     """
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
@@ -31,10 +31,10 @@ def parse(dtype: Any) -> np.dtype:
 
 
 def check_cast(values: np.ndarray, source: np.dtype, name: str) -> None:
-    """Looks at `values`, cast from `source`, for infinities: they would show only much later, as NaN.
+    """Check `values`, cast from `source`, for infinities, which would otherwise show only much later, as NaN.
 
     Raises:
-        CheckpointError: the cast was not to a wider format, and a value is not finite.
+        CheckpointError: the cast was not to a wider dtype, and a value is not finite.
     """
     if values.dtype not in (source, BY_NAME["float32"]) and not np.isfinite(values).all():
         raise CheckpointError(f"{name} has values too large for {values.dtype}; choose bfloat16 or float32.")

@@ -1,4 +1,4 @@
-"""Hugging Face directory -> our arrays, one at a time, strictly by the table in keymap.py."""
+"""Conversion of a Hugging Face directory to our arrays, one at a time, strictly by the table in keymap.py."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ _LOG = logging.getLogger("jspec.convert")
 
 
 def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: Path) -> None:
-    """Holds names and shapes of `source`, a directory or a GGUF file, against those of its config.
+    """Check the tensor names and shapes of `source`, a directory or a GGUF file, against its config.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or misshapen.
@@ -40,13 +40,13 @@ def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
 
 
 def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a tied checkpoint, where the head may be missing, a copy of the embedding, or stored alone.
+    """Return the tensors of a tied checkpoint. Its head may be missing, a copy of the embedding, or stored alone.
 
-    A head in another dtype than the embedding is left out if one is the other, rounded. A head that is stored alone
-    is the embedding.
+    A head in another dtype than the embedding is left out if one equals the other after rounding. A head that is
+    stored alone becomes the embedding.
 
     Raises:
-        CheckpointError: the head differs. Versions of transformers disagree about which of the two then counts.
+        CheckpointError: the head differs. Versions of transformers disagree about which of the two to use then.
     """
     head, embedding = found.get(keymap.HEAD), found.get(keymap.EMBEDDING)
     if head is None:
@@ -70,7 +70,7 @@ def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
 
 
 def _equal_in(head: Tensor, embedding: Tensor) -> set[np.dtype]:
-    """Return which of their dtypes make the two equal, bit for bit, after a cast; without rounding both do."""
+    """Return the dtypes of the two in which they are equal, bit for bit, after a cast: both if neither is rounded."""
     if head.shape != embedding.shape:
         return set()
     casts = {head.dtype, embedding.dtype}
@@ -82,10 +82,10 @@ def _equal_in(head: Tensor, embedding: Tensor) -> set[np.dtype]:
 
 
 def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
-    """Refuses more layers than `source` can have, or the table of a damaged config could fill the memory.
+    """Reject more layers than `source` can have, because the table of a damaged config could fill the memory.
 
     Raises:
-        CheckpointError: there are more.
+        CheckpointError: the config has more layers than `source` has tensors.
     """
     if config.num_hidden_layers > num_tensors:
         raise CheckpointError(
@@ -95,12 +95,12 @@ def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
 
 
 def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
-    """Hugging Face name -> tensor, checked against the config; what may be ignored is left out.
+    """Return the tensors by Hugging Face name, checked against the config, without those that may be ignored.
 
-    A tied head that repeats the embedding stays in, so that the way back can write it again.
+    A tied head that repeats the embedding is kept, so that converting back can write it again.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, misshapen, or doubtful (a tied head that differs).
+        CheckpointError: a tensor is missing, unknown, misshapen, or ambiguous (a tied head that differs).
     """
     tied = config.tie_word_embeddings
     pair = {keymap.HEAD, keymap.EMBEDDING} if tied else set()
@@ -116,10 +116,10 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def stored_dtype(found: dict[str, Tensor], directory: Path) -> np.dtype:
-    """The dtype that all tensors share.
+    """Return the dtype that all tensors share.
 
     Raises:
-        CheckpointError: they differ, so the caller has to choose one.
+        CheckpointError: the dtypes differ, so the caller has to choose one.
     """
     by_dtype = {tensor.dtype: tensor for tensor in found.values()}
     if len(by_dtype) > 1:
@@ -129,10 +129,10 @@ def stored_dtype(found: dict[str, Tensor], directory: Path) -> np.dtype:
 
 
 def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """(our name, array) of every entry of the table, see `filled`.
+    """Yield (our name, array) for every entry of the table, see `filled`.
 
     Raises:
-        CheckpointError: as `filled`.
+        CheckpointError: as in `filled`.
     """
     return filled(found, keymap.entries(config), dtype)
 
@@ -140,10 +140,10 @@ def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> It
 def filled(
     found: Mapping[str, Tensor], entries: Iterable[keymap.Entry], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(our name, array) one after another, each allocated once in `dtype` and filled by 16 MiB pieces.
+    """Yield (our name, array) pairs. Each array is allocated once in `dtype` and filled in pieces of 16 MiB.
 
     Raises:
-        CheckpointError: a file went bad since it was scanned, or a value does not fit `dtype`.
+        CheckpointError: a file became unreadable since it was scanned, or a value does not fit `dtype`.
     """
     for entry in entries:
         array, offset = np.empty(entry.shape, dtype), 0
@@ -155,6 +155,6 @@ def filled(
 
 def _fill(out: np.ndarray, tensor: Tensor) -> None:
     for rows in row_chunks(tensor.shape, tensor.dtype.itemsize):
-        with np.errstate(over="ignore"):  # check_cast tells it better than a warning
+        with np.errstate(over="ignore"):  # check_cast reports overflow more clearly than a warning
             out[rows] = tensor.read(rows)
         dtypes.check_cast(out[rows], tensor.dtype, tensor.name)

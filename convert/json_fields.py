@@ -17,7 +17,7 @@ def _required(raw: Fields, key: str, default: Any, expected: str) -> Any:
 
 
 def integer(raw: Fields, key: str, default: int | None = None) -> int:
-    """A positive integer. Raises CheckpointError otherwise (true and 4096.0 are none)."""
+    """Return a positive integer. Raise CheckpointError for anything else, such as true or 4096.0."""
     value = _required(raw, key, default, "a positive integer")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{key} is {value!r}; expected a positive integer, {_FIX}.")
@@ -25,7 +25,7 @@ def integer(raw: Fields, key: str, default: int | None = None) -> int:
 
 
 def number(raw: Fields, key: str, default: float | None = None) -> float:
-    """A positive finite number. Raises CheckpointError otherwise."""
+    """Return a positive finite number. Raise CheckpointError for anything else."""
     value = _required(raw, key, default, "a positive number")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"{key} is {value!r}; expected a positive number, {_FIX}.")
@@ -33,7 +33,7 @@ def number(raw: Fields, key: str, default: float | None = None) -> float:
 
 
 def flag(raw: Fields, key: str, default: bool = False) -> bool:
-    """True or false. Raises CheckpointError otherwise."""
+    """Return true or false. Raise CheckpointError for anything else."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, bool):
         raise CheckpointError(f"{key} is {value!r}; expected true or false, {_FIX}.")
@@ -41,7 +41,7 @@ def flag(raw: Fields, key: str, default: bool = False) -> bool:
 
 
 def token_ids(raw: Fields, key: str) -> tuple[int, ...]:
-    """An id, a list of ids, or none. Raises CheckpointError otherwise."""
+    """Return the ids of a field that holds an id, a list of ids or null. Raise CheckpointError for anything else."""
     value = raw.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):

@@ -1,4 +1,4 @@
-"""Strict JSON objects from disk."""
+"""Strict reading of JSON objects from disk."""
 
 import json
 from pathlib import Path
@@ -18,11 +18,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Return the JSON object in `path`.
 
     Raises:
-        CheckpointError: no such file, not UTF-8, not JSON, a repeated key (Python would keep the last one
-            without a word), or something other than an object.
+        CheckpointError: the file is missing, not UTF-8 or not JSON; it repeats a key, of which Python would silently
+            keep the last one; or it does not hold an object.
     """
     if not path.is_file():
         placeholders.check(path)

@@ -1,7 +1,7 @@
 """The strict two-way table between Hugging Face tensor names and ours.
 
-Ours are flat dotted names, weights [out, in] as in the source; q, k, v are joined on axis 0, and so are gate
-and up.
+Our names are flat and dotted. Weights are [out, in] as in the source; q, k and v are joined on axis 0, and so are
+gate and up.
 Letters: V vocabulary, E hidden, F intermediate, D head size, Q query heads x D, K key-value heads x D.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from convert.config import LlamaConfig
 
-# ours, its parts in Hugging Face's names with their rows, columns, the config flags of which any adds a bias
+# Our name, the Hugging Face names of its parts with their rows, the columns, the config flags that each add a bias.
 _LINEARS = (
     (
         "self_attn.qkv_proj",
@@ -26,11 +26,11 @@ _LINEARS = (
 )
 _NORMS = (("input_layernorm", "E"), ("post_attention_layernorm", "E"))
 _QK_NORMS = (("self_attn.q_norm", "D"), ("self_attn.k_norm", "D"))
-# Old exporters saved these tables; they are recomputed from the config, so they are left out on purpose.
+# Old exporters saved these tables. They are ignored, because they are recomputed from the config.
 _BUFFER = re.compile(r"model\.(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Heads that were trained with their target lie beside it; `convert.heads.medusa_files` reads them.
+# Heads that were trained with their target are in its files; `convert.heads.medusa_files` reads them.
 MEDUSA = "medusa_head."
 
 
@@ -44,7 +44,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One array of ours: its name, its shape, and the parts that lie one after another on axis 0."""
+    """One of our arrays: its name, its shape, and the parts that are concatenated on axis 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ def _layer(config: LlamaConfig, i: int) -> Iterator[Entry]:
 
 @functools.lru_cache(maxsize=16)
 def entries(config: LlamaConfig) -> tuple[Entry, ...]:
-    """Every array of a model with this config, in the order of the forward pass."""
+    """Return every array of a model with this config, in the order of the forward pass."""
     vocab, hidden = config.vocab_size, config.hidden_size
     table = [_entry("embed_tokens.weight", ((EMBEDDING, vocab),), (hidden,))]
     for i in range(config.num_hidden_layers):
@@ -93,16 +93,16 @@ def entries(config: LlamaConfig) -> tuple[Entry, ...]:
 
 
 def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every array that a checkpoint with this config must hold."""
+    """Return the shape, by our name, of every array that a checkpoint with this config must hold."""
     return {entry.name: entry.shape for entry in entries(config)}
 
 
 def hf_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor that a checkpoint with this config must hold."""
+    """Return the shape, by Hugging Face name, of every tensor that a checkpoint with this config must hold."""
     return {part.hf_name: (part.rows, *entry.shape[1:]) for entry in entries(config) for part in entry.parts}
 
 
 def is_ignored(name: str, config: LlamaConfig) -> bool:
-    """Return whether a tensor of this Hugging Face name may be present and is not read."""
+    """Return whether a tensor of this Hugging Face name is ignored if present."""
     buffer = _BUFFER.fullmatch(name)
     return buffer is not None and int(buffer[1] or 0) < config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Reads any kind of checkpoint: Hugging Face directory, hub id, converted directory, GGUF file."""
+"""Loading of every kind of checkpoint: Hugging Face directory, hub id, converted directory, GGUF file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,28 +17,28 @@ Arrays = Iterator[tuple[str, np.ndarray]]
 
 
 def load(source: str | Path, dtype: Any = None, revision: str | None = None) -> Checkpoint:
-    """Reads a Hugging Face directory, a hub id, a converted directory or a GGUF file into NumPy arrays.
+    """Read a Hugging Face directory, a hub id, a converted directory or a GGUF file into NumPy arrays.
 
-    Needs the memory of the arrays in the target dtype and that of about one array more.
+    The memory needed is that of the arrays in the target dtype plus about one array more.
 
     Args:
         source: the directory, the GGUF file, or a hub id `org/model`.
-        dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored one. None is float32 for a GGUF
-            file that is quantised or mixes dtypes, as nearly all do: so every value is kept.
+        dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored dtype. For a GGUF file that
+            is quantised or mixes dtypes, as nearly all do, None means float32, which keeps every value.
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        CheckpointError: anything about the checkpoint is not as it should be; nothing is repaired or skipped.
+        CheckpointError: the checkpoint has any fault. Nothing is repaired or skipped.
     """
     config, directory, arrays = stream(source, dtype, revision)
     return Checkpoint(config, dict(arrays), directory)
 
 
 def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaConfig, Path, Arrays]:
-    """`load` with the arrays one after another, so that a caller can show progress.
+    """Return the config, the local path and the arrays of `load`, one after another, so that callers can show progress.
 
     Raises:
-        CheckpointError: as `load`, now or while the arrays are read.
+        CheckpointError: as in `load`, raised now or while the arrays are read.
     """
     target = None if dtype is None else dtypes.parse(dtype)
     directory = resolve(source, revision)
@@ -62,10 +62,10 @@ def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaC
 def check(source: str | Path) -> None:
     """Check that `source` is a checkpoint whose files are there, without reading their content.
 
-    Call it before the tokenizer is read: files in the layout of another program may lack one.
+    Call it before reading the tokenizer, because files in another program's layout may lack one.
 
     Raises:
-        CheckpointError: no weights, no configuration, or those of a model that is not supported.
+        CheckpointError: the weights or the configuration are missing, or the model is not supported.
     """
     directory = resolve(source)
     if not directory.is_file() and not store.is_store(directory):

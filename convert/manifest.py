@@ -1,7 +1,7 @@
-"""MANIFEST.sha256: one line per file, as `sha256sum -c` reads it.
+"""The file MANIFEST.sha256: one line per file, in the format that `sha256sum -c` reads.
 
-Orbax stores no checksum of array data, so a flipped bit would load as a slightly different model. The lines
-are parsed so strictly that a flipped bit in the manifest itself is noticed too.
+Orbax stores no checksum of array data, so a flipped bit would load as a slightly different model. The strict parser
+of the lines detects a flipped bit in the manifest itself, too.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def write(directory: Path) -> None:
-    """Writes the manifest of every file now in `directory`, at any depth."""
+    """Write the manifest of every file in `directory`, at any depth."""
     lines = [f"{digest}  {name}\n" for name, digest in _digests(directory).items()]
     (directory / NAME).write_text("".join(lines), encoding="utf-8")
 
 
 def _parse(data: bytes) -> dict[str, str]:
-    """File name -> digest. Raises ValueError unless every byte of `data` belongs to a well-formed line."""
+    """Return the digests by file name. Raise ValueError unless every byte of `data` belongs to a well-formed line."""
     text = data.decode("utf-8")
     lines = _LINE.findall(text)
     if "".join(f"{digest}  {name}\n" for digest, name in lines) != text:
@@ -59,10 +59,10 @@ def _read(directory: Path) -> dict[str, str]:
 
 
 def verify(directory: Path) -> None:
-    """Checks that `directory` holds the files of its manifest, bit for bit, and no others.
+    """Check that `directory` holds the files of its manifest, bit for bit, and no others.
 
     Raises:
-        CheckpointError: a file is missing, new or changed, or so is the manifest.
+        CheckpointError: a file or the manifest is missing or changed, or there is a new file.
     """
     expected = _read(directory)
     try:

@@ -1,6 +1,6 @@
-"""Log what is ignored in a checkpoint, once, when its weights are read.
+"""Logs of what is ignored in a checkpoint, written once, when its weights are read.
 
-A field that other programs may read gets a warning, which says how to decide. Everything else gets a note.
+A field that other programs may read gets a warning, which says what to do. Everything else gets an info message.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Explain which other format a directory holds in place of readable safetensors weights."""
+"""Error messages for directories that hold another format in place of readable safetensors weights."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from convert.errors import listing
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
-# Pickles that a training leaves beside the weights.
+# Pickles that training runs leave beside the weights.
 _TRAINING_STATE = ("optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state*.pth")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
@@ -28,11 +28,11 @@ _FORMATS = {
 
 
 def explain(directory: Path, single: str, index: str) -> str:
-    """Return one sentence: what lies in `directory`, what was expected, and what to do.
+    """Return one sentence: what `directory` holds, what was expected, and what to do.
 
     Args:
         single: the file that was expected.
-        index: the index that may stand for it.
+        index: the index that may be there instead.
     """
     for describe in (_quantised, _adapter, _gguf, _saved_pickles, _own_layout, _other_program, _pickles):
         if sentence := describe(directory):
@@ -58,7 +58,7 @@ def _names(directory: Path, *patterns: str) -> list[str]:
 
 
 def _own_layout(directory: Path) -> str | None:
-    """Name the downloads that Meta and Mistral publish in layouts of their own."""
+    """Return the message for downloads that Meta and Mistral publish in their own layouts."""
     if found := _names(directory, "consolidated*.pth"):
         author = "Meta"
     elif (found := _names(directory, "consolidated*.safetensors")) and found == _names(directory, "*.safetensors"):
@@ -71,7 +71,7 @@ def _own_layout(directory: Path) -> str | None:
 
 
 def _quantised(directory: Path) -> str | None:
-    """Name files of programs that describe their quantisation beside config.json."""
+    """Return the message for files of programs that describe their quantisation beside config.json."""
     for name, method in (("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")):
         if (directory / name).exists():
             return (
@@ -117,7 +117,7 @@ def _other_program(directory: Path) -> str | None:
 
 
 def _saved_pickles(directory: Path) -> str | None:
-    """Name pickles that transformers can convert, whichever other formats of the model lie beside them."""
+    """Return the message for pickles that transformers can convert, whichever other formats are beside them."""
     return _pickles(directory) if _can_convert(directory) else None
 
 

@@ -1,4 +1,4 @@
-"""Files that only stand for the file meant: git-lfs pointers, web pages, links that lead nowhere."""
+"""Detection of files that are not the expected file: git-lfs pointers, web pages and broken links."""
 
 import codecs
 from pathlib import Path
@@ -7,7 +7,7 @@ from convert.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _PAGES = b"<!doctype html", b"<html", b"<?xml"
-# Answers of the hub that `curl` or `wget` store without complaint.
+# Error responses of the hub that `curl` or `wget` store as the file.
 _ANSWERS = (
     *(b"access to model ", b"entry not found", b"repository not found", b"invalid username or password"),
     *(b"not found", b'{"error'),
@@ -15,10 +15,10 @@ _ANSWERS = (
 
 
 def check(path: Path) -> None:
-    """Do nothing if `path` may be the file itself. Call it where reading has failed: it names a better reason.
+    """Raise CheckpointError if `path` is not the file itself. Call this after reading fails, for a clearer error.
 
     Raises:
-        CheckpointError: it is a git-lfs pointer, a web page, or a link to a file that does not exist.
+        CheckpointError: `path` is a git-lfs pointer, a web page, or a link to a file that does not exist.
     """
     if path.is_symlink() and not path.exists():
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Weights that another program has quantised, as config.json says."""
+"""Detection, from config.json, of weights that another program has quantised."""
 
 import reprlib
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from convert.errors import CheckpointError
 from convert.json_fields import Fields
 
-# `quant_method` -> how people call it, where that differs.
+# `quant_method` -> the common name of the method, if it differs.
 _NAMES = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
@@ -32,10 +32,10 @@ _SECTIONS = ("quantization_config", "compression_config", "quantization")
 
 
 def check(raw: Fields) -> None:
-    """Refuse quantised weights by the name of the method.
+    """Reject quantised weights, with the name of the method.
 
     Raises:
-        CheckpointError: config.json has a section for one.
+        CheckpointError: config.json has a section for a quantisation method.
     """
     for key in _SECTIONS:
         if raw.get(key) is not None:

@@ -1,4 +1,4 @@
-"""The rotary embedding's fields, in the spelling of transformers 5 and in the earlier one."""
+"""The rotary embedding's fields, in the spellings of transformers 5 and of earlier versions."""
 
 import dataclasses
 import math
@@ -20,11 +20,12 @@ KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_USED["lla
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is default, linear, llama3 or yarn; a field it does not use keeps its default.
+    """Parameters of the rotary embedding. A field that `kind` does not use keeps its default.
 
-    `theta` is the base of the frequencies, `original_max_position_embeddings` counts tokens, factors are
-    ratios. Of yarn (Peng et al. 2023), `attention_factor` multiplies cosines and sines; between `beta_fast`
-    and `beta_slow` turns in the original context frequencies are blended, `truncate`: from whole dimensions.
+    `kind` is default, linear, llama3 or yarn. `theta` is the base of the frequencies,
+    `original_max_position_embeddings` is a number of tokens, and factors are ratios. For yarn (Peng et al. 2023),
+    `attention_factor` multiplies cosines and sines. Frequencies between `beta_fast` and `beta_slow` turns in the
+    original context are blended; `truncate` rounds the ends of that range to whole dimensions.
     """
 
     theta: float = 10000.0
@@ -70,8 +71,8 @@ def _section(section: Any, theta: float, raw: Fields) -> RopeConfig:
 
 
 def _yarn(section: Fields, theta: float, raw: Fields) -> Fields:
-    """The fields of yarn but for `factor`, with the defaults of transformers."""
-    given = {key: section.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0 is left out, too
+    """Return the fields of yarn except `factor`, with the defaults of transformers."""
+    given = {key: section.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0 also counts as left out
     betas = {key: number(given, key, getattr(RopeConfig, key)) for key in given}
     if betas["beta_fast"] < betas["beta_slow"]:
         raise CheckpointError("beta_fast must not be less than beta_slow; restore the model's own values.")
@@ -85,7 +86,10 @@ def _yarn(section: Fields, theta: float, raw: Fields) -> Fields:
 
 
 def _original_length(section: Fields, raw: Fields) -> int:
-    """In the section or beside it, where transformers looks first; `max_position_embeddings` if in neither."""
+    """Return the length from the section or from the top level, which transformers reads first.
+
+    Return `max_position_embeddings` if neither has it.
+    """
     lengths = {integer(place, _ORIGINAL) for place in (section, raw) if place.get(_ORIGINAL) is not None}
     if len(lengths) > 1:
         raise CheckpointError(f"{_ORIGINAL} is given as {sorted(lengths)}; keep the model's own value.")
@@ -93,34 +97,34 @@ def _original_length(section: Fields, raw: Fields) -> int:
 
 
 def attention_factor(section: Fields) -> float:
-    """Return yarn's factor where none is given: 1 + 0.1 ln(factor), or a quotient of such if both mscales are there."""
+    """Return yarn's default factor: 1 + 0.1 ln(factor), or a quotient of such terms if both mscales are given."""
     above_one = 0.1 * math.log(max(number(section, "factor"), 1))
     scales = [number(section, key) for key in ("mscale", "mscale_all_dim") if section.get(key)]
-    if len(scales) < 2:  # one alone means nothing
+    if len(scales) < 2:  # one alone has no effect
         return 1 + above_one
     return (1 + above_one * scales[0]) / (1 + above_one * scales[1])
 
 
 def parse_rope(raw: Fields) -> RopeConfig:
-    """`rope_scaling` if it is there and not empty, as transformers does, else `rope_parameters` or `rope_theta` alone.
+    """Parse `rope_scaling` if present and not empty, as in transformers, else `rope_parameters` or `rope_theta` alone.
 
     Raises:
-        CheckpointError: a kind other than those of `RopeConfig`, or fields that are missing or at odds.
+        CheckpointError: the kind is not one of `RopeConfig`, or fields are missing or contradict each other.
     """
     sections = given_sections(raw)
     return _section(sections[0] if sections else {}, _theta(raw, sections), raw)
 
 
 def given_sections(raw: Fields) -> list[Any]:
-    """Return the sections that are there and not empty; the first one counts, as in transformers."""
+    """Return the sections that are present and not empty. The first one is used, as in transformers."""
     return [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
 
 
 def _theta(raw: Fields, sections: list[Any]) -> float:
-    """Return the one value that is given.
+    """Return the one value of `rope_theta` that is given, or the default.
 
     Raises:
-        CheckpointError: there are two, or transformers would not read the one that there is.
+        CheckpointError: two different values are given, or transformers would not read the only one.
     """
     places = [place for place in [raw, *sections] if isinstance(place, dict) and place.get("rope_theta") is not None]
     thetas = {number(place, "rope_theta") for place in places}

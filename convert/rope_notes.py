@@ -1,4 +1,4 @@
-"""Fields of the rotary embedding that are ignored, as transformers does, and what to write where that is wrong."""
+"""Warnings about fields of the rotary embedding that are ignored, as in transformers, and how to change that."""
 
 import math
 from collections.abc import Iterator
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from convert.json_fields import Fields, number
 from convert.rope import KNOWN, attention_factor, given_sections, parse_rope
 
-# vLLM reads the first two for yarn, the third scales queries of Ministral 3; of these families transformers reads none.
+# vLLM reads the first two for yarn. The third scales the queries of Ministral 3. For these families transformers reads
+# none of them.
 _READ_ELSEWHERE = "attn_factor", "extrapolation_factor", "llama_4_scaling_beta"
 
 
 def unread(raw: Fields) -> list[str]:
-    """Return the keys of the rope section that no program is known to read, sorted."""
+    """Return, sorted, the keys of the rope section that no known program reads."""
     return sorted({key for section in given_sections(raw)[:1] for key in section} - KNOWN - {*_READ_ELSEWHERE})
 
 

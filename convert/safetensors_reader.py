@@ -1,6 +1,6 @@
-"""A Hugging Face directory's tensors: which there are (from the headers alone), and their rows, read lazily.
+"""The tensors of a Hugging Face directory, listed from the headers alone, with rows that are read lazily.
 
-The safetensors library checks every header; this file checks what it cannot see, the directory as a whole.
+The safetensors library checks each header. This module checks the directory as a whole, which the library cannot see.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from convert import dtypes, placeholders, weight_files
 from convert.errors import CheckpointError, listing
 from convert.weight_files import INDEX, SINGLE
 
-_UNKNOWN_DTYPE = re.compile(r"unknown variant `(\w+)`")  # as the library reports it
+_UNKNOWN_DTYPE = re.compile(r"unknown variant `(\w+)`")  # in the library's error message
 _CHUNK_BYTES = 16 * 2**20
 _TABLES = {"I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
 
@@ -34,9 +34,9 @@ class Tensor:
     shape: tuple[int, ...]
 
     def read(self, rows: slice) -> np.ndarray:
-        """A copy of those rows, in the stored dtype.
+        """Return a copy of `rows`, in the stored dtype.
 
-        The file is mapped anew each time (65 us): mapped pages count as memory in use until they are unmapped.
+        Each call maps the file anew (65 us), because mapped pages count as memory in use until they are unmapped.
         """
         with opened(self.file) as handle:
             return handle.get_slice(self.name)[rows]
@@ -58,7 +58,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def metadata(file: Path) -> dict[str, str] | None:
-    """The free text in the header of a safetensors file.
+    """Return the free text in the header of a safetensors file.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -97,16 +97,16 @@ def scan(
     tables: Mapping[str, str] | None = None,
     is_optional: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
-    """Return name -> tensor for every tensor in a Hugging Face directory, from the headers.
+    """Return every tensor of a Hugging Face directory by name, from the headers.
 
     Args:
-        single: as for `convert.weight_files.find`.
-        tables: tensors that are no weights, with their dtype, I64 or BOOL.
-        is_optional: whether the index may name a tensor that no file holds, or leave one out.
+        single: as in `convert.weight_files.find`.
+        tables: the tensors that are not weights, with their dtype, I64 or BOOL.
+        is_optional: whether the index may name a tensor that no file holds, or leave it out.
 
     Raises:
-        CheckpointError: a file is damaged or missing, a tensor lies in two files or has another dtype than F32, BF16,
-            F16, or the index names another file for a tensor than the one it lies in.
+        CheckpointError: a file is damaged or missing; a tensor is in two files or has a dtype other than F32, BF16 and
+            F16; or the index names a file for a tensor that does not hold it.
     """
     chosen = weight_files.find(directory, single)
     found: dict[str, Tensor] = {}
@@ -129,7 +129,7 @@ def scan(
 
 
 def row_chunks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
-    """Slices of axis 0 that cover `shape`, each of about 16 MiB."""
+    """Yield slices of axis 0 that cover `shape`, each of about 16 MiB."""
     step = max(1, _CHUNK_BYTES // max(1, itemsize * math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))

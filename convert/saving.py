@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a converted (Orbax) directory or as a Hugging Face directory."""
+"""Saving of a checkpoint as a converted (Orbax) directory or as a Hugging Face directory."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from convert.weight_files import SINGLE
 
 
 def _checked(checkpoint: Checkpoint, destination: Path) -> dict[str, np.ndarray]:
-    """The arrays in host memory, after a look at everything that could not be written faithfully."""
+    """Return the arrays in host memory, after checking for everything that could not be written faithfully."""
     source = checkpoint.directory
     if destination.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{destination} lies in {source}; choose a directory outside the source.")
@@ -37,7 +37,7 @@ def _checked(checkpoint: Checkpoint, destination: Path) -> dict[str, np.ndarray]
 
 
 def save(checkpoint: Checkpoint, destination: str | Path) -> Path:
-    """Writes arrays (Orbax), config.json, tokenizer files and a sha256 manifest; atomic.
+    """Write arrays (Orbax), config.json, tokenizer files and a sha256 manifest, atomically.
 
     Returns:
         `destination`, which `load` reads.
@@ -56,16 +56,16 @@ def save(checkpoint: Checkpoint, destination: str | Path) -> Path:
 
 
 def save_hf(checkpoint: Checkpoint, destination: str | Path) -> Path:
-    """Writes a Hugging Face directory: the files of the original source, config.json as it was; atomic.
+    """Write a Hugging Face directory, atomically: the files of the original source, with config.json unchanged.
 
-    Where no dtype was changed on the way every tensor is byte for byte that of the source. (After a change,
-    config.json still names the source's dtype: transformers casts to that unless told otherwise.)
+    If the dtype was not changed, every tensor equals that of the source, byte for byte. After a change, config.json
+    still names the source's dtype: transformers casts to that dtype unless its caller chooses another one.
 
     Returns:
         `destination`.
 
     Raises:
-        CheckpointError: as `save`.
+        CheckpointError: as in `save`.
     """
     destination = Path(destination)
     arrays = _checked(checkpoint, destination)
@@ -79,13 +79,15 @@ def save_hf(checkpoint: Checkpoint, destination: str | Path) -> Path:
 def save_new(
     config: LlamaConfig, arrays: dict[str, np.ndarray], destination: str | Path, source: Path | None = None
 ) -> Path:
-    """Writes a Hugging Face directory of a model that comes from no files: config.json and model.safetensors; atomic.
+    """Write a model that was not loaded from files as a Hugging Face directory, atomically.
+
+    The directory holds config.json and model.safetensors.
 
     Args:
-        source: a checkpoint whose tokenizer it shares: those files are copied, too.
+        source: a checkpoint whose tokenizer the model shares. Its tokenizer files are copied, too.
 
     Raises:
-        CheckpointError: `destination` exists or cannot be written, or no config.json means the model.
+        CheckpointError: `destination` exists or cannot be written, or no config.json can describe the model.
     """
     if config.qkv_bias and (config.qk_norm or config.attention_bias or config.mlp_bias):
         raise CheckpointError("biases on q, k and v are Qwen2's, which has none elsewhere and no norms of heads; no "

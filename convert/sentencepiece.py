@@ -1,4 +1,4 @@
-"""Read the BPE model of a SentencePiece file, `tokenizer.model`, without the sentencepiece package.
+"""A reader for the BPE model in a SentencePiece file, `tokenizer.model`, without the sentencepiece package.
 
 The file is a protocol buffer. Field numbers are those of sentencepiece_model.proto.
 """
@@ -20,11 +20,11 @@ def read(file: Path, add: dict[str, bool]) -> Vocabulary:
     """Return the vocabulary in `file`.
 
     Args:
-        file: a SentencePiece model of the kind that Llama 2, TinyLlama, Mistral and Gemma have.
-        add: "bos", "eos" -> whether every text gets it.
+        file: a SentencePiece model such as those of Llama 2, TinyLlama, Mistral and Gemma.
+        add: whether every text gets BOS and EOS, by the keys "bos" and "eos".
 
     Raises:
-        CheckpointError: the file is not such a model, it replaces characters, or it has user-defined tokens.
+        CheckpointError: the file is not such a model, replaces characters, or has user-defined tokens.
     """
     try:
         fields = list(_fields(file.read_bytes()))
@@ -40,7 +40,7 @@ def read(file: Path, add: dict[str, bool]) -> Vocabulary:
     if normalizer.get(2):  # a table of replacements
         raise CheckpointError(f"{file} replaces characters before it splits a text.")
     types = [int(piece.get(3, 1)) for piece in pieces]
-    if _USER_DEFINED in types:  # SentencePiece and the tokenizers library differ in the spaces around them
+    if _USER_DEFINED in types:  # SentencePiece and tokenizers treat the spaces around them differently
         raise CheckpointError(f"{file} has user-defined tokens.")
     ids = {name: _signed(trainer.get(number, default)) for name, (number, default) in _IDS.items()}
     return Vocabulary(
@@ -66,7 +66,7 @@ def _message(fields: dict[int, _Field], number: int) -> bytes:
 
 
 def _signed(value: _Field) -> int:
-    """Return an int32, which the file has as 64 bits without a sign."""
+    """Return the int32 that the file stores as 64 unsigned bits."""
     return int(value) - (1 << 64) * (int(value) >= 1 << 63)
 
 

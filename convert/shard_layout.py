@@ -1,4 +1,4 @@
-"""Which tensor lies in which file of the source, kept so that the way back gives the same files."""
+"""The mapping of tensors to the files of the source, kept so that converting back writes the same files."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ Layout = dict[str, Any]  # file name -> {"metadata": the header's free text, "te
 
 
 def read(directory: Path, config: LlamaConfig) -> Layout:
-    """The layout of a Hugging Face directory, or the one that a converted directory remembers; for GGUF, one file.
+    """Return the layout of a Hugging Face directory, or the one stored in a converted directory; for GGUF, one file.
 
     Raises:
         CheckpointError: the directory is damaged.

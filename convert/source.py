@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a directory or GGUF file as it stands, a model with a name, a Hugging Face hub id."""
+"""Resolution of checkpoint sources: local directories and GGUF files, model names, and Hugging Face hub ids."""
 
 import re
 from pathlib import Path
@@ -12,27 +12,28 @@ PARTIAL = ".partial-"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = ["config.json"]
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt"]
-# A checkpoint lies in the root of its repository; folders (original/, onnx/) hold the same weights again.
+# A checkpoint is in the root of its repository. Folders (original/, onnx/) hold copies of the same weights.
 _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """The local place of `source`: itself if it exists, else that of a name (`convert.hub_names`) or hub id `org/name`.
+    """Return the local path of `source`.
 
-    A name is looked for on this machine first, and the hub is asked only where it is not there.
+    That is `source` itself if it exists, else the path of a name (`convert.hub_names`) or of a hub id `org/name`. A
+    name is looked for on this machine first. The hub is asked only if the model is not there.
 
     Raises:
-        CheckpointError: neither a directory, nor a GGUF file, nor a name or hub id that can be had; `revision` with
-            what is local.
+        CheckpointError: `source` is not a directory, a GGUF file, or a name or hub id that can be downloaded; or
+            `revision` is given with a local source.
     """
     return _find(source, revision, _WANTED)
 
 
 def resolve_config(source: str | Path) -> Path:
-    """`resolve` for `convert.read_config` alone: of a model on the hub nothing else is downloaded.
+    """Resolve `source` for `convert.read_config` alone: from the hub, only config.json is downloaded.
 
     Raises:
-        CheckpointError: as `resolve`.
+        CheckpointError: as in `resolve`.
     """
     return _find(source, None, _CONFIG)
 
@@ -42,7 +43,7 @@ def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
     if path.is_dir():
         return _local(path, revision)
     if path.is_file() and (is_gguf(path) or path.suffix.lower() == ".gguf"):
-        return _unrevised(path, revision)  # what only has the name is refused by its content
+        return _unrevised(path, revision)  # a file that only has the suffix is rejected later, by its content
     if path.exists() or path.is_symlink():
         placeholders.check(path)
         raise CheckpointError(
@@ -56,10 +57,10 @@ def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins as GGUF files do, whatever its name is.
+    """Return whether a file begins with the GGUF magic, whatever its name is.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     try:
         with path.open("rb") as stream:
@@ -104,7 +105,7 @@ def _local(path: Path, revision: str | None) -> Path:
 
 
 def _download(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
-    from huggingface_hub import constants, errors, snapshot_download  # lazily: it takes half a second
+    from huggingface_hub import constants, errors, snapshot_download  # lazily, because importing it takes half a second
 
     name = repo_id if revision is None else f"{repo_id} at revision {revision}"
     page = f"https://huggingface.co/{repo_id}"
@@ -134,7 +135,7 @@ def _download(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
             f"{name} is neither a directory nor in the local cache, and the hub cannot be reached; "
             f"{online} or pass a directory."
         ) from error
-    except Exception as error:  # the client lets errors of its HTTP library through
+    except Exception as error:  # the client passes on errors of its HTTP library
         raise CheckpointError(
             f"{name} could not be downloaded ({brief(error)}); try again, it continues where it stopped."
         ) from error

@@ -1,4 +1,4 @@
-"""The converted directory: arrays in an Orbax checkpoint, beside config, tokenizer, layout and manifest."""
+"""The converted directory: arrays in an Orbax checkpoint, with config, tokenizer, layout and manifest."""
 
 import json
 import math
@@ -23,9 +23,9 @@ _FORMAT = {"format": "jspec checkpoint", "version": 1}
 
 
 def is_store(directory: Path) -> bool:
-    """Return whether `directory` is a converted checkpoint, be it a damaged one.
+    """Return whether `directory` is a converted checkpoint, even a damaged one.
 
-    A manifest or folder of that name beside safetensors files is another program's.
+    A manifest or folder of that name beside safetensors files belongs to another program.
     """
     if (directory / DESCRIPTION).exists():
         return True
@@ -34,10 +34,10 @@ def is_store(directory: Path) -> bool:
 
 
 def verify(directory: Path) -> None:
-    """Checks every byte of a converted directory.
+    """Check every byte of a converted directory.
 
     Raises:
-        CheckpointError: a bit differs from what was written, or the format is of another version.
+        CheckpointError: a bit differs from what was written, or the format has another version.
     """
     manifest.verify(directory)
     found = describe(directory)
@@ -48,32 +48,32 @@ def verify(directory: Path) -> None:
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """The content of the description: `dtype`, and `files`, the layout of the source's safetensors files.
+    """Return the content of the description: `dtype`, and `files`, the layout of the source's safetensors files.
 
     Raises:
-        CheckpointError: missing or not JSON.
+        CheckpointError: the description is missing or not JSON.
     """
     return read_object(directory / DESCRIPTION)
 
 
 def _arrays(directory: Path) -> str:
-    return str(directory.absolute() / ARRAYS)  # Orbax takes no relative path
+    return str(directory.absolute() / ARRAYS)  # Orbax does not accept relative paths
 
 
 def _context() -> Any:
-    from orbax.checkpoint import v1 as ocp  # lazily: it takes over a second
+    from orbax.checkpoint import v1 as ocp  # lazily, because importing it takes over a second
 
     context = ocp.Context()
-    # Without copy and compression, writing needs no memory beyond the arrays and a third of the time.
+    # Without copy and compression, writing needs no memory beyond the arrays, and a third of the time.
     context.memory.deepcopy_host_arrays = False
     context.array.saving.use_compression = False
-    context.pytree.loading.partial_load = True  # the names were compared before
+    context.pytree.loading.partial_load = True  # `_check` has compared the names already
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     return context
 
 
 def write(directory: Path, params: dict[str, np.ndarray], files: dict[str, Any]) -> None:
-    """Adds arrays and description to a directory under construction.
+    """Add arrays and description to a directory under construction.
 
     Raises:
         CheckpointError: Orbax could not write.
@@ -93,10 +93,10 @@ def write(directory: Path, params: dict[str, np.ndarray], files: dict[str, Any])
 
 
 def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of a verified directory one after another, in `dtype` (None: as stored).
+    """Yield the (name, array) pairs of a verified directory in `dtype` (None: as stored).
 
     Raises:
-        CheckpointError: names, shapes or dtype are not those of the config, or a value does not fit `dtype`.
+        CheckpointError: names, shapes or dtype differ from the config's, or a value does not fit `dtype`.
     """
     stored = dtypes.parse(describe(directory).get("dtype"))
     _check(directory, {name: (shape, stored) for name, shape in shapes(config).items()})
@@ -114,14 +114,14 @@ def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndar
     try:
         with raised_alone(), _context():
             return ocp.load(_arrays(directory), abstract)
-    except Exception as error:  # Orbax has no common class for what it finds wrong
+    except Exception as error:  # Orbax has no common base class for its errors
         raise CheckpointError(
             f"{directory / ARRAYS} cannot be read ({brief(error)}); convert the source again."
         ) from error
 
 
 def _groups(config: LlamaConfig, stored: np.dtype) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Name -> shape, in groups of 32 MiB or one array: Orbax reads all that a call asks for ahead."""
+    """Yield name -> shape in groups of 32 MiB or one array, because Orbax reads everything in a call ahead."""
     group: dict[str, tuple[int, ...]] = {}
     size = 0
     for name, shape in shapes(config).items():
@@ -135,12 +135,12 @@ def _groups(config: LlamaConfig, stored: np.dtype) -> Iterator[dict[str, tuple[i
 
 
 def _check(directory: Path, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
-    """Orbax hands out NumPy arrays in their stored shape, whatever the abstract tree says."""
+    """Check names, shapes and dtypes, because Orbax returns arrays in their stored shape, not that of the request."""
     from orbax.checkpoint import v1 as ocp
 
     try:
         found = ocp.metadata(_arrays(directory)).metadata
-        if found is None:  # so Orbax says that it could not read it
+        if found is None:  # Orbax returns None if it could not read the metadata
             raise ValueError("no metadata of arrays")
     except Exception as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Our arrays -> Hugging Face safetensors files, the exact reverse of from_hf.py."""
+"""Conversion of our arrays to Hugging Face safetensors files, the exact reverse of from_hf.py."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from convert.weight_files import INDEX, SINGLE
 
 
 def _views(params: dict[str, np.ndarray], config: LlamaConfig) -> dict[str, np.ndarray]:
-    """Hugging Face name -> the rows of our array that it is; nothing is copied."""
+    """Return views by Hugging Face name: the rows of our arrays that make up each tensor, without a copy."""
     views: dict[str, np.ndarray] = {}
     for entry in keymap.entries(config):
         start = 0
@@ -39,7 +39,9 @@ def _write_index(directory: Path, views: dict[str, np.ndarray], layout: Layout) 
 
 
 def write_file(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
-    """As `save_file`, but the umask says who may read it, as of every other file: safetensors lets the owner alone.
+    """Call `save_file`, but with the permissions of the umask, as for every other file.
+
+    By default safetensors lets only the owner read the file.
 
     Raises:
         CheckpointError: the file could not be written.
@@ -54,7 +56,7 @@ def write_file(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str
 
 
 def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, layout: Layout) -> None:
-    """Writes the safetensors files of `layout`, and their index if there is more than model.safetensors.
+    """Write the safetensors files of `layout`, and their index unless model.safetensors is the only file.
 
     Raises:
         CheckpointError: a file could not be written.

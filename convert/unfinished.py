@@ -1,4 +1,4 @@
-"""What is being written, and is deleted unless it was finished: also where a process ends without unwinding."""
+"""Folders that are being written. Unfinished ones are deleted, also if the process ends without unwinding."""
 
 import shutil
 import time
@@ -12,7 +12,7 @@ _PAUSES = 0.01, 0.1, 1.0  # seconds
 
 @contextmanager
 def deleted_in_the_end(folder: Path) -> Iterator[None]:
-    """Deletes `folder`, to be created in this block, when the block ends; what was moved away from it stays."""
+    """Delete `folder`, which the block creates, when the block ends. A folder that the block renamed is kept."""
     _folders.add(folder)
     try:
         yield
@@ -22,20 +22,20 @@ def deleted_in_the_end(folder: Path) -> Iterator[None]:
 
 
 def delete() -> None:
-    """Deletes all such folders, for a process that is about to end in the middle of their blocks.
+    """Delete all such folders, for a process that is about to end inside their blocks.
 
-    Each gets another name first, so that its block cannot finish what is being emptied.
+    Each folder is renamed first, so that its block cannot finish a folder that is being emptied.
     """
     for folder in tuple(_folders):
         doomed = folder.with_name(f"{folder.name}.deleted")
-        with suppress(OSError):  # it was finished, or is not there yet
+        with suppress(OSError):  # the folder was finished, or does not exist yet
             folder.rename(doomed)
-        for left in (doomed, folder):  # a thread may have been about to write into it
+        for left in (doomed, folder):  # a thread may still write into it
             remove(left)
 
 
 def remove(folder: Path) -> None:
-    """A library's threads may write into it for a moment after one of them has failed: then again."""
+    """Delete `folder`, and retry because a library's threads may still write into it shortly after a failure."""
     for pause in _PAUSES:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

@@ -1,4 +1,4 @@
-"""Which safetensors files of a directory hold its weights: the choice is that of transformers."""
+"""Choice of the safetensors files that hold a directory's weights, the same as in transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -18,9 +18,9 @@ class WeightFiles:
     """The chosen files of a directory.
 
     Attributes:
-        files: sorted by name.
-        weight_map: tensor name -> file name, by the index that names `files`; None for a single file.
-        ignored: names of the other safetensors files, sorted.
+        files: the chosen files, sorted by name.
+        weight_map: tensor name -> file name, from the index that names `files`; None for a single file.
+        ignored: the names of the other safetensors files, sorted.
     """
 
     files: tuple[Path, ...]
@@ -35,7 +35,7 @@ class WeightFiles:
 
     @property
     def note(self) -> str | None:
-        """Say what is read and what is ignored, if anything is."""
+        """A sentence about the files that are read and ignored, or None if none is ignored."""
         read = self.files[0].name if self.weight_map is None else f"the {len(self.files)} files of {INDEX}"
         if self._has_adapter:
             return f"reading {read} and not the adapter beside it; to use that, merge it with PEFT's `merge_and_unload`"
@@ -47,16 +47,16 @@ class WeightFiles:
 
 
 def find(directory: Path, single: str = SINGLE) -> WeightFiles:
-    """Return `single` if it is there, else the files that the index names, which must all be there.
+    """Return `single` if it exists, else the files that the index names, which must all exist.
 
-    Other safetensors files beside them are ignored, such as a second copy in another layout (consolidated.safetensors).
+    Other safetensors files are ignored, such as a second copy in another layout (consolidated.safetensors).
 
     Args:
         single: the name of the file that holds all weights.
 
     Raises:
-        CheckpointError: there is neither, or the index or one of its files is missing or damaged; the message names
-            what the directory holds instead.
+        CheckpointError: neither exists, or the index or one of its files is missing or damaged. The message names what
+            the directory holds instead.
     """
     present = {file.name for file in directory.glob("*.safetensors")}
     if single in present:

@@ -1,4 +1,4 @@
-"""The families whose forward pass is that of a Llama but for a detail; a file each says what its config.json means."""
+"""The model families whose forward pass is a Llama's except for details. Each has a file that reads its config.json."""
 
 from convert.architectures.base import Family
 from convert.architectures.llama import LLAMA

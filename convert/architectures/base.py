@@ -1,4 +1,4 @@
-"""What tells one family from another."""
+"""The description of a model family: its differences from the other families."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,15 +12,15 @@ from convert.rope import parse_rope
 class Family:
     """One `model_type` of transformers.
 
-    All families share the table of names in keymap.py; which of its arrays a model has, the fields of `details` say.
+    All families share the table of names in keymap.py. The fields of `details` decide which of its arrays a model has.
 
     Attributes:
-        model_type: how config.json names it.
+        model_type: the name in config.json.
         class_name: the class in transformers whose checkpoints are read.
-        details: the fields of config.json -> those of `LlamaConfig` in which the family is not like the others.
-        defaults: what transformers 5 takes for a field that config.json leaves out, where that is a constant of the
-            family; null is not left out.
-        fixed: fields of which one value is supported; leaving the field out (or null) means that value too.
+        details: maps the fields of config.json to the fields of `LlamaConfig` in which the family differs from others.
+        defaults: the values that transformers 5 uses for fields that config.json leaves out, if they are constants of
+            the family; null does not count as left out.
+        fixed: the fields with a single supported value. A field that is left out (or null) has that value too.
     """
 
     model_type: str
@@ -31,16 +31,16 @@ class Family:
 
 
 def positions(raw: Fields) -> int:
-    """`max_position_embeddings`, or what yarn stretches the original context to, where config.json says less."""
+    """Return `max_position_embeddings`, or the context after yarn's stretching if config.json gives less."""
     longest, rope = integer(raw, "max_position_embeddings"), parse_rope(raw)
     return max(longest, int(rope.factor * rope.original_max_position_embeddings)) if rope.kind == "yarn" else longest
 
 
 def within_window(raw: Fields) -> int:
-    """The longest text in which each token sees all before it: `positions`, or `sliding_window` if less.
+    """Return the longest text in which each token attends to all before it: `positions`, or `sliding_window` if less.
 
-    Attention over a window is not built; up to its length it is full attention, and longer texts are refused by the
-    limit of positions.
+    Sliding-window attention is not implemented. Up to the window's length it equals full attention, and the limit of
+    positions rejects longer texts.
     """
     longest = positions(raw)
     return min(longest, integer(raw, "sliding_window", longest))

@@ -1,4 +1,4 @@
-"""Llama: biases where its two flags say so."""
+"""Llama: two flags decide which projections have biases."""
 
 from typing import Any
 

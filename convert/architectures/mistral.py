@@ -1,4 +1,4 @@
-"""Mistral: no biases, and every layer attends over a window where there is one."""
+"""Mistral: no biases, and every layer attends over the sliding window if there is one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v and nowhere else; a window for some layers where a flag switches it on."""
+"""Qwen2 and Qwen2.5: biases on q, k and v only; some layers have a window if a flag switches it on."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def context(raw: Fields) -> int:
-    """Return `positions`, or the window where it is shorter and some layer, from `max_window_layers` on, has it."""
+    """Return `positions`, or the window if it is shorter and some layer, from `max_window_layers` on, uses it."""
     is_on = flag(raw, "use_sliding_window") and raw.get("layer_types") is None
     first = 0 if raw.get("max_window_layers") == 0 else integer(raw, "max_window_layers", _FIRST_WINDOW)
     return within_window(raw) if is_on and first < integer(raw, "num_hidden_layers") else positions(raw)

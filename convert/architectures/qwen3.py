@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normed head by head, heads have a size of their own; windows as in Qwen2."""
+"""Qwen3: queries and keys are normalised per head, and the head size is a field; windows as in Qwen2."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file -> the config.json that the same model has on the Hugging Face hub."""
+"""Conversion of a GGUF file's metadata to the config.json that the same model has on the Hugging Face hub."""
 
 import dataclasses
 import math
@@ -17,14 +17,14 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How the GGUF files of a `general.architecture` differ from Hugging Face.
+    """Differences between the GGUF files of a `general.architecture` and Hugging Face files.
 
     Attributes:
-        model_type: as in config.json, and so `class_name`.
-        interleaved: the rows of q and k lie pairwise within each head, for llama.cpp turns neighbours against each
-            other, Hugging Face one half of a head against the other.
-        biases: flag of config.json -> tensor of the first layer that is there if the flag is true; what the
-            architecture always has needs none.
+        model_type: as in config.json, like `class_name`.
+        interleaved: the rows of q and k are in pairs within each head, because llama.cpp rotates neighbours against
+            each other, and Hugging Face rotates one half of a head against the other.
+        biases: flag of config.json -> tensor of the first layer that exists if the flag is true. Biases that the
+            architecture always has need no flag.
     """
 
     model_type: str
@@ -38,7 +38,7 @@ ARCHITECTURES = {
         "llama", "LlamaForCausalLM", True, {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
     ),
 }
-# The rest of the key -> config.json; what is not in a table is refused.
+# Rest of the key -> name in config.json. Keys that are in none of these tables are rejected.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -51,10 +51,10 @@ _FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 _ORIGINAL = "rope.scaling.original_context_length"
-_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second in older files
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # older files use the second key
 _SCALING = {"rope.scaling.type", _ORIGINAL, *_FACTORS}
 _READ_APART = {"vocab_size", "rope.freq_base", "rope.dimension_count", "attention.value_length"}
-# Keys that change nothing at these values, which converters write for any model.
+# Keys that change nothing at these values. Converters write them for any model.
 _FIXED = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -74,7 +74,7 @@ _FIXED = {
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-# Keys that change nothing in this architecture, whatever their value. Sizes of experts count only where there are some.
+# Keys that change nothing in this architecture, whatever their value. Sizes of experts matter only if there are any.
 _UNUSED = {
     "attention.layer_norm_epsilon",
     "expert_feed_forward_length",
@@ -91,15 +91,15 @@ _UNUSED = {
 }
 _SAMPLING = "general.sampling."
 _SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-# Those of every Llama 3; files have only the factors that come of them.
+# The values of every Llama 3. Files store only the factors computed from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def architecture(header: Header) -> Architecture:
-    """What `header` says it is.
+    """Return the architecture that `header` names.
 
     Raises:
-        CheckpointError: one that is not supported, or no model.
+        CheckpointError: the architecture is not supported, or the file is not a model.
     """
     name = header.metadata.get("general.architecture")
     if (kind := header.metadata.get("general.type", "model")) != "model":
@@ -115,19 +115,19 @@ def architecture(header: Header) -> Architecture:
 
 
 def raw_config(header: Header) -> dict[str, Any]:
-    """The content of config.json, for `convert.parse_config` to check.
+    """Return the content of config.json, for `convert.parse_config` to check.
 
-    Tokens that end a turn end a text, too: the files name one EOS only.
+    Tokens that end a turn also end a text, because the files name only one EOS.
 
     Raises:
-        CheckpointError: a key is unknown, or says what config.json cannot.
+        CheckpointError: a key is unknown, or has no equivalent in config.json.
     """
     kind, words = architecture(header), vocabulary(header)
     prefix = f"{header.metadata['general.architecture']}."
     fields = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     _check_known(fields, prefix, header)
     raw = {name: fields[key] for key, name in _FIELDS.items() if key in fields}
-    if raw.get("sliding_window") == 0:  # llama.cpp's spelling of none
+    if raw.get("sliding_window") == 0:  # llama.cpp writes 0 for no window
         raw["sliding_window"] = None
     raw |= {flag: name in header.tensors for flag, name in kind.biases.items()}
     rotated = fields.get("rope.dimension_count")
@@ -150,10 +150,10 @@ def raw_config(header: Header) -> dict[str, Any]:
 
 
 def ignored_keys(header: Header) -> list[str]:
-    """Return the keys of a supported model that are not read, other than those that describe the file; sorted.
+    """Return, sorted, the keys of a supported model that are not read, except those that describe the file.
 
-    Keys of the architecture may change what is computed: they are read, known to change nothing, or refused. General
-    keys describe the file, and keys outside "general", "tokenizer" and the architecture belong to other programs.
+    Keys of the architecture may change what is computed, so they are read, known to change nothing, or rejected.
+    General keys describe the file. Keys outside "general", "tokenizer" and the architecture belong to other programs.
     """
     name = header.metadata["general.architecture"]
     described = ("general.", "tokenizer.", f"{name}.", "split.", "quantize.", "imatrix.")
@@ -189,12 +189,12 @@ def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
 
 
 def _differ_once(key: str, prefix: str) -> bool:
-    """Return whether the first letters of `key` are those of `prefix` but for one, as after a flipped bit."""
+    """Return whether `key` begins with `prefix` except for one letter, as after a flipped bit."""
     return sum(map(operator.ne, key, prefix)) == 1
 
 
 def _vocab_size(said: Any, tokens: int, header: Header) -> Any:
-    """Models may have room for more tokens than there are."""
+    """Return the size of the vocabulary, which may exceed the number of tokens."""
     if isinstance(said, int) and tokens > said:
         raise CheckpointError(f"{header.file} has {tokens} tokens, but vocab_size {said}; download it again.")
     return tokens if said is None else said
@@ -204,7 +204,7 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
     theta, kind = fields.get("rope.freq_base", 10000.0), _kind_of_scaling(fields, header)
     if ROPE_FACTORS in header.tensors:
         return {"rope_theta": theta, "rope_type": "llama3"} | _llama3(theta, kind, fields.get(_ORIGINAL), header)
-    if kind == "none":  # whatever else it says of scaling, there is none
+    if kind == "none":  # other keys about scaling have no effect then
         return {"rope_theta": theta, "rope_type": "default"}
     if kind != "linear":
         raise CheckpointError(
@@ -216,7 +216,7 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
 
 
 def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
-    """What the file says, or linear where all it gives is a factor, as llama.cpp has it."""
+    """Return the kind that the file names, or linear if it gives only a factor, as in llama.cpp."""
     factors = [fields[key] for key in _FACTORS if key in fields]
     if factors[1:] and factors[0] != factors[1]:
         raise CheckpointError(
@@ -227,10 +227,10 @@ def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
 
 
 def _llama3(theta: Any, kind: Any, original: Any, header: Header) -> dict[str, Any]:
-    """Llama 3's fields, if they give the factors by which this file divides the frequencies.
+    """Return Llama 3's fields, if they give the factors by which this file divides the frequencies.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: the fields give other factors.
     """
     stored = header.tensors[ROPE_FACTORS]
     found = np.fromfile(header.file, "<f4", math.prod(stored.shape), offset=stored.offset).astype(np.float64)
@@ -254,7 +254,7 @@ def _factors(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> np.ndarray:
-    """``[count]``: by what each frequency is divided, from 1 where it turns often to `factor` where it does not."""
+    """Return ``[count]`` divisors of the frequencies, from 1 for those that turn often to `factor` for slow ones."""
     turns = original_max_position_embeddings * theta ** (-np.arange(count) / count) / (2 * math.pi)
     smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)

@@ -1,6 +1,6 @@
-"""The header of a GGUF file, read strictly: no count or length in it is believed before the file can hold it.
+"""A strict reader for the header of a GGUF file: each count or length is checked against the file's size before use.
 
-The library's own reader believes them all. The format:
+The gguf library's own reader does not check them. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -22,7 +22,7 @@ _BEFORE_GGUF = b"lmgg", b"fmgg", b"tjgg", b"algg"  # ggml, ggmf, ggjt, ggla
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
-# Beyond any model: what a damaged header can cost in memory and time.
+# Limits beyond any model, which bound the memory and time that a damaged header can cost.
 _MOST = 2**21
 _LONGEST = 2**26
 _LONGEST_NAME = 2**8
@@ -30,7 +30,7 @@ _LONGEST_NAME = 2**8
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in the file: its type (a `gguf.GGMLQuantizationType`), its shape as NumPy has it, and its bytes."""
+    """A tensor in the file: its type (a `gguf.GGMLQuantizationType`), its shape in NumPy's order, and its bytes."""
 
     kind: Any
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """All that `file` says before its data."""
+    """Everything in `file` that precedes the tensor data."""
 
     file: Path
     metadata: dict[str, Any]
@@ -48,7 +48,7 @@ class Header:
 
 
 class _Reader:
-    """Reads numbers and strings one after another; ValueError where the file ends, or cannot be meant so."""
+    """A sequential reader of numbers and strings. It raises ValueError at the file's end and at invalid values."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream, self.size, self.at = stream, size, 0
@@ -65,7 +65,7 @@ class _Reader:
         (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
         if kind == _BOOL and value > 1:
             raise ValueError(f"{value} for true or false before byte {self.at}")
-        # The shortest decimal that float32 rounds to this: 1e-05, as it stood in config.json.
+        # The shortest decimal that rounds to this float32, such as 1e-05, as it was in config.json.
         return float(str(np.float32(value))) if kind == _FLOAT32 else bool(value) if kind == _BOOL else value
 
     def count(self, most: int = _MOST) -> int:
@@ -104,7 +104,7 @@ class _Reader:
             raise ValueError(f"{name!r} at byte {at}: {error}") from error
 
     def table(self, count: int, what: Any) -> dict[str, Any]:
-        """`count` names with what follows each."""
+        """Read `count` names, each with the value that follows it."""
         table: dict[str, Any] = {}
         for _ in range(count):
             name, content = self.named(what)
@@ -115,10 +115,10 @@ class _Reader:
 
 
 def read(file: Path) -> Header:
-    """The header of `file`; what it says of tensors fits the file's size to the byte.
+    """Read the header of `file`, and check that its tensors fit the file's size to the byte.
 
     Raises:
-        CheckpointError: the file is no GGUF file, cut, damaged, one of several parts, or has unknown types.
+        CheckpointError: the file is not a GGUF file, cut short, damaged, one of several parts, or has unknown types.
     """
     try:
         with file.open("rb", buffering=2**20) as stream:
@@ -164,7 +164,7 @@ def _check_whole(metadata: dict[str, Any], file: Path) -> None:
 
 
 def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
-    """(type, shape, offset) of a tensor; the file has the last dimension first."""
+    """Return (type, shape, offset) of a tensor. The file stores the last dimension first."""
     dimensions = reader.number(4)
     if not 1 <= dimensions <= 4:
         raise ValueError(f"{dimensions} dimensions")
@@ -173,7 +173,7 @@ def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
 
 
 def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any, file: Path) -> dict[str, Stored]:
-    """The tensors with their place in the file, where they lie one after another, as llama.cpp also demands."""
+    """Return the tensors with their positions in the file, which must be consecutive, as llama.cpp also requires."""
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {str(alignment)[:20]!r}, no power of two")
     start = end = reader.at + -reader.at % alignment
@@ -191,8 +191,8 @@ def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any, file: Path) 
 
 
 def _stored_as(name: str, number: int, shape: tuple[int, ...], file: Path) -> tuple[Any, int]:
-    """A tensor's type and its number of bytes."""
-    import gguf  # lazily: it takes a while, and only GGUF files need it
+    """Return a tensor's type and its number of bytes."""
+    import gguf  # lazily: the import is slow, and only GGUF files need it
 
     kind = gguf_types.kind(name, number, file)
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]

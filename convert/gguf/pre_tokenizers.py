@@ -1,7 +1,8 @@
-"""How byte-level BPE vocabularies in GGUF files split a text into words: `tokenizer.ggml.pre` -> patterns.
+"""The patterns by which byte-level BPE vocabularies in GGUF files split a text into words, by `tokenizer.ggml.pre`.
 
-The names are those of llama.cpp (llama-vocab.cpp), the patterns those of the models' tokenizer.json. Not listed are
-names that are not for language models, or that need more than patterns: "default", which llama.cpp warns of.
+The names are those of llama.cpp (llama-vocab.cpp), and the patterns are those of the models' tokenizer.json. The table
+omits names that are not for language models or that need more than patterns, such as "default", for which llama.cpp
+prints a warning.
 """
 
 # ruff: noqa: RUF001 (punctuation of many scripts is meant)
@@ -56,14 +57,14 @@ _ASIAN = (
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """How a vocabulary splits texts.
+    """The rules by which a vocabulary splits texts.
 
     Attributes:
-        patterns: each splits what those before it have left.
-        ignore_merges: whether a word that is a token becomes that token, whatever the merges say.
+        patterns: each splits the parts that the patterns before it left.
+        ignore_merges: whether a word that is a token becomes that token, regardless of the merges.
         add_bos: whether every text starts with BOS, unless the file says otherwise.
-        composes: whether characters and accents are composed first (NFC), as the models' tokenizer.json has it.
-            llama.cpp does not.
+        composes: whether characters and accents are composed first (NFC), as in the models' tokenizer.json. llama.cpp
+            does not compose them.
     """
 
     patterns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""GGUF file -> Hugging Face's tensors, read and dequantised row by row, for `convert.from_hf` to check and to join."""
+"""A reader of GGUF files as Hugging Face tensors, dequantised row by row, which `convert.from_hf` checks and joins."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from convert.gguf.config import ROPE_FACTORS, Architecture, architecture
 from convert.gguf.header import Header, Stored
 from convert.safetensors_reader import Tensor
 
-# Old converters stored the frequencies of the rotary embedding; they are recomputed from the metadata.
+# Old converters stored the frequencies of the rotary embedding. They are recomputed from the metadata.
 _TABLE = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
@@ -23,7 +23,7 @@ class GgufTensor(Tensor):
     """A tensor in a GGUF file; `dtype` is float32 if it is quantised.
 
     Attributes:
-        interleaved: in how many heads neighbouring rows belong to the two halves; 0 if rows are in order.
+        interleaved: the number of heads in which neighbouring rows belong to the two halves; 0 if rows are in order.
     """
 
     stored: Stored
@@ -37,14 +37,14 @@ class GgufTensor(Tensor):
         return self._values(first, int(order.max()) + 1)[order - first]
 
     def _order(self, rows: slice) -> np.ndarray:
-        """Which rows of the file `rows` of the Hugging Face tensor are."""
+        """Return the rows of the file that are `rows` of the Hugging Face tensor."""
         order = np.arange(self.shape[0])
         if self.interleaved:
             order = order.reshape(self.interleaved, -1, 2).swapaxes(1, 2).reshape(-1)
         return order[rows]
 
     def _values(self, first: int, last: int) -> np.ndarray:
-        """Those rows of the file; a vector is one row."""
+        """Return the rows of the file from `first` to before `last`. A vector is one row."""
         import gguf
 
         count = self.shape[0] if len(self.shape) > 1 else 1
@@ -58,15 +58,15 @@ class GgufTensor(Tensor):
         data = data.reshape(last - first, width)
         if self.stored.kind.name in dtypes.BY_SAFETENSORS_CODE:
             return data.view(self.dtype)
-        with np.errstate(all="ignore"):  # a scale may be anything
+        with np.errstate(all="ignore"):  # a scale may have any value
             return gguf.dequantize(data, self.stored.kind)
 
 
 def tensors(header: Header, config: LlamaConfig) -> dict[str, Tensor]:
-    """Hugging Face name -> tensor, checked against the config as those of a Hugging Face directory are.
+    """Return the tensors by Hugging Face name, checked against the config like those of a Hugging Face directory.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, misshapen, or of a type that the gguf library cannot dequantise.
+        CheckpointError: a tensor is missing, unknown, misshapen, or has a type that the gguf library cannot dequantise.
     """
     from_hf.check_depth(config, len(header.tensors), header.file)
     kind, expected = architecture(header), keymap.hf_shapes(config)
@@ -79,11 +79,11 @@ def tensors(header: Header, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def _named(header: Header, config: LlamaConfig, expected: Iterable[str]) -> dict[str, tuple[str, Stored]]:
-    """Hugging Face name -> name in the file and tensor, of all that are in the file."""
+    """Return, by Hugging Face name, the name in the file and the tensor, for all that are in the file."""
     import gguf
 
     left = {name: tensor for name, tensor in header.tensors.items() if not _TABLE.fullmatch(name)}
-    factors = left.pop(ROPE_FACTORS, None)  # they came with the config
+    factors = left.pop(ROPE_FACTORS, None)  # the config already contains them
     if factors and factors.shape != (config.head_dim // 2,):
         raise CheckpointError(
             f"{ROPE_FACTORS} in {header.file} has shape {list(factors.shape)}, expected [{config.head_dim // 2}] by "
@@ -102,7 +102,7 @@ def _named(header: Header, config: LlamaConfig, expected: Iterable[str]) -> dict
 
 
 def _dtype(name: str, stored: Stored, file: Path) -> np.dtype:
-    """What the values of a tensor are read as."""
+    """Return the dtype in which the values of a tensor are read."""
     import gguf
 
     plain = dtypes.BY_SAFETENSORS_CODE.get(stored.kind.name)
@@ -124,6 +124,6 @@ def _in_order(name: str, tensor: GgufTensor, kind: Architecture, config: LlamaCo
 
 
 def usual_dtype(found: dict[str, Tensor]) -> np.dtype:
-    """The dtype that all tensors share, else float32, which holds all their values."""
+    """Return the dtype that all tensors share, else float32, which holds all their values."""
     kinds = {tensor.dtype for tensor in found.values()}
     return kinds.pop() if len(kinds) == 1 else dtypes.BY_NAME["float32"]

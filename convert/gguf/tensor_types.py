@@ -1,4 +1,4 @@
-"""The types of a GGUF file's tensors: known to the gguf library, gone from llama.cpp, or newer than the library."""
+"""The types of a GGUF file's tensors: known to the gguf library, removed from llama.cpp, or newer than the library."""
 
 from importlib import metadata
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from convert.errors import CheckpointError
 
-# Number -> name, and the type whose files replace it; https://github.com/ggml-org/ggml/blob/master/include/ggml.h
+# Number -> name, and the type that replaces it; https://github.com/ggml-org/ggml/blob/master/include/ggml.h
 _GONE = {
     4: ("Q4_2", "Q4_0"),
     5: ("Q4_3", "Q4_1"),
@@ -23,12 +23,12 @@ def kind(name: str, number: int, file: Path) -> Any:
     """Return the `gguf.GGMLQuantizationType` of a tensor.
 
     Args:
-        name: of the tensor in `file`, for the message.
+        name: the name of the tensor in `file`, for the error message.
 
     Raises:
-        CheckpointError: the type is gone from llama.cpp, or the gguf library does not know it.
+        CheckpointError: the type was removed from llama.cpp, or the gguf library does not know it.
     """
-    import gguf  # lazily: it takes a while, and only GGUF files need it
+    import gguf  # lazily: the import is slow, and only GGUF files need it
 
     try:
         return gguf.GGMLQuantizationType(number)

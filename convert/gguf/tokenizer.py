@@ -1,8 +1,7 @@
-"""Build the tokenizer that a GGUF file describes.
+"""A builder for the tokenizer that a GGUF file describes.
 
-The tokenizer.json of the model is the truth: a vocabulary gives the same ids whichever file it is read from. Control
-tokens, BOS and the names of splits are understood as llama.cpp understands them. Only the default chat template is
-used.
+The model's tokenizer.json is the reference: a vocabulary gives the same ids whichever file it is read from. Control
+tokens, BOS and the names of splits have the same meaning as in llama.cpp. Only the default chat template is used.
 """
 
 import json
@@ -18,14 +17,14 @@ from convert.gguf.vocabulary import Vocabulary, vocabulary
 
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = ("bos", "eos", "unk", "pad")
-_USUAL = {"gpt2": {"<|endoftext|>"}, "llama": {"<unk>", "<s>", "</s>"}}  # special, even if the file does not say so
+_USUAL = {"gpt2": {"<|endoftext|>"}, "llama": {"<unk>", "<s>", "</s>"}}  # special, even if the file does not mark them
 
 
 def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, and the content of tokenizer_config.json.
+    """Build the tokenizer and the content of tokenizer_config.json.
 
     Raises:
-        CheckpointError: `header` has none, or one of a kind not known here.
+        CheckpointError: `header` has no tokenizer, or one of an unknown kind.
     """
     words = vocabulary(header)
     if words.kind == "gpt2" and words.pre not in SPLITS:
@@ -35,7 +34,7 @@ def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
         )
     try:
         tokenizer = assemble(words)
-    except Exception as error:  # the tokenizers library has no class for it
+    except Exception as error:  # the tokenizers library has no class for its errors
         raise CheckpointError(f"The tokenizer in {header.file} cannot be read: {brief(error)}.") from error
     named = {f"{name}_token": words.tokens[i] for name, i in words.ids.items() if name in _NAMED}
     config = {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend", **named}
@@ -43,17 +42,17 @@ def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def assemble(words: Vocabulary) -> Tokenizer:
-    """Return the tokenizer of a vocabulary. Any exception means that the vocabulary is at odds with itself."""
+    """Return the tokenizer of a vocabulary. Any exception means that the vocabulary is inconsistent."""
     tokenizer = (_byte_level if words.kind == "gpt2" else _sentencepiece)(words)
     tokenizer.post_processor = _ends(words)
     return tokenizer
 
 
 def write(header: Header, directory: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json.
+    """Write tokenizer.json and tokenizer_config.json.
 
     Raises:
-        CheckpointError: as `build`.
+        CheckpointError: as in `build`.
     """
     tokenizer, config = build(header)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -61,10 +60,10 @@ def write(header: Header, directory: Path) -> None:
 
 
 def _byte_level(words: Vocabulary) -> Tokenizer:
-    """BPE over bytes, each spelled as a character of its own."""
+    """Build a BPE tokenizer over bytes, each spelled as its own character."""
     spelling = _spelling()
     alphabet = set(spelling.values())
-    # Special tokens are written as they are; other characters of a token are spelled in bytes.
+    # Special tokens keep their text. Other tokens with characters outside the alphabet are spelled in bytes.
     special = {words.tokens[i] for i in _special_ids(words)}
     vocab = {
         token
@@ -85,18 +84,18 @@ def _byte_level(words: Vocabulary) -> Tokenizer:
 
 
 def _spelling() -> dict[int, str]:
-    """GPT-2's character for each byte: the printable ones stand for themselves."""
+    """Return GPT-2's character for each byte: printable bytes map to themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def _sentencepiece(words: Vocabulary) -> Tokenizer:
-    """BPE over characters, with tokens for the bytes of those it does not know."""
+    """Build a BPE tokenizer over characters, with tokens for the bytes of unknown characters."""
     vocab = {token: i for i, token in enumerate(words.tokens)}
     merges = _merges(words) if words.merges is not None else _implied_merges(vocab, words.scores)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
-    # As in the tokenizer.json of Llama 2: a space before every part of a text that special tokens divide.
+    # As in the tokenizer.json of Llama 2: a space before every part of a text between special tokens.
     ends, runs = normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")
     spaces = [ends, runs] if words.removes_spaces else []
     prefix = [normalizers.Prepend("▁")] if words.add_space_prefix else []
@@ -115,7 +114,7 @@ def _merges(words: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to put a token together from two: the best score first, among equals the longer parts."""
+    """Return every pair of tokens that joins to a token: the best score first, among equals the longer parts."""
     merges = []
     for token, i in vocab.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -126,7 +125,7 @@ def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[st
 
 
 def _with_added(tokenizer: Tokenizer, words: Vocabulary) -> Tokenizer:
-    """Return the tokenizer with the tokens that are found whole in a text: special ones and those of users."""
+    """Return the tokenizer with the tokens that are matched whole in a text: special and user-defined tokens."""
     special = [words.tokens[i] for i in _special_ids(words)]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     typed = zip(words.tokens, words.types, strict=False)
@@ -137,7 +136,7 @@ def _with_added(tokenizer: Tokenizer, words: Vocabulary) -> Tokenizer:
 
 
 def _special_ids(words: Vocabulary) -> list[int]:
-    """Return the ids of control tokens, of those that the file names and of those that end a text."""
+    """Return the ids of control tokens, of tokens that the file names, and of tokens that end a text."""
     control = [i for i, kind in enumerate(words.types) if kind == _CONTROL]
     usual = [i for i, token in enumerate(words.tokens) if token in _USUAL[words.kind]]
     named = [i for name, i in words.ids.items() if name in _NAMED]
@@ -145,7 +144,7 @@ def _special_ids(words: Vocabulary) -> list[int]:
 
 
 def _ends(words: Vocabulary) -> processors.TemplateProcessing:
-    """Adds BOS and EOS where the file says so, or its kind does."""
+    """Return the post-processor that adds BOS and EOS if the file or its kind says so."""
     add = {"bos": words.kind == "llama" or SPLITS[words.pre or ""].add_bos, "eos": False} | words.add
     before, after = ([words.tokens[words.ids[name]]] if add[name] and name in words.ids else [] for name in add)
     return processors.TemplateProcessing(

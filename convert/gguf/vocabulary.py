@@ -1,4 +1,4 @@
-"""What a GGUF file says of its tokenizer, checked; `convert.gguf.tokenizer` makes one of it."""
+"""The checked tokenizer metadata of a GGUF file, from which `convert.gguf.tokenizer` builds a tokenizer."""
 
 import dataclasses
 import math
@@ -9,14 +9,14 @@ from convert.gguf.header import Header
 
 _PREFIX = "tokenizer.ggml."
 _LONGEST_TOKEN = 4096
-# Texts of tokens that end a text for llama.cpp (llama-vocab.cpp, `special_eog_ids`), but for those of infilling.
+# Tokens that end a text in llama.cpp (llama-vocab.cpp, `special_eog_ids`), except those for infilling.
 _END_TEXTS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
     *("<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>", "[e~["),
     *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
 }
-_OF_ANSWERS = {"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}  # with these, "<|end|>" only ends a message
-# Special tokens: ours -> the key's.
+_OF_ANSWERS = {"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}  # if these exist, "<|end|>" only ends a message
+# Special tokens: our name -> the name in the key.
 IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
 
@@ -26,12 +26,12 @@ class Vocabulary:
 
     Attributes:
         kind: "gpt2" for byte-level BPE, "llama" for SentencePiece.
-        pre: how "gpt2" splits texts first.
-        types: of each token: 3 is control, 4 user-defined.
-        ids: of special tokens, by the names of `IDS`.
-        add: "bos", "eos" -> whether every text gets it, where the file says so.
+        pre: the name of the rules by which "gpt2" splits texts first.
+        types: the type of each token: 3 is control, 4 user-defined.
+        ids: the ids of special tokens, by the names of `IDS`.
+        add: whether every text gets BOS and EOS, by the keys "bos" and "eos", if the file says so.
         add_space_prefix: whether "llama" puts a space before every text.
-        removes_spaces: whether "llama" makes one space of several, and none at the ends of a text.
+        removes_spaces: whether "llama" collapses runs of spaces and strips those at the ends of a text.
     """
 
     kind: str
@@ -48,9 +48,9 @@ class Vocabulary:
 
     @property
     def ends(self) -> list[int]:
-        """The ids that end a text: EOS, EOT and EOM, and tokens that models end a turn with, by their texts.
+        """The ids that end a text: EOS, EOT and EOM, and tokens whose texts are known to end a turn.
 
-        Files name one EOS. In many files for chats it is not the token that ends an answer.
+        Files name one EOS. In many files of chat models it is not the token that ends an answer.
         """
         named = [self.ids[name] for name in ("eos", "eot", "eom") if name in self.ids]
         has_messages = any(texts <= set(self.tokens) for texts in _OF_ANSWERS)
@@ -59,10 +59,10 @@ class Vocabulary:
 
 
 def vocabulary(header: Header) -> Vocabulary:
-    """The tokenizer's metadata in `header`.
+    """Return the tokenizer's metadata in `header`.
 
     Raises:
-        CheckpointError: they are missing or at odds, or ask for what only other kinds of tokenizers do.
+        CheckpointError: the metadata is missing or inconsistent, or needs a kind of tokenizer that is not supported.
     """
     known = _Fields(header)
     known.check_names()
@@ -85,7 +85,7 @@ def vocabulary(header: Header) -> Vocabulary:
 
 
 class _Fields:
-    """The keys about the tokenizer."""
+    """The metadata keys of the tokenizer."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -99,7 +99,7 @@ class _Fields:
         return value
 
     def check_names(self) -> None:
-        """Refuse keys that the gguf library does not know: they may change what the tokenizer does."""
+        """Reject keys that the gguf library does not know, because they may change the tokenizer."""
         import gguf
 
         known = {name for name in vars(gguf.Keys.Tokenizer).values() if isinstance(name, str)}
@@ -117,13 +117,13 @@ def _is_finite(score: Any) -> bool:
 
 
 def _fault(words: Vocabulary, known: _Fields) -> str | None:
-    """What is wrong with the tokenizer, if anything."""
+    """Return what is wrong with the tokenizer, or None."""
     count = len(words.tokens)
     if words.kind not in ("gpt2", "llama") or not count:
         return f"has {count} tokens for a tokenizer {words.kind[:40]!r}, expected tokens for 'gpt2' or 'llama'"
     if not all(type(token) is str for token in words.tokens) or len(set(words.tokens)) != count:
         return "has a token twice, or tokens that are no text"
-    if max(map(len, words.tokens)) > _LONGEST_TOKEN:  # merges are sought in every token
+    if max(map(len, words.tokens)) > _LONGEST_TOKEN:  # merges are searched for in every token
         return f"has a token of more than {_LONGEST_TOKEN} characters"
     if wrong := [name for name, i in words.ids.items() if not 0 <= i < count]:
         return f"has {wrong[0]}_token_id {words.ids[wrong[0]]}, with {count} tokens"

@@ -1,4 +1,4 @@
-"""Which tokens a head can guess, where these are not all of the target's: the tables `d2t` and `t2d` of its files."""
+"""The tokens that a head can draft if they are a subset of the target's: the tables `d2t` and `t2d` of its files."""
 
 import numpy as np
 
@@ -8,14 +8,14 @@ _FIX = "restore the head's own file"
 
 
 def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) -> np.ndarray:
-    """``int32[V]``: of every token of the target its number among the D that the head can guess, D of others.
+    """Return ``int32[V]``: each target token's index among the D tokens that the head can draft, D for others.
 
     Args:
-        offsets: ``int64[D]`` ("d2t"): the target's token of each row of the head, less the row's number.
-        known: ``bool[V]`` ("t2d"): which of the target's tokens are among them.
+        offsets: ``int64[D]`` ("d2t"): the target's token id for each row of the head, minus the row's index.
+        known: ``bool[V]`` ("t2d"): whether the head can draft each of the target's tokens.
 
     Raises:
-        CheckpointError: tokens outside the vocabulary or named twice, or the tables disagree.
+        CheckpointError: a token is outside the vocabulary or named twice, or the tables disagree.
     """
     count = len(offsets)
     tokens = offsets + np.arange(count)
@@ -38,7 +38,7 @@ def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) ->
 
 
 def tables(draft_ids: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(d2t int64[D], t2d bool[V])``, of which `draft_ids` makes its argument again."""
+    """Return ``(d2t int64[D], t2d bool[V])``, the inverse of the function `draft_ids`."""
     known = draft_ids < count
     tokens = np.zeros(count, np.int64)
     tokens[draft_ids[known]] = np.flatnonzero(known)

@@ -1,4 +1,4 @@
-"""What the files of all trained heads have in common: a directory, in which pickles are not opened."""
+"""Common handling of the files of trained heads: a directory, in which pickles are never opened."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,14 +22,15 @@ OWN = "jspec_drafter"  # model_type of drafters that no other program reads
 
 
 def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
-    """The directory of a head, which may be a hub id as `convert.resolve` takes it.
+    """Return the directory of a head. `source` may be a hub id, as in `convert.resolve`.
 
     Args:
-        pickled: the file that such heads are published as.
-        single: the safetensors file that it becomes.
+        pickled: the name of the pickle that such heads are published as.
+        single: the name of the safetensors file that the pickle is converted to.
 
     Raises:
-        CheckpointError: there is none, or it holds no safetensors file; says how to make it of a pickle.
+        CheckpointError: the directory does not exist, or holds no safetensors file. The message says how to convert a
+            pickle.
     """
     directory = resolve(source)
     if directory.is_file():
@@ -47,8 +48,10 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
 
 
 def kind_of(directory: Path) -> str | None:
-    """Which trained drafter the files of `directory` hold: what jspec's own config.json says, or "eagle" or "medusa" by
-    the names of their tensors; None if no such."""
+    """Return the kind of trained drafter that `directory` holds, or None.
+
+    The kind is the one in jspec's own config.json, else "eagle" or "medusa" by the names of the tensors.
+    """
     config = directory / "config.json"
     if config.is_file() and (raw := read_object(config)).get("model_type") == OWN:
         return str(raw.get("kind"))
@@ -63,7 +66,7 @@ def kind_of(directory: Path) -> str | None:
 
 
 def _weights(directory: Path) -> Iterable[Path]:
-    """Return the files of a model's weights, or all safetensors files where heads have names of their own."""
+    """Return the files of a model's weights, or all safetensors files if the head's files have other names."""
     try:
         return weight_files.find(directory).files
     except CheckpointError:
@@ -71,10 +74,10 @@ def _weights(directory: Path) -> Iterable[Path]:
 
 
 def read_own(directory: Path, kind: str) -> dict[str, Any]:
-    """The config.json of one of jspec's own drafters.
+    """Return the config.json of one of jspec's own drafters.
 
     Raises:
-        CheckpointError: it is of another kind, or none.
+        CheckpointError: the file belongs to another kind of drafter, or to none.
     """
     raw = read_object(directory / "config.json")
     if (raw.get("model_type"), raw.get("kind")) != (OWN, kind):
@@ -85,7 +88,7 @@ def read_own(directory: Path, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def new_own(destination: Path, kind: str, fields: dict[str, Any]) -> Iterator[Path]:
-    """A new directory with the config.json of one of jspec's own drafters, for its weights; atomic.
+    """Yield a new directory for the weights of one of jspec's own drafters, and add its config.json, atomically.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.
@@ -102,7 +105,7 @@ def _snippet(pickled: str, single: str) -> str:
 
 
 def common_dtype(found: dict[str, Tensor]) -> str | None:
-    """Of all weights; None where they have several."""
+    """Return the dtype of all weights, or None if they have several."""
     names = {tensor.dtype.name for tensor in found.values()}
     return names.pop() if len(names) == 1 else None
 
@@ -110,7 +113,7 @@ def common_dtype(found: dict[str, Tensor]) -> str | None:
 def write(
     destination: str | Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], single: str = SINGLE
 ) -> Path:
-    """A directory with config.json and one safetensors file; atomic.
+    """Write a directory with config.json and one safetensors file, atomically.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.

@@ -1,4 +1,4 @@
-"""Medusa's heads: their sizes, what else their files say, and how programs name their tensors."""
+"""The configuration of Medusa heads: sizes, other fields of their files, and the tensor names of programs."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.b
 
 @dataclasses.dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes: E of a state, V tokens, H heads of L residual blocks each."""
+    """The sizes of Medusa heads: states of size E, V tokens, H heads of L residual blocks each."""
 
     hidden_size: int
     vocab_size: int
@@ -27,16 +27,16 @@ class MedusaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MedusaOrigin:
-    """What the files of the heads say beyond their weights, kept so that they can be written again; hashable.
+    """The contents of the heads' files beyond the weights, kept to write the files again; hashable.
 
     Attributes:
         layout: "medusa", as published with the paper, or "vllm".
-        file: that holds the tensors.
-        prefix: of all names.
-        biased: whether the blocks have biases; without them they are 0.
-        shared: the name of the one output head that all have in common; None where each has its own.
+        file: the file that holds the tensors.
+        prefix: the prefix of all names.
+        biased: whether the blocks have biases; they are 0 otherwise.
+        shared: the name of the output head that all heads share; None if each has its own.
         fields: the content of config.json.
-        dtype: of the weights; None where they have several, or where the one that was asked for counts instead.
+        dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.
     """
 
     layout: str
@@ -49,20 +49,20 @@ class MedusaOrigin:
 
 
 def usual_origin(layout: str) -> MedusaOrigin:
-    """How heads that come from no file are written."""
+    """Return the origin for heads that were not read from files."""
     return MedusaOrigin(layout, OWN_FILE if layout == "medusa" else SINGLE)
 
 
 def read_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin:
-    """The layout of files.
+    """Return the layout of the files.
 
     Args:
         raw: the content of config.json.
-        names: of all tensors.
-        file: that holds them.
+        names: the names of all tensors.
+        file: the file that holds the tensors.
 
     Raises:
-        CheckpointError: they are of no Medusa heads, or of some with fewer tokens.
+        CheckpointError: the files do not hold Medusa heads, or the heads have a reduced vocabulary.
     """
     if raw.get("model_type") == "medusa" or any(re.match(r"(medusa_heads\.)?blocks\.", name) for name in names):
         return _vllm_origin(raw, names, file)
@@ -86,12 +86,12 @@ def _vllm_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin
 
 
 def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, ...]]) -> MedusaConfig:
-    """The sizes of heads; those of Medusa's own files say them by their tensors alone.
+    """Return the sizes of the heads. For Medusa's own files they come from the tensors alone.
 
-    Published config.json files of Medusa name 2 heads where there are 5, as its own code knows.
+    Published config.json files of Medusa name 2 heads although there are 5, which Medusa's own code accounts for.
 
     Args:
-        shapes: of all tensors by name.
+        shapes: the shapes of all tensors by name.
 
     Raises:
         CheckpointError: config.json lacks a size or has a wrong one.
@@ -113,7 +113,7 @@ def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, .
 
 
 def entries(config: MedusaConfig, origin: MedusaOrigin) -> tuple[Entry, ...]:
-    """Every tensor of the heads; ours are named as in a tuple of `jspec.drafters.heads.medusa.MedusaHead`."""
+    """Return every tensor of the heads. Our names are those in a tuple of `jspec.drafters.heads.medusa.MedusaHead`."""
     size, table = config.hidden_size, []
     for i in range(config.num_heads):
         for j in range(config.num_blocks):
@@ -127,7 +127,7 @@ def entries(config: MedusaConfig, origin: MedusaOrigin) -> tuple[Entry, ...]:
 
 
 def describe(config: MedusaConfig, origin: MedusaOrigin) -> Fields:
-    """The content of a config.json, every flag in it."""
+    """Return the content of a config.json with every flag."""
     if origin.layout == "medusa":
         return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_blocks}
     return {

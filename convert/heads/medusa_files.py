@@ -1,4 +1,4 @@
-"""The files of Medusa's heads: config.json and safetensors, as Medusa and vLLM name them."""
+"""The files of Medusa heads: config.json and safetensors, in the layouts of Medusa and vLLM."""
 
 import dataclasses
 import json
@@ -20,25 +20,25 @@ from convert.weight_files import SINGLE
 
 @dataclasses.dataclass(frozen=True)
 class MedusaFiles:
-    """Heads that were found and checked, their weights not read yet."""
+    """Heads that were found and checked, and whose weights are not read yet."""
 
     config: MedusaConfig
     origin: MedusaOrigin
     tensors: Mapping[str, Tensor]
 
     def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-        """(our name, array) one after another. Raises CheckpointError as `convert.from_hf.filled`."""
+        """Yield (our name, array) pairs. Raise CheckpointError as in `convert.from_hf.filled`."""
         return filled(self.tensors, medusa_config.entries(self.config, self.origin), dtype)
 
 
 def read(source: str | Path) -> MedusaFiles:
-    """Finds and checks the files of heads.
+    """Find and check the files of heads.
 
     Args:
-        source: a directory, or a hub id.
+        source: a directory or a hub id.
 
     Raises:
-        CheckpointError: anything about them is not as it should be; nothing is repaired or skipped.
+        CheckpointError: the files have any fault. Nothing is repaired or skipped.
     """
     directory = head_files.find(source, "medusa_lm_head.pt", OWN_FILE)
     path = directory / "config.json"
@@ -47,13 +47,13 @@ def read(source: str | Path) -> MedusaFiles:
     found = scan(directory, single)
     try:
         origin = medusa_config.read_origin(raw, found.keys(), single)
-        if origin.prefix == MEDUSA:  # trained with its target, which lies beside it
+        if origin.prefix == MEDUSA:  # trained with the target, which is in the same files
             found = {name: tensor for name, tensor in found.items() if not name.startswith(("model.", HEAD))}
         config = medusa_config.read_sizes(raw, origin, {name: tensor.shape for name, tensor in found.items()})
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     heads, blocks = config.num_heads, config.num_blocks
-    if heads * max(1, blocks) > len(found):  # or the table of a damaged config could fill the memory
+    if heads * max(1, blocks) > len(found):  # the table of a damaged config could fill the memory
         raise CheckpointError(f"{path} means {heads} heads of {blocks} blocks each, and there are {len(found)} "
                               "tensors; restore the heads' own config.json.")  # fmt: skip
     table = medusa_config.entries(config, origin)
@@ -65,11 +65,11 @@ def read(source: str | Path) -> MedusaFiles:
 def write(
     destination: str | Path, config: MedusaConfig, arrays: Mapping[str, np.ndarray], origin: MedusaOrigin
 ) -> Path:
-    """Writes the files of heads; atomic.
+    """Write the files of heads, atomically.
 
     Args:
-        arrays: ours by name, all of one dtype.
-        origin: how: names, and the fields that config.json has beside those of `config`.
+        arrays: our arrays by name, all of one dtype.
+        origin: the tensor names, and the fields of config.json beside those of `config`.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.

@@ -1,4 +1,4 @@
-"""What an EAGLE head computes, and what else its files say."""
+"""The configuration of an EAGLE head, and the other contents of its files."""
 
 import dataclasses
 
@@ -7,20 +7,20 @@ from convert.config import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class EagleConfig:
-    """What the forward pass needs; hashable.
+    """The configuration of the forward pass; hashable.
 
     Attributes:
         generation: 1 or 3.
-        layer: of its one layer; `hidden_size` E is the head's own, `vocab_size` V the target's.
-        target_hidden_size: of the states it is told; that of `layer` in generation 1.
-        features: which of the target's states: i is what enters its layer i, -1 what leaves the last.
-        draft_vocab_size: D, how many tokens it can guess; None for all of V.
-        own_embedding: it has an embedding of its own, and does not use the target's.
-        own_head: it has an output head of its own; always where `draft_vocab_size` is less than V.
-        fc_bias: of generation 1.
-        norm_before_residual: the residual stream of the layer starts with the normed state.
-        norm_before_fc: one norm over the target's states, side by side.
-        fc_norm: a norm over each of them (EAGLE-3.1).
+        layer: the config of the head's one layer; `hidden_size` E is the head's own, `vocab_size` V the target's.
+        target_hidden_size: the size of the target states that the head reads; that of `layer` in generation 1.
+        features: the target states that the head reads: i is the input of layer i, -1 the output of the last layer.
+        draft_vocab_size: D, the number of tokens that the head can draft; None for all of V.
+        own_embedding: the head has its own embedding, and does not use the target's.
+        own_head: the head has its own output head; always true if `draft_vocab_size` is less than V.
+        fc_bias: whether `fc` has a bias, in generation 1.
+        norm_before_residual: the residual stream of the layer starts with the normalised state.
+        norm_before_fc: one norm over the concatenated target states.
+        fc_norm: one norm over each of the target states (EAGLE-3.1).
         norm_output: a state goes through the final norm before it is read again (EAGLE-3.1).
     """
 
@@ -40,14 +40,14 @@ class EagleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EagleOrigin:
-    """What the files of a head say beyond what is computed with, kept so that they can be written again; hashable.
+    """The contents of a head's files beyond config and weights, kept to write the files again; hashable.
 
     Attributes:
-        layout: of `convert.heads.eagle.tensor_names.LAYOUTS`.
-        prefix: of the names of its layer.
-        names: of all tensors.
+        layout: a key of `convert.heads.eagle.tensor_names.LAYOUTS`.
+        prefix: the prefix of the names of the head's layer.
+        names: the names of all tensors.
         fields: the content of config.json.
-        dtype: of the weights; None where they have several, or where the one that was asked for counts instead.
+        dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.
     """
 
     layout: str

@@ -22,11 +22,11 @@ from convert.safetensors_reader import Tensor, scan
 
 @dataclasses.dataclass(frozen=True)
 class EagleFiles:
-    """A head that was found and checked, its weights not read yet.
+    """A head that was found and checked, and whose weights are not read yet.
 
     Attributes:
-        config: `own_head` is false where the files lack an output head, also if it would be a reduced one.
-        draft_ids: as `convert.heads.draft_vocabulary.draft_ids` makes them; None where all tokens can be guessed.
+        config: `own_head` is false if the files lack an output head, even one of a reduced vocabulary.
+        draft_ids: the result of `convert.heads.draft_vocabulary.draft_ids`; None if all tokens can be drafted.
     """
 
     config: EagleConfig
@@ -35,20 +35,20 @@ class EagleFiles:
     tensors: Mapping[str, Tensor]
 
     def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-        """(our name, array) one after another. Raises CheckpointError as `convert.from_hf.filled`."""
+        """Yield (our name, array) pairs. Raise CheckpointError as in `convert.from_hf.filled`."""
         entries = eagle_keys.entries(self.config, self.origin.layout, self.origin.prefix)
         return filled(self.tensors, entries, dtype)
 
 
 def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
-    """Finds and checks the files of a head.
+    """Find and check the files of a head.
 
     Args:
-        source: a directory, or a hub id.
-        num_layers: of the target, see `convert.heads.eagle.parse_config.parse`.
+        source: a directory or a hub id.
+        num_layers: the number of layers of the target, see `convert.heads.eagle.parse_config.parse`.
 
     Raises:
-        CheckpointError: anything about them is not as it should be; nothing is repaired or skipped.
+        CheckpointError: the files have any fault. Nothing is repaired or skipped.
     """
     directory = head_files.find(source, "pytorch_model.bin")
     path = directory / "config.json"
@@ -66,7 +66,7 @@ def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
 
 
 def _prefix(layout: str, names: Iterable[str]) -> str:
-    """Of the names of the layer: those of generation 3 are found in two spellings, which vLLM reads alike."""
+    """Return the prefix of the layer's names. Generation 3 has two spellings, and vLLM reads both."""
     usual = LAYOUTS[layout].prefix
     if LAYOUTS[layout].generation == 1:
         return usual
@@ -75,7 +75,7 @@ def _prefix(layout: str, names: Iterable[str]) -> str:
 
 
 def _table_shapes(config: EagleConfig, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Of `d2t`, which must be there where the vocabulary is reduced, and of `t2d`, which may."""
+    """Return the shapes of `d2t`, required if the vocabulary is reduced, and of `t2d`, which is optional."""
     if config.draft_vocab_size is None:
         return {}
     known = {KNOWN: (config.layer.vocab_size,)} if KNOWN in names else {}
@@ -99,12 +99,13 @@ def write(
     layout: str,
     origin: EagleOrigin | None,
 ) -> Path:
-    """Writes the files of a head; atomic.
+    """Write the files of a head, atomically.
 
     Args:
-        config: `own_head` is false where the output head is to be left out, also a reduced one.
-        arrays: ours by name, all of one dtype.
-        origin: where it was loaded from: in the same layout tensors get their names and config.json its fields again.
+        config: `own_head` is false to leave the output head out, even one of a reduced vocabulary.
+        arrays: our arrays by name, all of one dtype.
+        origin: the files that the head was loaded from. If their layout is `layout`, tensors keep their names and
+            config.json its fields.
 
     Raises:
         CheckpointError: programs that read `layout` would not compute what the head does, or `destination` exists or

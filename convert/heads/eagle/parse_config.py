@@ -1,4 +1,4 @@
-"""config.json of an EAGLE head -> EagleConfig: every flag that changes the computed function is read, or refused."""
+"""Parsing of an EAGLE head's config.json into `EagleConfig`: flags that change the result are read or rejected."""
 
 import dataclasses
 from collections.abc import Collection
@@ -21,7 +21,7 @@ _ARCHITECTURES = {
     FUSION: {"EagleSpeculator", "LlamaDecoderLayer"},
 }  # fmt: skip
 _FAMILIES = {1: ("llama", "mistral", "qwen2"), 3: ("llama", "qwen3")}
-# Fields of which one value is supported, or leaving them out: of parallel drafting, of HASS, of legacy SGLang.
+# Fields with one supported value, which may be left out: for parallel drafting, HASS and legacy SGLang.
 _FIXED = {"mask_token_id": None, "parallel_drafting": False, "add_para_norm": False, "use_aux_norm": False,
           "logit_scale": 1.0, "layernorms": False}  # fmt: skip
 _FIXED_3 = {"bias": False, "qkv_bias": False}
@@ -32,14 +32,14 @@ _UNUSED_NVIDIA = {"parallel_draft_heads_num_layers"}
 
 
 def layout_of(raw: Fields, names: Collection[str]) -> str:
-    """Which of `LAYOUTS` the files of a head have.
+    """Return the layout, a key of `LAYOUTS`, of a head's files.
 
     Args:
         raw: the content of config.json.
-        names: of all tensors.
+        names: the names of all tensors.
 
     Raises:
-        CheckpointError: they are of no EAGLE head.
+        CheckpointError: the files do not hold an EAGLE head.
     """
     kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
     if not isinstance(architectures, list):
@@ -59,14 +59,14 @@ def layout_of(raw: Fields, names: Collection[str]) -> str:
 
 
 def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleConfig:
-    """The content of a config.json as an `EagleConfig`.
+    """Parse the content of a config.json into an `EagleConfig`.
 
     Args:
-        names: of all tensors, by which it is told whether embedding, head and bias are the head's own.
-        num_layers: of the target; without it the file itself must name the states that the head is told.
+        names: the names of all tensors. They show whether embedding, output head and bias are the head's own.
+        num_layers: the number of layers of the target. Without it, the file must name the states that the head reads.
 
     Raises:
-        CheckpointError: a field is missing, has a wrong value, contradicts another, or asks for what is not supported.
+        CheckpointError: a field is missing, has a wrong value, contradicts another, or is not supported.
     """
     layout = layout_of(raw, names)
     generation = LAYOUTS[layout].generation
@@ -117,7 +117,7 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
 
 
 def _nvidia(raw: Fields) -> Fields:
-    """The fields that NVIDIA and SpecForge put into a section of their own."""
+    """Return the fields that NVIDIA and SpecForge put into their own section."""
     inner = raw.get(NVIDIA)
     inner = {} if inner is None else inner
     known = {IDS, *FLAGS, *_FIXED_NVIDIA, *_UNUSED_NVIDIA}
@@ -130,7 +130,7 @@ def _nvidia(raw: Fields) -> Fields:
 
 
 def _flag(raw: Fields, inner: Fields, name: str) -> bool:
-    """Of config.json or its section; false where neither has it, as vLLM and SGLang take it."""
+    """Return a flag of config.json or its section; false if neither has it, as in vLLM and SGLang."""
     values = {flag(place, name) for place in (raw, inner) if place.get(name) is not None}
     if len(values) > 1:
         raise CheckpointError(
@@ -148,9 +148,10 @@ def _draft_vocab(raw: Fields, layer: LlamaConfig, names: Collection[str]) -> int
 
 
 def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, ...]:
-    """What enters these layers of the target.
+    """Return the layers of the target whose inputs the head reads.
 
-    vLLM and speculators name them so, at the top; SGLang, SpecForge and NVIDIA by what leaves a layer, in a section.
+    vLLM and speculators number these inputs, at the top level. SGLang, SpecForge and NVIDIA number the outputs of
+    layers, in a section.
     """
     found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
     if len(found) > 1:
@@ -174,7 +175,7 @@ def _ids(place: Fields) -> list[int]:
 
 
 def _usual_features(num_layers: int | None) -> tuple[int, ...]:
-    """Li et al. 2025's: what enters layers 2, L // 2 and L - 3."""
+    """Return the features of Li et al. 2025: the inputs of layers 2, L // 2 and L - 3."""
     if num_layers is None:
         raise CheckpointError(f"config.json has no {IDS}, and which layers are usual depends on the target; pass the "
                               "target, as in load(path, target).")  # fmt: skip

@@ -1,7 +1,7 @@
-"""The table between the tensors of an EAGLE head's files and ours, layout by layout.
+"""The table between the tensor names in an EAGLE head's files and ours, layout by layout.
 
-Ours are those of `jspec.drafters.heads.eagle_module.Eagle`, weights [out, in] as in the
-files, q, k, v joined on axis 0, and so gate and up.
+Our names are those of `jspec.drafters.heads.eagle_module.Eagle`. Weights are [out, in] as in the files; q, k and v are
+joined on axis 0, and so are gate and up.
 """
 
 import dataclasses
@@ -12,19 +12,19 @@ from convert.heads.eagle.config import EagleConfig
 from convert.keymap import Entry, Part
 
 EMBEDDING, HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
-# Which token of the target each row of the head is, less the row's number; and which of the target's tokens are such.
+# The target's token id for each row of the head, minus the row's index; and whether each target token has a row.
 TARGET_IDS, KNOWN = "d2t", "t2d"
 TABLES = {TARGET_IDS: "I64", KNOWN: "BOOL"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a program names the tensors.
+    """The names that a program gives to the tensors.
 
     Attributes:
-        generation: of the heads that it is for.
-        prefix: of the names of the layer.
-        fc: what they call our `fc`.
+        generation: the generation of the heads in this layout.
+        prefix: the prefix of the names of the layer.
+        fc: the name of our `fc`.
     """
 
     generation: int
@@ -37,16 +37,16 @@ LAYOUTS = {
     "eagle": Layout(1, "layers.0."),
     "sglang": Layout(3, "midlayer."),
     "speculators": Layout(3, "layers.0."),
-    # Read only: speculators itself has given up generation 1.
+    # Only read: speculators itself has dropped generation 1.
     FUSION: Layout(1, "transformer.", "fusion_fc"),
 }
 
 
 def entries(config: EagleConfig, layout: str, prefix: str | None = None) -> tuple[Entry, ...]:
-    """Every array of a head but for the two tables of its vocabulary.
+    """Return every array of a head except the two tables of its vocabulary.
 
     Args:
-        prefix: of the names of its layer, where that is not the layout's.
+        prefix: the prefix of the names of its layer, if it differs from the layout's.
     """
     names = LAYOUTS[layout]
     start = names.prefix if prefix is None else prefix
@@ -54,7 +54,7 @@ def entries(config: EagleConfig, layout: str, prefix: str | None = None) -> tupl
 
 
 def _layer(config: EagleConfig, prefix: str) -> Iterator[Entry]:
-    """Those of a Llama's layer, as that table has them; what generation 3 reads is twice as wide, and 1 has no norm."""
+    """Yield the entries of a Llama layer. Generation 3 reads inputs of twice the width; 1 has no input norm."""
     for entry in keymap.entries(config.layer):
         if not entry.name.startswith("layers.0."):
             continue
@@ -88,6 +88,6 @@ def _others(config: EagleConfig, prefix: str, fc: str) -> Iterator[Entry]:
 
 
 def shapes(config: EagleConfig, layout: str, prefix: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Name in the files -> shape of every tensor but for the two tables."""
+    """Return the shape, by name in the files, of every tensor except the two tables."""
     table = entries(config, layout, prefix)
     return {part.hf_name: (part.rows, *entry.shape[1:]) for entry in table for part in entry.parts}

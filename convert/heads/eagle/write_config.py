@@ -1,4 +1,4 @@
-"""EagleConfig -> config.json, with every flag written out, since programs take different defaults."""
+"""Writing of an `EagleConfig` as config.json, with every flag, because programs have different defaults."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ FORMATS = ("speculators", "sglang", "eagle")
 
 
 def check_format(config: EagleConfig, layout: str) -> None:
-    """Raise CheckpointError unless programs that read `layout` compute what a head of `config` does."""
+    """Raise CheckpointError unless programs that read `layout` compute the same as a head of `config`."""
     if layout not in FORMATS:
         raise CheckpointError(f"format {layout!r} is unknown; choose one of {', '.join(FORMATS)}.")
     generation = LAYOUTS[layout].generation
@@ -38,7 +38,7 @@ def check_format(config: EagleConfig, layout: str) -> None:
 
 
 def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
-    """What the programs that read `layout` know nothing of, and whether the head has it."""
+    """Return the features that programs that read `layout` ignore, and whether the head has each."""
     layer = config.layer
     alone = layer.qkv_bias and not layer.attention_bias
     if layout == "speculators":
@@ -54,12 +54,13 @@ def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
 def describe(
     config: EagleConfig, layout: str, dtype: str, origin: EagleOrigin | None, names: Collection[str]
 ) -> dict[str, Any]:
-    """The content of a config.json.
+    """Return the content of a config.json.
 
     Args:
-        dtype: of the weights.
-        origin: where it was loaded from; what that config.json says is kept as long as it still means `config`.
-        names: of the tensors that are written.
+        dtype: the dtype of the weights.
+        origin: the files that the head was loaded from. The fields of their config.json are kept if they still
+            describe `config`.
+        names: the names of the tensors that are written.
     """
     made = _speculators(config) if layout == "speculators" else _flat(config, layout)
     kept = json.loads(origin.fields) if origin is not None and origin.layout == layout else {}
@@ -80,11 +81,11 @@ def _means(raw: Fields, config: EagleConfig, names: Collection[str]) -> bool:
         found = parse(raw, names, None)
     except CheckpointError:
         return False
-    return dataclasses.replace(found, own_head=config.own_head) == config  # which the target can lend it
+    return dataclasses.replace(found, own_head=config.own_head) == config  # the head can use the target's output head
 
 
 def _merged(made: Fields, kept: Fields) -> Fields:
-    """`made` with what `kept` says of the same fields, and its others; sections field by field."""
+    """Return `made` updated with the fields of `kept`; sections are merged field by field."""
     both = {key: _merged(made[key], value) if isinstance(made.get(key), dict) and isinstance(value, dict) else value
             for key, value in kept.items()}  # fmt: skip
     return {**made, **both}
@@ -99,12 +100,12 @@ def _flags(config: EagleConfig) -> Fields:
 
 
 def _layer(config: EagleConfig) -> Fields:
-    """An output head is in the files or is the target's, never the embedding."""
+    """Return the layer's fields, untied: an output head is in the files or is the target's, never the embedding."""
     return llama_json.fields(config.layer) | {"tie_word_embeddings": False}
 
 
 def _speculators(config: EagleConfig) -> Fields:
-    """As vLLM reads it."""
+    """Return the fields as vLLM reads them."""
     method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
@@ -122,7 +123,7 @@ def _speculators(config: EagleConfig) -> Fields:
 
 
 def _flat(config: EagleConfig, layout: str) -> Fields:
-    """The fields of a Llama, and those of the head beside them."""
+    """Return the fields of a Llama with those of the head beside them."""
     layer = _layer(config)
     if layout == "eagle":
         return {"architectures": ["LlamaForCausalLM"], **layer, "bias": config.fc_bias,
