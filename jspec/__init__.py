@@ -1,4 +1,4 @@
-"""Lossless speculative decoding of Llama-family models in JAX: one jitted call, exactly the target's law."""
+"""Lossless speculative decoding for Llama-family models in JAX: one jitted call, exactly the target's distribution."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,7 @@ __all__ = [
     "tune",
 ]
 
-# Names are looked up when they are first used: importing jax takes a second, which `jspec --help` should not.
+# Names are resolved on first use, because importing jax takes a second and `jspec --help` should not.
 _HOMES = {
     "ByAcceptance": "jspec.drafters.draft_length",
     "ByConfidence": "jspec.drafters.draft_length",

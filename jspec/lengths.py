@@ -1,6 +1,6 @@
-"""What draft lengths are made of, for those who write their own; docs/write-your-own.md has an example.
+"""The building blocks of draft lengths, for writing your own; docs/write-your-own.md has an example.
 
-A length derives from `AtMost`, or has what `DraftLength` has.
+A length derives from `AtMost`, or has the attributes and methods of `DraftLength`.
 """
 
 from jspec.core.keys import trial_keys

@@ -1,8 +1,8 @@
-"""What acceptance rules are made of, for those who write their own; docs/write-your-own.md has examples.
+"""The building blocks of acceptance rules, for writing your own; docs/write-your-own.md has examples.
 
-A rule derives from `Rule`, or has what that has. One that judges a chain token by token needs no more than a bound
-(`accept_tokens`). Of a tree it judges siblings one after another (`kept_in_turn`), goes along those that are kept
-(`follow`), and draws the token behind them from what is left (`law_behind`).
+A rule derives from `Rule`, or has the same attributes and methods. A rule that verifies a chain token by token needs
+only a bound (`accept_tokens`). A rule for trees verifies siblings one after another (`kept_in_turn`) and follows the
+accepted ones (`follow`). It samples the token after them from the probability that is left (`law_behind`).
 """
 
 from jspec.acceptance import RULES, Block, Coupled, KSeq, Rejection, Rule, Traversal

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Acceptance rules: from a draft and the target's laws to a verdict. Those that go by a name are exact."""
+"""Acceptance rules: from a draft and the target's distributions to a verdict. All rules in `RULES` are exact."""
 
 from jspec.acceptance.base import Rule
 from jspec.acceptance.block import Block

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What an acceptance rule is."""
+"""The protocol of acceptance rules."""
 
 from typing import ClassVar, Protocol
 
@@ -9,16 +9,16 @@ from jspec.core.types import Draft, Verdict
 
 
 class Rule(Protocol):
-    """An acceptance rule: hashable, for it is part of the program.
+    """An acceptance rule. It is hashable, because it is part of the program.
 
-    It is exact if the text it leads to has the target's law whatever the draft.
+    A rule is exact if its text has the target's distribution for every draft.
 
     Attributes:
-        exact: whether the text has the target's law whatever the draft.
-        shares_noise: whether drafts are drawn with the noise that the target draws its own tokens with.
-        branches: whether it can judge a tree; one that does not say so is given chains only.
-        independent: whether siblings must have been drawn independently of each other, from one law; a drafter says
-            that of its own by an attribute `replacement`. One that draws otherwise is refused.
+        exact: whether the text has the target's distribution for every draft.
+        shares_noise: whether drafts are sampled with the noise that the target samples its own tokens with.
+        branches: whether the rule can verify a tree; a rule without this attribute gets chains only.
+        independent: whether siblings must be sampled independently of each other, from one distribution. A drafter
+            declares that with its attribute `replacement`; a drafter that samples in another way is refused.
     """
 
     exact: ClassVar[bool]
@@ -27,13 +27,13 @@ class Rule(Protocol):
     independent: ClassVar[bool] = False
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
-        """What becomes of a round's draft.
+        """Verify a round's draft.
 
         Args:
             keys: the requests' typed keys ``[B]``.
             start: ``int32[B]``, the position of the first drafted token.
-            draft: tokens ``[B, K]`` and their laws ``[B, K, V]``.
-            target_probs: ``float32[B, K + 1, V]``, the target's law at ``start``, ``start + 1``, ...; of a tree the law
-                behind every node.
+            draft: tokens ``[B, K]`` and their distributions ``[B, K, V]``.
+            target_probs: ``float32[B, K + 1, V]``, the target's distribution at ``start``, ``start + 1``, ...; for a
+                tree, the distribution after every node.
         """
         ...

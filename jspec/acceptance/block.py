@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Block verification: a chain is judged as a whole."""
+"""Block verification of a chain as a whole."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,10 +16,10 @@ from jspec.core.types import Draft, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Block(Rule):
-    """Block verification (Sun et al. 2024, algorithm 2): the draft is judged as a whole.
+    """Block verification (Sun et al. 2024, algorithm 2): the draft is verified as a whole.
 
-    How likely the first i drafts are to be kept depends on the product of their ratios p/q, so that a good token makes
-    up for one that was drafted too often. In expectation it accepts at least as many as `Rejection` does.
+    The probability of accepting the first i draft tokens depends on the product of their ratios p/q. A good token thus
+    makes up for one that was drafted too often. The expected number of accepted tokens is at least that of `Rejection`.
     """
 
     exact: ClassVar[bool] = True
@@ -27,7 +27,7 @@ class Block(Rule):
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         num_draft_tokens = draft.tokens.shape[1]
-        # That a later draft was refused has a part in where the round ends, so its noise must not be used again.
+        # The rejection of later draft tokens affects where the round ends, so their noise must not be used again.
         round_keys = stream(keys, start, Purpose.ACCEPT)
         uniforms = uniform(stream(round_keys, positions_from(start, num_draft_tokens), Purpose.ACCEPT))
         weights = block_weights(draft, target_probs)
@@ -40,9 +40,10 @@ class Block(Rule):
 
 
 def block_weights(draft: Draft, target_probs: Array) -> Array:
-    """How much of the first i drafts' mass the target can take, ``[B, K + 1]``: ``w_i = min(1, w_{i-1} p/q)``, w_0 = 1.
+    """Return ``[B, K + 1]``, the share of the first i draft tokens' mass that the target can take.
 
-    After Sun et al. 2024, algorithm 2. 0 behind a token that was not drawn from q.
+    It is ``w_i = min(1, w_{i-1} p/q)`` with w_0 = 1 (Sun et al. 2024, algorithm 2), and 0 after a token that was not
+    sampled from q.
     """
     p = at_tokens(target_probs[:, :-1], draft.tokens)
     q = at_tokens(draft.probs, draft.tokens)
@@ -54,15 +55,15 @@ def block_weights(draft: Draft, target_probs: Array) -> Array:
 
 
 def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
-    """The chance that at least the first i drafts are kept, given that no more are, ``[B, K]`` for i = 1 .. K.
+    """Return ``[B, K]``, the probability of accepting the first i = 1 .. K draft tokens, given that no more are.
 
-    ``l / (l + 1 - w_i)`` with ``l = sum_x max(w_i p(x) - q(x), 0)`` at the position behind them, and w_K for all K
+    It is ``l / (l + 1 - w_i)`` with ``l = sum_x max(w_i p(x) - q(x), 0)`` at the position after them, and w_K for all K
     (Sun et al. 2024, algorithm 2).
     """
     weight, q = weights[:, 1:-1], draft.probs[:, 1:]
     mass = weight[..., None] * target_probs[:, 1:-1]
     left = jnp.where(q > 0, jnp.maximum(mass - q, 0), mass).sum(-1)
-    # Where the target has no law the text ends; its missing mass counts as left.
+    # The text ends if the target has no distribution; its missing mass counts as left.
     left = jnp.where(mass.sum(-1) > 0, left, weight)
     chances = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
-    return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)  # the last is empty where K = 0
+    return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)  # the last part is empty if K = 0

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Coupling: drafts and the target's own tokens are drawn with one noise, and kept where they agree."""
+"""Coupling: drafts and the target's own tokens are sampled with the same noise, and accepted if they agree."""
 
 import dataclasses
 from typing import ClassVar
@@ -17,13 +17,15 @@ from jspec.core.types import Draft, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Coupled(Rule):
-    """The target draws its tokens as in plain decoding; drafts, drawn with the same noise, are kept where they agree.
+    """A Gumbel coupling of draft and target (Daliri, Musco and Suresh 2025).
 
-    So the text is the one that `jspec.generate` gives for the same key, token for token, whatever the draft, its tree
-    and K, but for rounding in the logits: a Gumbel coupling (Daliri, Musco and Suresh 2025). Of a chain it accepts less
-    than `Rejection`, whose coupling is optimal: with one number a token at least ``(1 - d) / (1 + d)``, d being the
-    total variation distance of p and q, and here, where a token takes two draws, it may be less
-    (`jspec.core.probs.sample_with_noise`).
+    The target samples its tokens as in plain decoding. Drafts are sampled with the same noise and accepted if they
+    agree. The text is therefore, token for token, that of `jspec.generate` for the same key, whatever the draft, its
+    tree and K. Only rounding in the logits can change it.
+
+    On a chain it accepts less than `Rejection`, whose coupling is optimal. With one number per token the acceptance
+    rate is at least ``(1 - d) / (1 + d)``, with d the total variation distance of p and q. It may be less in jspec,
+    because a token takes two draws (`jspec.core.probs.sample_with_noise`).
     """
 
     exact: ClassVar[bool] = True
@@ -36,14 +38,14 @@ class Coupled(Rule):
 
 
 def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
-    """Keep the drafts that are the tokens which ``noise[B, max_depth + 1, 2, W]`` draws from the target's laws."""
+    """Accept the draft tokens that ``noise[B, max_depth + 1, 2, W]`` samples from the target's distributions."""
     tree = draft.topology
     if not tree.is_chain:
         depths = jnp.broadcast_to(tree.offsets, (len(noise), tree.size + 1))
         noise = jnp.take_along_axis(noise, depths[..., None, None], axis=1)
-    # `residual` of no draft is what plain decoding draws from: p, normalised, and nothing where p is not finite.
+    # Plain decoding samples from `residual` without a draft: p, normalised, without mass at non-finite entries of p.
     drawn = sample_with_noise(noise, residual(target_probs, jnp.zeros_like(target_probs)))
-    # A law without mass draws token 0, which may not be written; and a draft's token may not come from its law.
+    # A distribution without mass gives token 0, which must not be written. A draft token may not come from its `probs`.
     kept = is_guess(draft) & (draft.tokens == at_parents(drawn, tree))
     kept &= at_tokens(at_parents(target_probs, tree), draft.tokens) > 0
     if draft.probs is not None:
@@ -51,7 +53,7 @@ def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
     if tree.is_chain:
         end = length_of_prefix(kept)
         return Verdict(end, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0])
-    # Siblings that are kept are the same token; where they come from several drafters, one's branch may go on.
+    # Accepted siblings are the same token. If several drafters drafted them, the branch of one may go on.
     num_accepted, path = follow_longest(kept, tree) if isinstance(tree, Tree) else follow(kept, tree)
     end = end_of(num_accepted, path)
     return Verdict(num_accepted, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0], path=path)

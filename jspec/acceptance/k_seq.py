@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""K-SEQ: siblings that were drawn independently of each other share one bound."""
+"""K-SEQ: one shared bound for siblings that were sampled independently of each other."""
 
 import dataclasses
 from typing import ClassVar, cast
@@ -16,18 +16,19 @@ from jspec.core.probs import at_tokens, residual, sample
 from jspec.core.sharding import vary_like
 from jspec.core.types import Draft, Verdict
 
-# Of the bisection for rho. More would find it closer; what is found is on the exact side of it, however many there are.
+# Steps of the bisection for rho. More steps find it more closely. Any number gives a value on the exact side of it.
 _STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class KSeq(Rule):
-    """K-SEQ (Sun et al. 2023, SpecTr, algorithm 3): each of k children drawn from one law is judged by ``p / rho``.
+    """K-SEQ (Sun et al. 2023, SpecTr, algorithm 3): k children from one distribution are each verified by ``p / rho``.
 
-    ``rho`` in 1 .. k is the least at which what they may take together is still p's: so siblings are judged alike,
-    where "rejection" gives the eldest all of p and the younger ones what is left. The chance that some child is kept is
-    at least ``1 - 1/e`` of the best there is (their theorem 1). It needs children that were drawn independently, and
-    goes down a tree from node to node; of a chain it is `Rejection`.
+    ``rho`` is the smallest factor in 1 .. k at which the children together take no more than p. Siblings are thus
+    verified alike, whereas "rejection" offers all of p to the eldest and the rest to the younger ones. The probability
+    of accepting some child is at least ``1 - 1/e`` of the best possible (their theorem 1).
+
+    The children must be sampled independently. The rule walks down a tree node by node; on a chain it is `Rejection`.
     """
 
     exact: ClassVar[bool] = True
@@ -48,18 +49,18 @@ class KSeq(Rule):
 
 
 def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
-    """Which guesses are kept if their turn comes, and what the children of every node may take of p together.
+    """Return which draft tokens are accepted if their turn comes, and the part of p that each node's children take.
 
-    A child x is kept with probability ``min(1, p(x) / (rho q(x)))``: strict, and without a division.
+    A child x is accepted with probability ``min(1, p(x) / (rho q(x)))``. The comparison is strict and has no division.
 
     Args:
-        uniforms: ``[B, N]`` in [0, 1), one a guess.
-        draft: of every node all children have the same law, unless they are no guess.
+        uniforms: ``[B, N]`` in [0, 1), one per draft token.
+        draft: all children of a node have the same distribution, unless they are empty positions.
         target_probs: ``[B, N + 1, V]``.
 
     Returns:
-        ``bool[B, N]``, and ``[B, N + 1, V]``: ``a (1 + r + ... + r^(k-1))``, where ``a = min(q, p / rho)`` is what one
-        child takes, r the chance that it is refused, and k the number of children.
+        ``bool[B, N]``, and ``[B, N + 1, V]``: ``a (1 + r + ... + r^(k-1))``. Here ``a = min(q, p / rho)`` is the part
+        that one child takes, r the probability that it is rejected, and k the number of children.
     """
     tree = draft.static_tree
     children = tree.children
@@ -78,19 +79,20 @@ def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Arr
 
 
 def law_behind_all(end: Array, taken: Array, target_probs: Array) -> Array:
-    """The law ``[B, V]`` of the token behind a path whose ``end[B]`` has kept no child: p without what they took."""
+    """Return the distribution ``[B, V]`` after a path whose ``end[B]`` has no accepted child: p without `taken`."""
     p, taken = (jnp.take_along_axis(values, end[:, None, None], axis=1)[:, 0] for values in (target_probs, taken))
     return residual(p, taken)
 
 
 def shared_factor(p: Array, q: Array, count: Array, most: int) -> Array:
-    """rho, ``[...]``: the least in 1 .. k with ``1 + r + ... + r^(k-1) <= rho`` for ``r = sum_x max(q - p / rho, 0)``.
+    """Return rho, ``[...]``: the smallest factor in 1 .. k with ``1 + r + ... + r^(k-1) <= rho``.
 
-    Sun et al. 2023, equation 5, divided by the chance that a child is kept, so that it holds where that is 0, too. It
-    is found by bisection from above: what k children take, ``min(q, p / rho) (1 + r + ...)``, is at most p.
+    Here ``r = sum_x max(q - p / rho, 0)``. This is equation 5 of Sun et al. 2023, divided by the probability that a
+    child is accepted, so that it also holds if that is 0. Bisection finds it from above, so that the part that k
+    children take, ``min(q, p / rho) (1 + r + ...)``, is at most p.
 
     Args:
-        p, q: ``[..., V]``, the laws of target and children.
+        p, q: ``[..., V]``, the distributions of target and children.
         count: ``int[...]``, k, at most `most`.
     """
 
@@ -106,12 +108,12 @@ def shared_factor(p: Array, q: Array, count: Array, most: int) -> Array:
     least = jnp.ones_like(p[..., 0])
     bounds: tuple[Array, Array] = vary_like((least, least * jnp.maximum(count, 1).astype(least.dtype)), p)
     _, found = cast(tuple[Array, Array], lax.fori_loop(0, _STEPS, halve, bounds))
-    return jnp.where(enough(least), least, found)  # p = q is accepted at 1, and hardly at a number above it
+    return jnp.where(enough(least), least, found)  # p = q is always accepted at 1, and not always above it
 
 
 def expected_turns(p: Array, q: Array, count: Array, factor: Array, most: int) -> Array:
-    """How many of ``count[...]`` children are judged on average, ``1 + r + ... + r^(k-1)``; as `shared_factor`."""
-    refused = jnp.maximum(q - p / factor[..., None], 0).sum(-1)  # not one minus the rest: exactly 0 for p = q
+    """Return the mean number of ``count[...]`` children verified, ``1 + r + ... + r^(k-1)``; see `shared_factor`."""
+    refused = jnp.maximum(q - p / factor[..., None], 0).sum(-1)  # unlike one minus the rest, exactly 0 for p = q
     turns, power = jnp.zeros_like(refused), jnp.ones_like(refused)
     for rank in range(most):
         turns, power = turns + jnp.where(rank < count, power, 0), power * refused

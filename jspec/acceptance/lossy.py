@@ -1,11 +1,11 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Lossy acceptance rules: they accept more than the target's law allows, and say how much more.
+"""Lossy acceptance rules, which accept more than the target's distribution allows and report how much more.
 
-None is reachable without being named. Each accepts a token x of the draft up to a bound above p(x), and returns a
-receipt: at every position the total variation distance, given the text before it, between the law of the token and the
-target's, ``sum_x max(min(q(x), bound(x)) - p(x), 0)``. Its sum over a text is ``out.stats.distortion``, whose mean over
-requests bounds the total variation distance of whole texts. On a tree, which `Lenient` and `Typical` judge, that bound
-holds as well; what a single position has is said there.
+A lossy rule is used only if a caller names it. Each rule accepts a draft token x up to a bound above p(x), and reports
+a distortion. At every position that is the total variation distance, given the text before it, between the token's
+distribution and the target's, ``sum_x max(min(q(x), bound(x)) - p(x), 0)``. Its sum over a text is
+``out.stats.distortion``. The mean of that sum over requests bounds the total variation distance of whole texts. The
+bound also holds on trees, which `Lenient` and `Typical` verify; they document the distortion of a single position.
 """
 
 import dataclasses
@@ -26,10 +26,11 @@ from jspec.core.types import Draft, Verdict, check_between, check_count
 
 @dataclasses.dataclass(frozen=True)
 class Lenient(Rule):
-    """No token is more than ``1 / leniency`` times as likely as under the target (Leviathan et al. 2023, appendix A.5).
+    """A bound of ``1 / leniency`` on how much likelier a token gets (Leviathan et al. 2023, appendix A.5).
 
-    Of several children each is judged by ``1 / leniency`` of what its elder siblings have left of the target's law, so
-    that this holds in trees, too. There the receipt of a position is right on average over drafts, and an upper bound
+    No token is more than ``1 / leniency`` times as likely as under the target. The bound also holds in trees: each of
+    several children is verified by ``1 / leniency`` times the probability that its elder siblings have left of the
+    target's. In trees the distortion of a position is an upper bound, on average over drafts
     (`jspec.rules.kept_in_turn`).
 
     Attributes:
@@ -55,14 +56,15 @@ class Lenient(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Typical(Rule):
-    """Typical acceptance: keep x where ``p(x) > min(epsilon, delta exp(-H(p)))``, H being entropy (Medusa).
+    """Typical acceptance: accept x if ``p(x) > min(epsilon, delta exp(-H(p)))``, with H the entropy (Medusa).
 
-    Of a tree the longest branch is taken in which all is kept (Cai et al. 2024, section 3.2); its receipts are those
-    of `accept_longest`.
+    In a tree the rule takes the longest branch whose tokens are all accepted (Cai et al. 2024, section 3.2), with the
+    distortion of `accept_longest`.
 
     Attributes:
         epsilon: in (0, 1], the probability that is always enough.
-        delta: in (0, 1], how much less is enough where the target is undecided. Medusa's code: 0.09 and 0.3.
+        delta: in (0, 1], lowers the threshold if the target's entropy is high. Medusa's code uses epsilon = 0.09 and
+            delta = 0.3.
     """
 
     epsilon: float
@@ -87,7 +89,7 @@ class Typical(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Rule):
-    """Keep what is among the target's k likeliest tokens, or as likely as the last of them."""
+    """Top-k acceptance: accept tokens among the target's k likeliest, or as likely as the last of them."""
 
     k: int
     exact: ClassVar[bool] = False
@@ -104,7 +106,7 @@ class TopK(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Rule):
-    """Keep what the target gives at least this probability, in (0, 1]."""
+    """Threshold acceptance: accept tokens with at least this target probability, in (0, 1]."""
 
     probability: float
     exact: ClassVar[bool] = False
@@ -119,12 +121,12 @@ class Threshold(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Relaxed(Rule):
-    """Keep what is among the target's `beta` likeliest tokens and at most `tau` nats behind the likeliest.
+    """Relaxed verification: accept tokens among the target's `beta` likeliest and at most `tau` nats below the top one.
 
-    The relaxed verification of SpecDec (Xia et al. 2023, section 3.2, which uses beta = 3 to 5 and tau = 1).
+    It is the relaxed verification of SpecDec (Xia et al. 2023, section 3.2, which uses beta = 3 to 5 and tau = 1).
 
     Attributes:
-        beta: at least 1; a token as likely as the last of them counts as one.
+        beta: at least 1; a token as likely as the last of the `beta` tokens counts as one of them.
         tau: above 0, the largest ``log max p - log p(x)``.
     """
 
@@ -147,19 +149,23 @@ class Relaxed(Rule):
 def accept_longest(
     keys: Array, start: Array, draft: Draft, target_probs: Array, keeps: Callable[[Array], Array]
 ) -> Verdict:
-    """Of a tree the longest branch whose tokens are all in the set ``keeps(p)``; then what their refusal leaves of p.
+    """Accept the longest branch of a tree whose tokens are all in the set ``keeps(p)``.
 
-    Which sibling is taken depends on what lies behind each, so that the law of a token, given those before it, has no
-    simple form: the branch was chosen because more of it was kept. So the receipt compares with the branch of the
-    eldest kept siblings, where that is not so. Along that one the positions have the receipts of `kept_in_turn`. Where
-    the longest branch leaves it, 1 is added for the rest of the round, together with those of the rest of the other;
-    the positions behind have 0. The sum over a text, on average over requests, is an upper bound of the total variation
-    distance of whole texts, by the triangle inequality round by round: two rounds that differ with probability e are at
-    most e apart. A single position's is not one.
+    The token after the branch is sampled from the part of p that the rejection of the children there leaves.
+
+    The choice among siblings depends on the nodes below each of them, because a branch with more accepted tokens wins.
+    The distribution of a token, given those before it, therefore has no simple form. The distortion instead compares
+    with the branch of the eldest accepted siblings, which is not chosen by its length. Along that branch, positions
+    have the distortion of `kept_in_turn`. The position where the longest branch leaves it has 1 for the rest of the
+    round, plus the distortion of the rest of the eldest branch. Later positions have 0.
+
+    On average over requests, the sum over a text is an upper bound of the total variation distance of whole texts. The
+    proof is the triangle inequality, round by round: two rounds that differ with probability e are at most e apart. The
+    distortion of a single position is not a bound.
 
     Args:
         keys, start, draft, target_probs: as for `jspec.rules.Rule.accept`.
-        keeps: of ``p[..., V]`` the set ``bool[..., V]``.
+        keeps: maps ``p[..., V]`` to the set ``bool[..., V]``.
     """
 
     def bound(left: Array, p: Array) -> Array:
@@ -181,12 +187,12 @@ def accept_longest(
 
 
 def _accept_set(keys: Array, start: Array, draft: Draft, target_probs: Array, kept: Array) -> Verdict:
-    """Keep every drafted token in the set ``kept[B, K, V]``, whatever its probability."""
+    """Accept every drafted token in the set ``kept[B, K, V]``, whatever its probability."""
     return _accept_up_to(keys, start, draft, target_probs, jnp.where(kept, jnp.inf, 0))
 
 
 def _accept_up_to(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
-    """`accept_tokens` with its receipt."""
+    """Run `accept_tokens` and add its distortion."""
     verdict = accept_tokens(keys, start, draft, target_probs, bound)
     distortion = excess(jnp.minimum(draft.probs, bound), target_probs[:, :-1])
     return dataclasses.replace(verdict, distortion=jnp.pad(distortion, ((0, 0), (0, 1))))

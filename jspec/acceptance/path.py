@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What a round goes along once its draft has been judged: the accepted guesses and the token behind them."""
+"""The path of a round after its draft was verified: the accepted draft tokens and the token after them."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ from jspec.core.types import Draft, Verdict
 
 
 class Path(NamedTuple):
-    """What a round goes along: the accepted guesses and the token behind them; of a tree one branch of it.
+    """The path of a round: the accepted draft tokens and the token after them; in a tree, one branch.
 
     Attributes:
-        tokens: ``int32[B, K + 1]``, the accepted ones, that behind them, then anything. K is the draft's depth.
-        target_probs: ``float32[B, K + 1, V]``, the target's laws of those.
-        num_guessed: ``int32[B]``, how many of the tokens were guessed, a refused guess for the last one included.
-        guesses: ``int32[B, K + 1]``, how many guesses the draft has down to each depth.
+        tokens: ``int32[B, K + 1]``, the accepted tokens, the one after them, then anything. K is the draft's depth.
+        target_probs: ``float32[B, K + 1, V]``, the target's distributions of these tokens.
+        num_guessed: ``int32[B]``, how many of the tokens had a draft, including a rejected draft for the last one.
+        guesses: ``int32[B, K + 1]``, how many draft tokens the draft has down to each depth.
     """
 
     tokens: Array
@@ -27,12 +27,12 @@ class Path(NamedTuple):
 
 
 def at_path(values: Array, verdict: Verdict) -> Array:
-    """``[B, K + 1, ...]``, what ``values[B, N + 1, ...]`` has at the tokens before those of the path."""
+    """Return ``[B, K + 1, ...]``, the entries of ``values[B, N + 1, ...]`` at the tokens before those of the path."""
     return values if verdict.path is None else along(values, verdict.path)
 
 
 def tokens_along(draft: Draft, verdict: Verdict) -> Array:
-    """``int32[B, K + 1]``: the accepted tokens, that behind them, then anything."""
+    """Return ``int32[B, K + 1]``: the accepted tokens, the token after them, then anything."""
     tokens = draft.tokens
     if verdict.path is not None:
         tokens = jnp.take_along_axis(tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
@@ -42,7 +42,7 @@ def tokens_along(draft: Draft, verdict: Verdict) -> Array:
 
 
 def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
-    """The path that a verdict has found."""
+    """Return the path of a verdict."""
     tree = draft.topology
     if verdict.path is None:
         guessed = num_guessed(draft)
@@ -60,10 +60,10 @@ def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
 
 
 def num_guessed(draft: Draft) -> Array:
-    """How many tokens of a chain come before one that is no guess, ``int32[B]``."""
+    """Return ``int32[B]``, the number of draft tokens in a chain before its first empty position."""
     return length_of_prefix(is_guess(draft))
 
 
 def whole_branches(draft: Draft) -> Array:
-    """``bool[B, N]``: the nodes of a tree that are guesses, and so is all before them."""
+    """Return ``bool[B, N]``: the nodes of a tree that hold a draft, as do all nodes before them on their branch."""
     return (is_guess(draft)[:, None, :] | ~above(draft.topology)).all(-1)

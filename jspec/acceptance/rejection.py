@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Speculative sampling: token by token, and of siblings one after another."""
+"""Speculative sampling: chains token by token, siblings in a tree one after another."""
 
 import dataclasses
 from typing import ClassVar
@@ -28,9 +28,10 @@ from jspec.core.types import Draft, Verdict
 class Rejection(Rule):
     """Speculative sampling, token by token (Leviathan et al. 2023, section 2.3; Chen et al. 2023, algorithm 2).
 
-    Of several children the eldest is judged first, the next by what the refusal has left of the target's law, and so
-    on (Miao et al. 2024, SpecInfer, algorithm 2). That is exact whenever each was drawn from its law, given its elder
-    siblings: by induction from the last, each step is speculative sampling from what is left.
+    Among several children the eldest is verified first. The next is verified by the probability that this rejection
+    leaves of the target's, and so on (Miao et al. 2024, SpecInfer, algorithm 2). That is exact if each child was
+    sampled from its distribution, given its elder siblings. The proof is by induction from the last child: each step
+    is speculative sampling from what is left.
     """
 
     exact: ClassVar[bool] = True
@@ -44,10 +45,10 @@ class Rejection(Rule):
 
 
 def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
-    """Accept token after token, x with probability ``min(1, bound(x) / q(x))``, until the first failure.
+    """Accept token after token, x with probability ``min(1, bound(x) / q(x))``, until the first rejection.
 
-    The token after is drawn from what the accepted mass ``min(q, bound)`` has left of p. With p as the bound it is
-    speculative sampling; a larger bound, somewhere, is a lossy rule.
+    The next token is sampled from the part of p that the accepted mass ``min(q, bound)`` leaves. With p as the bound it
+    is speculative sampling; a larger bound at any token makes the rule lossy.
 
     Args:
         keys, start, draft, target_probs: as for `Rule.accept`.
@@ -61,7 +62,7 @@ def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, 
 
 
 def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Verdict:
-    """`accept_tokens` of a tree: children in turn, then the token behind the path; with `kept_in_turn`'s receipt."""
+    """Accept nodes of a tree: children in turn, then the token after the path, with `kept_in_turn`'s distortion."""
     tree = draft.static_tree
     kept, distortion = kept_in_turn(sibling_uniforms(keys, start, tree), draft, target_probs, bound)
     num_accepted, path = follow(kept, tree)
@@ -71,14 +72,14 @@ def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, b
 
 
 def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:
-    """How many drafted tokens are accepted: x with probability ``min(1, bound(x) / q(x))``, until the first failure.
+    """Count accepted tokens: x is accepted with probability ``min(1, bound(x) / q(x))``, until the first rejection.
 
-    Leviathan et al. 2023, algorithm 1. Written ``u q < p``: strict, so that a token with p = 0 is never accepted even
-    at u = 0, and without a division. A token with q = 0 or NaN was not drawn from q; it is refused.
+    This is algorithm 1 of Leviathan et al. 2023. The test is ``u q < p``, without a division. It is strict, so that a
+    token with p = 0 is never accepted, even at u = 0. A token with q = 0 or NaN was not sampled from q; it is rejected.
 
     Args:
         uniforms: ``[B, K]`` in [0, 1).
-        draft: tokens ``[B, K]`` and their laws ``[B, K, V]``.
+        draft: tokens ``[B, K]`` and their distributions ``[B, K, V]``.
         bound: ``[B, K, V]``, p for an exact rule.
 
     Returns:
@@ -89,10 +90,10 @@ def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:
 
 
 def next_probs(num_accepted: Array, draft: Draft, target_probs: Array, weight: Array | None = None) -> Array:
-    """The law of the token after the accepted prefix, ``[B, V]``.
+    """Return ``[B, V]``, the distribution of the token after the accepted prefix.
 
-    After a rejection, what is left of p, times ``weight[B, 1]`` if given, when q is taken off it; after K acceptances p
-    itself, which is what is left when nothing is taken off.
+    After a rejection it is the residual of p (times ``weight[B, 1]`` if given) and q. After K acceptances it is p
+    itself, the residual without a draft.
     """
     draft_probs = jnp.pad(draft.probs, ((0, 0), (0, 1), (0, 0)))
     at = num_accepted[:, None, None]

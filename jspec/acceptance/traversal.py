@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Traversal verification: a tree is judged as a whole."""
+"""Traversal verification of a tree as a whole."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,10 +16,10 @@ from jspec.core.types import Draft, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Traversal(Rule):
-    """Traversal verification (Weng et al. 2025, algorithm 3): a tree is judged as a whole, from its leaves to its root.
+    """Traversal verification (Weng et al. 2025, algorithm 3) of a tree as a whole, from its leaves to its root.
 
-    Of a chain it is `Block`; of a tree, where that helps a whole branch, it keeps branches that `Rejection` gives up at
-    their first nodes.
+    On a chain it is `Block`. In a tree it accepts branches that `Rejection` gives up at their first nodes, if the whole
+    branch is good enough.
     """
 
     exact: ClassVar[bool] = True
@@ -30,7 +30,7 @@ class Traversal(Rule):
         tree = draft.static_tree
         if tree.is_chain:
             return Block().accept(keys, start, draft, target_probs)
-        # As in `Block`; and cousins are judged beside each other, so that every node of a depth has noise of its own.
+        # As in `Block`. Cousins are verified side by side, so every node of a depth has its own noise.
         round_keys = stream(keys, start, Purpose.ACCEPT)
         depths, rank = tree.offsets[1:], tree.rank_at_depth[1:]
         by_rank = [stream(of_sibling(round_keys, r), positions_from(start, tree.max_depth), Purpose.ACCEPT)
@@ -42,16 +42,16 @@ class Traversal(Rule):
 
 
 def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
-    """Where traversal verification ends, ``int32[B]``, and the law ``[B, V]`` of the token behind it.
+    """Return the node where traversal verification ends, ``int32[B]``, and the distribution ``[B, V]`` after it.
 
-    Nodes are judged after all that is below them. A node has a weight w, how much of its branch's mass the target can
-    take, and p, what is left of the target's law behind it. Each child x with law q gets the weight
-    ``min(1, w p(x) / q(x))``; where nothing below it is kept, z = ``max(w p - q, 0)`` is left, of mass s, so that p is
-    ``z / s`` and w is ``s / (s + 1 - w)``. In the end the node is kept with probability w, node 0 always (Weng et al.
-    2025, algorithm 3).
+    Nodes are verified after all nodes below them. A node has a weight w, the share of its branch's mass that the target
+    can take. It also has p, the part that is left of the target's distribution after it. Each child x with distribution
+    q gets the weight ``min(1, w p(x) / q(x))``. If nothing below the child is accepted, z = ``max(w p - q, 0)`` is left
+    with mass s. Then p becomes ``z / s`` and w becomes ``s / (s + 1 - w)``. Finally the node is accepted with
+    probability w, node 0 always (Weng et al. 2025, algorithm 3).
 
     Args:
-        uniforms: ``[B, N]`` in [0, 1), one a node.
+        uniforms: ``[B, N]`` in [0, 1), one per node.
         draft, target_probs: as for `kept_in_turn`.
     """
     tree, batch = draft.static_tree, len(draft.tokens)
@@ -66,7 +66,7 @@ def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array,
             visit(int(child), jnp.where(q > 0, jnp.where(p >= q, 1, p / jnp.where(q > 0, q, 1)), 0))
             mass = weight[:, None] * law
             left = jnp.where(probs > 0, jnp.maximum(mass - probs, 0), mass).sum(-1)
-            # Where the target has no law the text ends; its missing mass counts as left.
+            # The text ends if the target has no distribution; its missing mass counts as left.
             left = jnp.where(mass.sum(-1) > 0, left, weight)
             law = residual(mass, probs)
             weight = jnp.where(weight >= 1, 1, left / (left + 1 - weight))

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""From node to node down a tree of guesses: which are kept, where the path ends, and what is left there."""
+"""The walk down a draft tree: which nodes are accepted, where the path ends, and the probability left there."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,36 +13,36 @@ from jspec.core.tree import DynamicTree, Level, Tree
 from jspec.core.types import Draft
 
 AnyTree = Tree | DynamicTree
-# Up to which probability a rule accepts each token, of what elder siblings have left of p, and of p: all [..., V].
+# The probability up to which a rule accepts each token, from what elder siblings left of p and from p: all [..., V].
 Bound = Callable[[Array, Array], Array]
 
 
 def whole(left: Array, p: Array) -> Array:
-    """The bound of an exact rule: all that is left."""
+    """Return the bound of an exact rule: all that is left."""
     return left
 
 
 def sibling_uniforms(keys: Array, start: Array, tree: AnyTree) -> list[Array]:
-    """Of every rank among siblings ``[B, max_depth]`` in [0, 1), by depth: what guesses are judged with."""
+    """Return the random numbers for verification: for every sibling rank ``[B, max_depth]`` in [0, 1), by depth."""
     positions = positions_from(start, tree.max_depth)
     return [uniform(stream(of_sibling(keys, rank), positions, Purpose.ACCEPT)) for rank in range(tree.max_children)]
 
 
 def at_parents(values: Array, tree: AnyTree) -> Array:
-    """``[B, N, ...]``, of every guess what ``values[B, N + 1, ...]`` has at the node before it."""
+    """Return ``[B, N, ...]``, the entry of ``values[B, N + 1, ...]`` at the parent of every draft token."""
     if tree.is_chain:
         return values[:, : tree.size]
     return Level(0, np.array(tree.parents) if isinstance(tree, Tree) else tree.parents).of_parents(values)
 
 
 def follow(kept: Array, tree: AnyTree) -> tuple[Array, Array]:
-    """The path from node 0 on along guesses that are kept; of siblings the eldest that is.
+    """Follow accepted draft tokens from node 0 on, taking the eldest accepted one among siblings.
 
     Args:
         kept: ``bool[B, N]``.
 
     Returns:
-        ``int32[B]``, how many nodes it has; and ``int32[B, max_depth]``, those by their depths, then 0.
+        ``int32[B]``, the number of nodes on the path, and ``int32[B, max_depth]``, the nodes by depth, then 0.
     """
     parents, depths = (jnp.atleast_2d(jnp.asarray(part)) for part in (tree.parents, tree.offsets))
     elder = jnp.tril(parents[:, :, None] == parents[:, None, :], -1)
@@ -54,7 +54,7 @@ def follow(kept: Array, tree: AnyTree) -> tuple[Array, Array]:
 
 
 def follow_longest(kept: Array, tree: Tree) -> tuple[Array, Array]:
-    """As `follow`, but of siblings the one behind which most is kept; of equal branches that of the first leaf."""
+    """Follow the longest branch of accepted tokens, returned as by `follow`; ties go to the first leaf's branch."""
     reached = (kept[:, None, :] | ~above(tree)).all(-1)
     depths = jnp.where(reached, tree.offsets[None, 1:], 0)
     end = jnp.where(reached.any(-1), jnp.argmax(depths, axis=-1) + 1, 0)
@@ -62,13 +62,13 @@ def follow_longest(kept: Array, tree: Tree) -> tuple[Array, Array]:
 
 
 def along(values: Array, path: Array) -> Array:
-    """``[B, max_depth + 1, ...]``, what ``values[B, N + 1, ...]`` has at node 0 and at those of a path."""
+    """Return ``[B, max_depth + 1, ...]``, the entries of ``values[B, N + 1, ...]`` at node 0 and a path's nodes."""
     nodes = jnp.pad(path, ((0, 0), (1, 0)))
     return jnp.take_along_axis(values, nodes.reshape(*nodes.shape, *[1] * (values.ndim - 2)), axis=1)
 
 
 def end_of(num_accepted: Array, path: Array) -> Array:
-    """``int32[B]``, the last node of a path, 0 where it has none."""
+    """Return ``int32[B]``, the last node of a path, or 0 if it is empty."""
     before = jnp.pad(path, ((0, 0), (1, 0)))
     return jnp.take_along_axis(before, num_accepted[:, None], axis=1)[:, 0]
 
@@ -76,24 +76,25 @@ def end_of(num_accepted: Array, path: Array) -> Array:
 def kept_in_turn(
     uniforms: Sequence[Array], draft: Draft, target_probs: Array, bound: Bound = whole
 ) -> tuple[Array, Array]:
-    """Which guesses are kept if their turn comes, if no elder sibling is; and what that costs behind each node.
+    """Return which draft tokens are accepted if no elder sibling is, and the distortion after each node.
 
-    A child x with law q is kept with probability ``min(1, b(x) / q(x))``. An exact rule has r for b: for the eldest r
-    is p, the target's law behind its parent; for the next what a refusal has left of that, ``norm(max(r - a, 0))`` with
-    ``a = min(q, b)`` (Miao et al. 2024, algorithm 2). Strict and without a division, as `count_accepted`.
+    A child x with distribution q is accepted with probability ``min(1, b(x) / q(x))``. For an exact rule, b is r. For
+    the eldest child, r is p, the target's distribution after its parent. For the next child, r is the residual of the
+    rejection, ``norm(max(r - a, 0))`` with ``a = min(q, b)`` (Miao et al. 2024, algorithm 2). The comparison is strict
+    and has no division, as in `count_accepted`.
 
-    A larger bound is lossy. By how much the law of the token behind a node is off, in total variation, is at most the
-    mean over drafts of ``sum_j prod_{i<j} (1 - min(1, b_i(x_i) / q_i(x_i))) sum_y max(a_j(y) - r_j(y), 0)``: each step
-    is off by its own excess, and counts where the children before it are refused. With one child it is that excess.
+    A larger bound is lossy. The total variation distance of the token after a node is at most the mean over drafts of
+    ``sum_j prod_{i<j} (1 - min(1, b_i(x_i) / q_i(x_i))) sum_y max(a_j(y) - r_j(y), 0)``. Each step is off by its own
+    excess, and counts if the children before it are rejected. With one child the distance is that excess.
 
     Args:
-        uniforms: of every rank among siblings ``[B, max_depth]``, in [0, 1).
-        draft: its tree is numbered in any order.
+        uniforms: ``[B, max_depth]`` in [0, 1) for every rank among siblings.
+        draft: the draft; its tree may be numbered in any order.
         target_probs: ``[B, N + 1, V]``.
         bound: b.
 
     Returns:
-        ``bool[B, N]``, and ``[B, N + 1]``, 0 for an exact rule.
+        ``bool[B, N]``, and the distortion ``[B, N + 1]``, 0 for an exact rule.
     """
     tree = draft.static_tree
     kept, distortion = jnp.zeros(draft.tokens.shape, bool), jnp.zeros_like(target_probs[..., 0])
@@ -113,12 +114,12 @@ def kept_in_turn(
 
 
 def excess(taken: Array, left: Array) -> Array:
-    """``[...]``, by how much a mass ``taken[..., V]`` goes beyond what there is: ``sum_x max(taken - left, 0)``."""
+    """Return ``[...]``, the part of the mass ``taken[..., V]`` that exceeds `left`: ``sum_x max(taken - left, 0)``."""
     return jnp.where(taken > left, taken - left, 0).sum(-1)
 
 
 def law_behind(end: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Array:
-    """The law ``[B, V]`` of the token behind a path: what the refusal of all children of its ``end[B]`` leaves of p."""
+    """Return the distribution ``[B, V]`` after a path: p after the rejection of all children of its ``end[B]``."""
     children = jnp.asarray(draft.static_tree.children)[end]
     p = jnp.take_along_axis(target_probs, end[:, None, None], axis=1)[:, 0]
     law = residual(p, jnp.zeros_like(p))
@@ -130,15 +131,15 @@ def law_behind(end: Array, draft: Draft, target_probs: Array, bound: Bound = who
 
 
 def is_guess(draft: Draft) -> Array:
-    """``bool[B, N]``: which tokens of a draft are guesses, by themselves."""
+    """Return ``bool[B, N]``: which positions of a draft hold a token, whatever the positions before them hold."""
     return at_tokens(draft.probs, draft.tokens) > 0 if draft.valid is None else draft.valid
 
 
 def above(tree: AnyTree) -> Array:
-    """Return ``bool[1, N, N]``, or ``bool[B, N, N]`` of a dynamic tree: row n has node n + 1 and its ancestors."""
+    """Return ``bool[1, N, N]``, or ``bool[B, N, N]`` for a dynamic tree: row n has node n + 1 and its ancestors."""
     return lax.broadcast_to_rank(jnp.asarray(tree.ancestors)[..., 1:, 1:], 3)
 
 
 def length_of_prefix(kept: Array) -> Array:
-    """How many of ``kept[B, K]`` are true before the first that is not."""
+    """Count the true entries of ``kept[B, K]`` before the first false one."""
     return jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)

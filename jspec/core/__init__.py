@@ -1,1 +1,1 @@
-"""The values that every room shares: types, keys, distributions, sampling, trees and placement on devices."""
+"""The values that every package shares: types, keys, distributions, sampling, trees and placement on devices."""

@@ -14,9 +14,9 @@ _ERROR = ("Log-probabilities of a generation have no reverse-mode derivative, as
 
 @jax.custom_jvp
 def forward_mode_only(x: Array) -> Array:
-    """Return `x`; raise ValueError where its derivative is asked for in reverse mode.
+    """Return `x`, and raise ValueError if its derivative is requested in reverse mode.
 
-    Without this `jax.grad` reports the loop that decodes, of which a caller knows nothing.
+    Without this function, the error of `jax.grad` would name the decoding loop, which callers do not know about.
     """
     return x
 
@@ -30,7 +30,7 @@ def _refuse(*_: Any) -> Any:
     raise ValueError(_ERROR)
 
 
-# The identity, on tangents alone; reverse mode begins with its transpose.
+# The identity on tangents only; reverse mode begins with its transpose.
 _tangent_p = Primitive("forward_mode_only")
 _tangent_p.def_impl(lambda x: x)
 _tangent_p.def_abstract_eval(lambda x: x)

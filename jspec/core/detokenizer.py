@@ -4,14 +4,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-_UNKNOWN = "\ufffd"  # stands for bytes that are not, or not yet, a character
+_UNKNOWN = "\ufffd"  # stands for bytes that do not, or do not yet, form a character
 _LONGEST = 4  # bytes of a character in UTF-8, and so the most tokens that it can be split over
-_LONGEST_CONTEXT = 16  # tokens that are tried as a context before all of them are
+_LONGEST_CONTEXT = 16  # tokens that are tried as a context before all of the tokens are
 _PROMPT_WINDOW = 16  # tokens of the prompt that are decoded first in search of a place to begin
 
 
 class Pieces:
-    """Text that tokens add, one token at a time.
+    """The text that tokens add, one token at a time.
 
     Joined, the pieces are ``decode(prompt + tokens)[len(decode(prompt)):]`` if the tokens' bytes are valid UTF-8. A
     token that ends inside a character adds the text before that character; the token that completes it adds the rest.
@@ -58,14 +58,14 @@ class Pieces:
         return self._give(self._text())
 
     def _give(self, text: str) -> str:
-        """Return what is new of the pending tokens' text, and make them the context of the next ones."""
+        """Return the new part of the pending tokens' text, and make these tokens the context of the next ones."""
         added, self._given = _after(self._given, text), ""
         self._begin(self._next_context())
         self._pending = []
         return added
 
     def _next_context(self) -> list[int]:
-        """Return the pending tokens if they have text, else also as few as possible of the tokens before them."""
+        """Return the pending tokens if they have text, else with as few as possible of the tokens before them."""
         if self._decode(self._pending):
             return self._pending
         known = self._context + self._pending
@@ -74,7 +74,7 @@ class Pieces:
         return known[-_LONGEST_CONTEXT:] if short and _UNKNOWN not in short else known
 
     def _complete(self, text: str) -> str:
-        """Return the pending tokens' text without what may still become a character."""
+        """Return the pending tokens' text without the end that may still become a character."""
         if not text.endswith(_UNKNOWN):
             return text
         # A few tokens may all belong to one incomplete character. Among more, only the last U+FFFD may.
@@ -95,7 +95,7 @@ class Pieces:
         return self._decode(tokens)
 
     def _drop_invalid(self, text: str) -> None:
-        """Shorten a long row of pending tokens that are no characters, if the text of the last ones stays the same."""
+        """Shorten a long run of pending tokens that are not characters, if the text of the last ones stays the same."""
         first, last = self._pending[: 1 - _LONGEST], self._pending[1 - _LONGEST :]
         dropped = self._text_after(self._context, self._context_text, first) if first else text
         if len(dropped) >= len(text) or not text.startswith(dropped):
@@ -147,7 +147,7 @@ def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list
 
 
 def _after(given: str, text: str) -> str:
-    """Return `text` from where it differs from what was given of it."""
+    """Return the part of `text` from its first difference to `given` on."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(given, text, strict=False))
     return text[sum(1 for _ in same) :]
 

@@ -1,9 +1,9 @@
-"""The devices that predictions are made for, by published facts, and which of them is here."""
+"""The devices that predictions are made for, with their published figures, and detection of the local one."""
 
 import dataclasses
 from typing import Any
 
-# Seconds that a kernel costs beside its work, on a GPU within a command buffer too. An assumption until it is measured.
+# The overhead of a kernel in seconds, besides its work; also within a GPU's command buffer. Assumed until measured.
 LAUNCH = 2e-6
 
 
@@ -12,15 +12,15 @@ class Device:
     """A kind of accelerator.
 
     Attributes:
-        title: as JAX calls it, or as its maker does.
+        title: the name that JAX or the manufacturer uses.
         platform: "cuda" or "tpu".
-        bandwidth: bytes a second of its memory, as published.
-        flops: a second, of dense products in `dtype`, as published.
-        memory: bytes.
-        dtype: what weights have there.
-        launch: seconds a kernel costs beside its work.
+        bandwidth: memory bandwidth in bytes per second, as published.
+        flops: floating-point operations per second of dense products in `dtype`, as published.
+        memory: memory in bytes.
+        dtype: the dtype of weights on this device.
+        launch: the overhead of a kernel in seconds, besides its work.
         bandwidth_share: the part of `bandwidth` that kernels reach; 1 until it is measured (`bench.gpu.fit`).
-        kinds: other names that JAX has for it (``jax.devices()[0].device_kind``).
+        kinds: other names that JAX uses for it (``jax.devices()[0].device_kind``).
     """
 
     title: str
@@ -35,7 +35,7 @@ class Device:
 
     @property
     def read_bandwidth(self) -> float:
-        """Bytes a second that kernels reach: the published figure times `bandwidth_share`."""
+        """The bandwidth that kernels reach, in bytes per second: the published figure times `bandwidth_share`."""
         return self.bandwidth * self.bandwidth_share
 
 
@@ -51,18 +51,18 @@ DEVICES = {
 
 
 def find(device: str | Device | None = None) -> Device:
-    """The device called `device`, itself if it is one, or for None the one that JAX has here.
+    """Return the device named `device`, `device` itself if it is a `Device`, or JAX's local device for None.
 
-    A device is recognised by its whole name: an H100 PCIe or an L40S is no H100 and no L4.
+    A device is recognised by its whole name: an H100 PCIe is not an H100, and an L40S is not an L4.
 
     Raises:
-        ValueError: there is none of that name, or none that is known is here.
-        TypeError: `device` is neither.
+        ValueError: no device has that name, or the local device is unknown.
+        TypeError: `device` is neither a name nor a `Device`.
     """
     if isinstance(device, Device):
         return device
     if device is None:
-        import jax  # not above: `bench.devices` decides what JAX starts with
+        import jax  # imported here, because `bench.devices` decides how JAX starts
 
         return _here(jax.devices()[0])
     if not isinstance(device, str):
@@ -81,11 +81,11 @@ def _here(found: Any) -> Device:
 
 
 def is_before_ampere() -> bool:
-    """Whether an NVIDIA GPU is here that has neither bfloat16 nor XLA's Triton, such as a T4."""
+    """Return whether a local NVIDIA GPU has neither bfloat16 nor XLA's Triton, such as a T4."""
     import jax
 
     try:
         found = jax.local_devices(backend="cuda")
-    except RuntimeError:  # there is none
+    except RuntimeError:  # no NVIDIA GPU
         return False
     return any(float(device.compute_capability) < 8 for device in found)

@@ -1,14 +1,16 @@
-"""The only place random keys are made.
+"""The only place that makes random keys.
 
-A request owns one key. Each random draw of it has its own stream, named by the absolute position of the token it is
-for and by its purpose, so a request's text depends on its key and prompt alone: not on the batch, its slot in it, or
-how many rounds came before. Two purposes never share a stream: under rejection, noise shared by the draft and the
-correction biases the output. (The rule "coupled" drafts with the target's own noise, and decides by nothing else.)
+A request owns one key. Each of its random draws has its own stream, named by the absolute position of the token and by
+the purpose of the draw. A request's text therefore depends only on its key and prompt. It does not depend on the batch,
+the request's slot in it, or the number of earlier rounds.
 
-A position that is judged again after a rejection before it reuses its streams. That is exact: the noise of position t
-decides nothing before t, so it is still independent of all that has been committed when it is used again. Where that
-does not hold, every round gets a key of its own: in drafting, for a drafter may remember what was discarded, and in
-block verification, where the noise of later positions decides about earlier ones.
+Two purposes never share a stream: under rejection, noise shared by the draft and the correction biases the output.
+(The rule "coupled" drafts with the target's own noise, and decides with no other noise.)
+
+A position reuses its streams if it is verified again after an earlier rejection. That is exact: the noise of position
+t decides nothing before t, so it is still independent of all committed tokens. Every round gets its own key if that
+does not hold. Drafting needs one, because a drafter may remember discarded tokens. Block verification needs one,
+because the noise of later positions decides about earlier ones.
 """
 
 import enum
@@ -18,64 +20,64 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# Numbers a position has for its purposes: more than there are, so that a new one changes no text of old seeds.
+# The stream numbers of one position: more than there are purposes, so that a new purpose changes no text of old seeds.
 STRIDE = 16
 
 
 @enum.unique
 class Purpose(enum.IntEnum):
-    """What a draw is for: 0 to `STRIDE` - 1."""
+    """The purpose of a draw: 0 to `STRIDE` - 1."""
 
     DRAFT = 0
     ACCEPT = 1
-    TARGET = 2  # what the target itself writes: a correction or a bonus, of which a position has one
+    TARGET = 2  # the target's own token: a correction or a bonus, of which a position has one
 
 
 def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
-    """Keys of the draws for `purpose` at `positions`.
+    """Return the keys of the draws for `purpose` at `positions`.
 
     Args:
-        keys: typed PRNG keys ``[B]``, one a request.
-        positions: ``int32[B]`` or ``int32[B, K]``, absolute index (prompt included) of the token to be drawn; below
-            2^27, so that no number is met twice, nor by `trial_keys`.
-        purpose: what they are for.
+        keys: typed PRNG keys ``[B]``, one per request.
+        positions: ``int32[B]`` or ``int32[B, K]``, absolute index (prompt included) of the token to be drawn. It must
+            be below 2^27, so that no stream number repeats or collides with `trial_keys`.
+        purpose: the purpose of the draws.
 
     Returns:
         Typed keys in the shape of `positions`.
     """
 
     numbers = STRIDE * positions + purpose
-    # Positions are mapped inside rows: the other way round JAX's key-reuse checker takes the keys for copies.
+    # Positions are mapped inside rows: in the other order JAX's key-reuse checker would see the keys as copies.
     by_row = jax.random.fold_in if positions.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))
     return jax.vmap(by_row)(keys, numbers)
 
 
 def positions_from(start: Array, count: int) -> Array:
-    """``int32[B, count]``, the positions from ``start[B]`` on."""
+    """Return ``int32[B, count]``, the `count` positions from ``start[B]`` on."""
     return start[:, None] + jnp.arange(count)[None]
 
 
-TRAINING = 2**16  # number of the trials whose texts drafters learn from, or are measured by; tuning has small ones
+TRAINING = 2**16  # number of the trial whose texts train or measure drafters; tuning uses small numbers
 
 
 def trial_keys(keys: Array, number: int) -> Array:
-    """Other keys ``[B]`` for a trial run, which no stream of a text reaches.
+    """Return other keys ``[B]`` for a trial run, which no stream of a text reaches.
 
-    What is learnt from a run with a request's own keys must not steer that request: that would bias its text.
+    Lessons from a run with a request's own keys must not steer that request, because that would bias its text.
     """
     return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(2**32 - 1 - number))
 
 
 def of_sibling(keys: Array, rank: int) -> Array:
-    """Keys for the node of this rank among siblings or cousins, which no stream of another reaches; 0 has the own."""
+    """Return keys for a node of this rank among siblings or cousins, which no other stream uses; `keys` for rank 0."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(2**31 + rank)) if rank else keys
 
 
 def uniform(keys: Array) -> Array:
-    """One number in [0, 1) a key, in float32, with a resolution of 2^-56 near 0.
+    """Return one float32 in [0, 1) per key, with a resolution of 2^-56 near 0.
 
-    `jax.random.uniform` has 2^-23, which accepts a token with p/q = 1e-8 twelve times too often. The result never
-    rounds up to 1, so that p = q is always accepted.
+    The resolution of `jax.random.uniform` is 2^-23, which accepts a token with p/q = 1e-8 twelve times too often. The
+    result never rounds up to 1, so that p = q is always accepted.
     """
     words = jax.vmap(lambda key: jax.random.bits(key, (2,), "uint32"))(keys.ravel()).reshape(*keys.shape, 2)
     coarse = (words[..., 0] >> 8).astype(jnp.float32) * 2.0**-24
@@ -84,9 +86,9 @@ def uniform(keys: Array) -> Array:
 
 
 def gumbel(keys: Array, vocab_size: int) -> Array:
-    """Return the Gumbel noise ``float32[..., 2, W]`` of keys ``[...]`` for `sample_with_noise`, where W^2 >= V.
+    """Return the Gumbel noise ``float32[..., 2, W]`` of keys ``[...]`` for `sample_with_noise`, with W^2 >= V.
 
-    In mode "high": JAX's default cannot draw tokens below about 1e-7.
+    The mode is "high", because JAX's default cannot draw tokens with a probability below about 1e-7.
     """
     shape = 2, math.isqrt(vocab_size - 1) + 1
     noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32, mode="high"))(keys.ravel())
@@ -94,16 +96,16 @@ def gumbel(keys: Array, vocab_size: int) -> Array:
 
 
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
-    """What the target draws the tokens at ``positions[B, S]`` with, where it draws them: ``float32[B, S, 2, W]``."""
+    """Return ``float32[B, S, 2, W]``, the noise with which the target samples its tokens at ``positions[B, S]``."""
     return gumbel(stream(keys, positions, Purpose.TARGET), vocab_size)
 
 
 def draft_noise(keys: Array, positions: Array, vocab_size: int, width: int = 1) -> Array:
-    """What a round that starts at ``positions[:, 0]`` draws its drafts with: ``float32[B, K, width, 2, W]``.
+    """Return ``float32[B, K, width, 2, W]``, the draft noise of a round that starts at ``positions[:, 0]``.
 
-    Every round has a key of its own, for no two start at the same length: a position that is drafted again gets fresh
-    noise, so a drafter may learn from all it has drafted, discarded or not, and stay exact. In a tree every node has
-    its own: traversal looks at what is behind an elder child before it decides about the younger.
+    Every round has its own key, because no two rounds start at the same length. A position that is drafted again gets
+    fresh noise. A drafter may thus learn from all its drafts, discarded or not, and stay exact. In a tree every node
+    has its own noise, because traversal visits the nodes below an elder child before it decides about a younger one.
     """
     keys = stream(keys, positions[:, 0], Purpose.DRAFT)
     by_rank = [stream(of_sibling(keys, rank), positions, Purpose.DRAFT) for rank in range(width)]

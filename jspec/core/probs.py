@@ -1,4 +1,4 @@
-"""Laws over a vocabulary: the leftover of a rejection, and drawing from a law. Dtype in, same dtype out."""
+"""Distributions over a vocabulary: the residual after a rejection, and sampling. The input's dtype is kept."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -7,17 +7,17 @@ from jspec.core.keys import gumbel
 
 
 def residual(target_probs: Array, draft_probs: Array) -> Array:
-    """The law of the correction after a rejection: ``norm(max(p - q, 0))`` (Leviathan et al. 2023, section 2.3).
+    """Return the distribution of the correction, ``norm(max(p - q, 0))`` (Leviathan et al. 2023, section 2.3).
 
-    Where nothing is left (p = q up to rounding, so a rejection has probability about 0) it is p itself. Entries of
-    q that are NaN count as 0, entries of p that are NaN or negative are impossible.
+    If nothing is left (p = q up to rounding, so a rejection has probability about 0), it is p itself. NaN entries of q
+    count as 0. Tokens whose entry of p is NaN or negative get probability 0.
 
     Args:
         target_probs: ``[..., V]``, p.
         draft_probs: ``[..., V]``, q.
 
     Returns:
-        ``[..., V]``, summing to 1, or to 0 where p has no mass at all.
+        ``[..., V]``, summing to 1, or to 0 if p has no mass at all.
     """
     target_probs = jnp.where(target_probs > 0, target_probs, 0)
     left = jnp.where(draft_probs > 0, jnp.maximum(target_probs - draft_probs, 0), target_probs)
@@ -26,17 +26,17 @@ def residual(target_probs: Array, draft_probs: Array) -> Array:
 
 
 def sample(keys: Array, probs: Array) -> Array:
-    """One token a row, ``int32[B]``, drawn exactly from ``probs[B, V]`` with typed keys ``[B]``, which are consumed."""
+    """Sample one token per row, ``int32[B]``, exactly from ``probs[B, V]``. Typed keys ``[B]`` are consumed."""
     return sample_with_noise(gumbel(keys, probs.shape[-1]), probs)
 
 
 def sample_with_noise(noise: Array, probs: Array) -> Array:
-    """The token that `noise` draws from `probs`, exactly.
+    """Return the token that `noise` samples from `probs`, exactly.
 
-    The vocabulary is cut into about sqrt(V) blocks; a block is drawn by its mass, then a token in it. That needs
-    2 sqrt(V) random numbers, not V, and sums of probabilities are the only arithmetic, so the rarest token keeps its
-    share to float32 precision; a cumulative sum over the vocabulary would lose the tail. With the same noise, laws that
-    are alike mostly give the same token.
+    The vocabulary is cut into about sqrt(V) blocks. A block is drawn by its mass, then a token in it. That needs
+    2 sqrt(V) random numbers, not V. The only arithmetic is sums of probabilities, so the rarest token keeps its share
+    to float32 precision. A cumulative sum over the vocabulary would lose the tail. With the same noise, similar
+    distributions mostly give the same token.
 
     Args:
         noise: ``float32[..., 2, W]``, from `jspec.core.keys.gumbel`.
@@ -56,10 +56,10 @@ def sample_with_noise(noise: Array, probs: Array) -> Array:
 
 
 def foreseen(noise: Array, probs: Array, sharpness: float) -> Array:
-    """How likely each token is to be what `noise` draws from a law like `probs`: log-probabilities ``[..., V]``.
+    """Return log-probabilities ``[..., V]`` that `noise` samples each token from a distribution similar to `probs`.
 
-    The first of the two draws of `sample_with_noise` is among blocks, the second within one; each is taken for a
-    softmax of what it compares. The sharper they are, the surer it is the token drawn from `probs` itself.
+    The first draw of `sample_with_noise` chooses a block, the second a token in it. Each is approximated by a softmax
+    of the values that it compares. A higher `sharpness` puts more weight on the token sampled from `probs` itself.
     """
     width = noise.shape[-1]
     blocks = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % width)])
@@ -70,12 +70,12 @@ def foreseen(noise: Array, probs: Array, sharpness: float) -> Array:
 
 
 def _log_softmax(x: Array) -> Array:
-    """That of x, and -inf everywhere where x is."""
+    """Return the log-softmax of x; a row that is all -inf stays -inf."""
     largest = x.max(-1, keepdims=True)
     shifted = jnp.where(jnp.isfinite(largest), x - largest, -jnp.inf)
     return shifted - jnp.log(jnp.maximum(jnp.exp(shifted).sum(-1, keepdims=True), 1e-30))
 
 
 def at_tokens(probs: Array, tokens: Array) -> Array:
-    """``probs[..., V]`` at ``tokens[...]``."""
+    """Return ``probs[..., V]`` at ``tokens[...]``."""
     return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]

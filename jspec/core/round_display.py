@@ -1,7 +1,7 @@
-"""A generation round by round: Figure 1 of Leviathan et al. 2023, for any drafter and any tree.
+"""A picture of a generation, round by round: Figure 1 of Leviathan et al. 2023, for any drafter and any tree.
 
-A line a round: guesses that were accepted, what corrected the first that was not or followed all of them. Where the
-guesses were recorded, those that were refused stand struck out, chains in the line and branches below it.
+Each line is a round: the accepted draft tokens, then the correction of the first rejected one or the token after all of
+them. If draft tokens were recorded, the rejected ones are struck out: chains in the line, branches below it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,17 +14,17 @@ from jspec.core.detokenizer import pieces
 from jspec.core.origins import ACCEPTED, COLOURS, KEPT, NAMES, NO_GUESS, REFUSED
 
 _REFUSED = "strike bright_black"
-# A control character in a text could recolour or rewrite the terminal, and a new line would look like a round.
+# A control character in a text could recolour or rewrite the terminal, and a line break would look like a round.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)]} | {ord("\n"): "⏎", ord("\t"): "→", ord("\r"): ""}
 
 
 def picture(tokenizer: Any, tokens: Sequence[int], origins: Sequence[int], record: Any = None) -> Text:
-    """The rounds of one request.
+    """Return a picture of one request's rounds.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        tokens, origins: those of its text, `jspec.Output.tokens` and ``origins`` without padding.
-        record: its row of a `jspec.core.types.Record`; None where nothing was recorded.
+        tokens, origins: the request's `jspec.Output.tokens` and ``origins`` without padding.
+        record: the request's row of a `jspec.core.types.Record`; None if nothing was recorded.
     """
     shown, written = pieces(tokenizer, [], tokens), Text()
     rounds = list(_rounds(origins, record))
@@ -48,7 +48,7 @@ def picture(tokenizer: Any, tokens: Sequence[int], origins: Sequence[int], recor
 
 
 def legend(record: bool) -> Text:
-    """What the colours mean."""
+    """Return a legend of the colours."""
     names = [Text(NAMES[origin], colour) for origin, colour in COLOURS.items()]
     return Text(" ").join([*names, *([Text("refused", _REFUSED)] if record else [])])
 
@@ -58,7 +58,7 @@ def _append(text: Text, parts: Sequence[str], style: str) -> None:
 
 
 def _rounds(origins: Sequence[int], record: Any) -> Iterator[tuple[int, int]]:
-    """From where to where the tokens of each round go; one ends behind a token that was not accepted."""
+    """Yield the start and end of each round's tokens; a round ends after its first token that is not accepted."""
     if record is not None:
         ends = np.cumsum(record.counts[record.counts > 0])
     else:
@@ -67,8 +67,13 @@ def _rounds(origins: Sequence[int], record: Any) -> Iterator[tuple[int, int]]:
 
 
 class _Branch(NamedTuple):
-    """Guesses that were refused, one behind the other: how many come before them, whether those are all that were kept
-    of the round, and what they say."""
+    """A run of rejected draft tokens, each following the one before.
+
+    Attributes:
+        depth: the number of draft tokens before the run.
+        instead: whether the run follows the last accepted draft token of the round.
+        texts: the texts of the rejected tokens.
+    """
 
     depth: int
     instead: bool
@@ -76,7 +81,7 @@ class _Branch(NamedTuple):
 
 
 class _Guesses:
-    """The tree of one round."""
+    """The draft tree of one round."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int], record: Any, number: int):
         self.tokenizer, self.before = tokenizer, [*before]
@@ -88,7 +93,7 @@ class _Guesses:
         )  # parents come before their children
 
     def refused(self, node: int = 0, path: tuple[int, ...] = (), line: list[str] | None = None) -> list[_Branch]:
-        """What was refused behind a node, cut where it parts; the eldest goes on in the `line` of its parent."""
+        """Return the rejected branches after a node, split where they part; an eldest child continues its `line`."""
         found: list[_Branch] = []
         for child in (np.flatnonzero((self.parents == node) & (self.fates != NO_GUESS)) + 1).tolist():
             token, own = int(self.tokens[child - 1]), None

@@ -1,4 +1,4 @@
-"""Rows of a batch, each of which is read or written at a place of its own."""
+"""Reads and writes of a batch's rows, each at its own position."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# A program for TPUs has an update for every row up to so many; beyond, it would grow too long.
+# Up to this many rows, a program for TPUs has one update per row; with more rows it would grow too long.
 _UNROLLED = 32
 
 
@@ -16,7 +16,7 @@ def prefix_mask(lengths: Array, size: int) -> Array:
 
 
 def slice_rows(rows: Array, start: Array, size: int) -> Array:
-    """``rows[b, start[b] : start[b] + size]`` of every row."""
+    """Return ``rows[b, start[b] : start[b] + size]`` of every row."""
 
     def together(rows: Array, start: Array) -> Array:
         return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, start)
@@ -28,7 +28,7 @@ def slice_rows(rows: Array, start: Array, size: int) -> Array:
 
 
 def write_rows(rows: Array, new: Array, start: Array) -> Array:
-    """`rows` with ``new[b]`` from index ``start[b]`` of row b on."""
+    """Return `rows` with ``new[b]`` written from index ``start[b]`` of row b on."""
 
     def together(rows: Array, new: Array, start: Array) -> Array:
         return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))(rows, new, start)
@@ -37,9 +37,9 @@ def write_rows(rows: Array, new: Array, start: Array) -> Array:
 
 
 def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Callable[..., Array]) -> Array:
-    """``together(rows, new, start)``, which puts ``new[b]`` into row b from index ``start[b]`` of `axis` on.
+    """Return ``together(rows, new, start)``, which writes ``new[b]`` to row b from index ``start[b]`` of `axis` on.
 
-    What lies within the rows must do so as a whole: beyond their end the two forms differ.
+    Each write that begins within its row must also end within it, because the two forms differ beyond the end.
     """
 
     def one_by_one(rows: Array, new: Array, start: Array) -> Array:
@@ -52,10 +52,10 @@ def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Call
 
 
 def tally(counts: Array, tokens: Array, more: Array) -> Array:
-    """``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``, which is 0 where a token is none of V."""
+    """Return ``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``. `more` is 0 for tokens outside V."""
 
     def together(counts: Array, tokens: Array, more: Array) -> Array:
-        # Row by row: with the row as an index, devices that share the batch would exchange the counts.
+        # Add row by row: with the row as an index, devices that share the batch would exchange the counts.
         return jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))(counts, tokens, more)
 
     def by_token(counts: Array, tokens: Array, more: Array) -> Array:
@@ -66,9 +66,10 @@ def tally(counts: Array, tokens: Array, more: Array) -> Array:
 
 
 def _by_platform(count: int, together: Callable, one_by_one: Callable, *arguments: Array) -> Array:
-    """On TPUs a gather or scatter over rows is a loop that does one after another, and waits each time.
+    """Run `one_by_one` on TPUs if the rows are few, else `together`.
 
-    Where several TPUs share the rows, they exchange some of what is written; with the loop they would not.
+    On TPUs a gather or scatter over rows is a loop that processes one row after another and waits each time. If several
+    TPUs share the rows, `one_by_one` exchanges some of the written values; the loop would not.
     """
     if count > _UNROLLED:
         return together(*arguments)

@@ -1,8 +1,9 @@
-"""From logits to the law a token is drawn from: one pipeline for target and draft, plain and speculative.
+"""The pipeline from logits to the distribution a token is sampled from.
 
-The order is that of transformers, and so are the ties where it sorts stably: logit bias, repetition penalty,
-frequency and presence penalties (as in vLLM), temperature, top-k, top-p, min-p. Thresholds are found by bisection over
-the bits of a float: exact, and without sorting the vocabulary.
+Target and draft use the same pipeline, in plain and in speculative decoding. Transforms apply in the order of
+transformers: logit bias, repetition penalty, frequency and presence penalties (as in vLLM), temperature, top-k, top-p,
+min-p. Ties also resolve as in transformers if it sorts stably. Thresholds are found by bisection over the bits of a
+float, which is exact and does not sort the vocabulary.
 """
 
 import dataclasses
@@ -25,25 +26,26 @@ from jspec.core.types import pytree
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How each request is sampled. Every field is one number for all requests, or an array or list of one a request.
+    """The sampling parameters of each request.
 
-    A field left at its default is left out of the program, so using it for the first time compiles once more. Beyond
-    that values are traced: changing them never recompiles. The same holds for parameters passed to a caller's own
-    `jax.jit`: as a pytree they have the temperature and the fields that differ from their defaults as children.
+    Every field is one number for all requests, or an array or list with one number per request. A field at its default
+    is left out of the program, so using it for the first time compiles once more. All other changes of values never
+    recompile, because values are traced. The same holds for parameters passed to a caller's own `jax.jit`: their
+    pytree children are the temperature and the fields that differ from their defaults.
 
     Attributes:
-        temperature: 0 is greedy decoding.
+        temperature: scales the logits; 0 is greedy decoding.
         top_k: keep the k most likely tokens (and ties with the last of them); 0 is off, and so is V or more.
-        top_p: keep the most likely tokens whose mass reaches this; in (0, 1]; 1 is off.
-        min_p: keep tokens at least this times as likely as the likeliest; in [0, 1]; 0 is off.
+        top_p: keep the most likely tokens whose total probability reaches this value; in (0, 1]; 1 is off.
+        min_p: keep tokens at least this many times as likely as the most likely one; in [0, 1]; 0 is off.
         repetition_penalty: divides positive and multiplies negative logits of every token in prompt or text; 1 is off.
         presence_penalty: subtracted from the logit of every token already generated; 0 is off.
-        frequency_penalty: subtracted from a token's logit as often as it was generated; 0 is off.
+        frequency_penalty: subtracted from a token's logit once for each time it was generated; 0 is off.
         logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``; -inf forbids a token; None is off.
-        max_tokens: a limit of new tokens for each request; 0 is off. ``max_new_tokens`` stays the limit of all.
-        min_tokens: no end of text (`eos_ids`) among so many new tokens: their laws forbid it; 0 is off.
-        draft_temperature: the draft's own; None means the target's. It changes speed, never the law.
-        draft_top_p: the same.
+        max_tokens: the maximum number of new tokens of each request; 0 is off. ``max_new_tokens`` still limits all.
+        min_tokens: mask EOS tokens (`eos_ids`) in the distributions of the first `min_tokens` new tokens; 0 is off.
+        draft_temperature: the draft's temperature; None means the target's. It changes speed, never the distribution.
+        draft_top_p: the draft's top-p; None means the target's. It changes speed, never the distribution.
     """
 
     temperature: Any = 1.0
@@ -60,9 +62,10 @@ class SamplingParams:
     draft_top_p: Any = None
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[str, ...]]:
-        """Return the temperature and the fields that are not at their defaults: a trace knows which filters are off.
+        """Return the temperature and the fields that are not at their defaults.
 
-        Parameters that `tree_unflatten` has made keep their children, whatever the values are.
+        A trace then knows which filters are off. Parameters from `tree_unflatten` keep their children, whatever the
+        values are.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         children = vars(self).get("_children") or tuple(
@@ -72,7 +75,7 @@ class SamplingParams:
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "SamplingParams":
-        """Return the parameters of which these are the children; all others have their defaults."""
+        """Return the parameters that have these children; all other fields have their defaults."""
         params = cls(**dict(zip(names, values, strict=True)))
         object.__setattr__(params, "_children", names)
         return params
@@ -87,7 +90,7 @@ jax.export.register_pytree_node_serialization(
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Return whether a field holds its default, as a plain number or None: an array on a device is not looked at."""
+    """Return whether a field holds its default, as a plain number or None. Arrays on a device are not read."""
     default = getattr(SamplingParams, name)
     if value is None or default is None:
         return value is default
@@ -96,7 +99,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 @pytree
 class LogitsTransforms:
-    """`SamplingParams` as the program takes them: None for what is left out, else numbers or arrays."""
+    """`SamplingParams` in the form that the program takes: None for fields left out, else numbers or arrays."""
 
     temperature: Any
     top_k: Any
@@ -109,20 +112,23 @@ class LogitsTransforms:
 
     @property
     def penalised(self) -> bool:
-        """Whether the law depends on which tokens came before."""
+        """Whether the distribution depends on which tokens came before."""
         return any(field is not None for field in (self.repetition, self.presence, self.frequency))
 
 
 @pytree
 class TokenCounts:
-    """The tokens a penalty looks at: ``prompt`` bool[B, V], ``counts`` int32[B, V] of generated tokens."""
+    """The tokens that penalties apply to: ``prompt`` bool[B, V], ``counts`` int32[B, V] of generated tokens."""
 
     prompt: Array
     counts: Array
 
 
 def target_transforms(params: SamplingParams) -> LogitsTransforms:
-    """The target's transforms. A filter left at its off value, as a plain number, is left out. No device work."""
+    """Return the target's transforms, without device work.
+
+    A filter is left out if its value is a plain number that turns it off.
+    """
 
     def unless(off: float, value: Any) -> Any:
         value = _float32(value)
@@ -142,19 +148,19 @@ def target_transforms(params: SamplingParams) -> LogitsTransforms:
 
 
 def _float32(value: Any) -> Any:
-    """Numbers and NumPy arrays in one dtype, so that 0 after 0.5 does not compile again; JAX arrays as they are."""
+    """Convert numbers and NumPy arrays to float32, so that 0 after 0.5 does not recompile; keep JAX arrays."""
     return value if isinstance(value, jax.Array) else np.asarray(value, np.float32)
 
 
 def draft_transforms(params: SamplingParams) -> LogitsTransforms:
-    """The draft's transforms: the target's, with the draft's own temperature and top-p where it has them."""
+    """Return the draft's transforms: the target's, with the draft's own temperature and top-p if given."""
     own = {"temperature": params.draft_temperature, "top_p": params.draft_top_p}
     given = {name: value for name, value in own.items() if value is not None}
     return target_transforms(dataclasses.replace(params, **given))
 
 
 def broadcast_rows(transforms: LogitsTransforms, batch: int) -> LogitsTransforms:
-    """`transforms` with one float32 entry a row: ``[B]``, and ``[B, V]`` for the bias."""
+    """Return `transforms` with one float32 entry per row: ``[B]``, and ``[B, V]`` for the bias."""
     fields = {field.name: getattr(transforms, field.name) for field in dataclasses.fields(transforms)}
     bias = fields.pop("bias")
     rows = jax.tree.map(lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,)), fields)
@@ -165,19 +171,19 @@ def broadcast_rows(transforms: LogitsTransforms, batch: int) -> LogitsTransforms
 
 
 def count_prompt(tokens: Array, lengths: Array, vocab_size: int) -> TokenCounts:
-    """`TokenCounts` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
+    """Return the `TokenCounts` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
     inside = prefix_mask(lengths, tokens.shape[1])
     prompt = jax.vmap(lambda tokens, inside: jnp.zeros(vocab_size, bool).at[tokens].max(inside))(tokens, inside)
     return TokenCounts(prompt, jnp.zeros(prompt.shape, jnp.int32))
 
 
 def add_tokens(token_counts: TokenCounts, tokens: Array, keep: Array) -> TokenCounts:
-    """`token_counts` after ``tokens[B, S]`` were generated, those where ``keep[B, S]``."""
+    """Return `token_counts` after adding the tokens of ``tokens[B, S]`` for which ``keep[B, S]`` is true."""
     return TokenCounts(token_counts.prompt, tally(token_counts.counts, tokens, keep.astype(jnp.int32)))
 
 
 def without_filters(transforms: LogitsTransforms) -> LogitsTransforms:
-    """`transforms` at temperature 1 and without filters: for every token that is not forbidden a probability."""
+    """Return `transforms` at temperature 1 and without filters: every token that is not forbidden has a probability."""
     ones = jnp.ones_like(transforms.temperature)
     return dataclasses.replace(transforms, temperature=ones, top_k=None, tail_mass=None, min_p=None)
 
@@ -189,17 +195,17 @@ def token_probs(
     drafted: Array | None = None,
     seen: Array | np.ndarray | None = None,
 ) -> Array:
-    """The law each position is sampled from.
+    """Return the distribution that each position is sampled from.
 
     Args:
         logits: ``[B, S, V]``, any float dtype.
         transforms: the transforms, one set a row.
-        token_counts: what penalties look at before the first position; needed only where ``transforms.penalised``.
-        drafted: ``int32[B, n]``, tokens that some positions count as well: position s of a chain ``drafted[:, :s]``.
-        seen: ``bool[S, n]`` or ``bool[B, S, n]``, which of them in a tree.
+        token_counts: the tokens before the first position, for penalties; needed only if ``transforms.penalised``.
+        drafted: ``int32[B, n]``, tokens that penalties also count. In a chain, position s counts ``drafted[:, :s]``.
+        seen: ``bool[S, n]`` or ``bool[B, S, n]``, which of `drafted` each position counts in a tree.
 
     Returns:
-        ``float32[B, S, V]``; rows sum to 1, or are all 0 where the logits are no law (NaN, +inf, or all -inf).
+        ``float32[B, S, V]``; rows sum to 1, or are all 0 if the logits are invalid (NaN, +inf, or all -inf).
     """
     logits = logits.astype(jnp.float32)
     if transforms.bias is not None:
@@ -212,21 +218,21 @@ def token_probs(
 
 
 def raw_logprobs(logits: Array, tokens: Array) -> Array:
-    """``float32[B, S]``, log-softmax of ``logits[B, S, V]`` at ``tokens[B, S]``: without transforms."""
+    """Return ``float32[B, S]``, the log-softmax of ``logits[B, S, V]`` at ``tokens[B, S]``, without transforms."""
     logits = logits.astype(jnp.float32)
     largest = logits.max(-1)
     return at_tokens(logits, tokens) - largest - jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
 
 
 def top_logprobs(logits: Array, count: int) -> tuple[Array, Array]:
-    """The likeliest of ``logits[B, S, V]``, highest first: ids ``int32[B, S, count]`` and their `raw_logprobs`."""
+    """Return the likeliest tokens of ``logits[B, S, V]``, highest first: ``int32[B, S, count]`` and `raw_logprobs`."""
     ids = lax.top_k(logits, count)[1]
     each = jax.vmap(raw_logprobs, in_axes=(None, 2), out_axes=2)
     return ids, each(logits, ids)
 
 
 def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.ndarray | None) -> Array:
-    """``int32[B, S, V]``: `counts` and the drafted tokens that a position counts as well."""
+    """Return ``int32[B, S, V]``: `counts` plus the drafted tokens that each position counts."""
     if drafted is None or drafted.shape[1] == 0:
         return counts[:, None, :]
     each = jax.nn.one_hot(drafted, counts.shape[-1], dtype=counts.dtype)
@@ -237,7 +243,7 @@ def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.n
 
 
 def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTransforms) -> Array:
-    """Penalties for one position of one row, unbatched: ``[V]`` to ``[V]``."""
+    """Apply penalties to one position of one row, unbatched: ``[V]`` to ``[V]``."""
     if transforms.repetition is not None:
         penalised = jnp.where(logits < 0, logits * transforms.repetition, logits / transforms.repetition)
         logits = jnp.where(prompt | (counts > 0), penalised, logits)
@@ -249,11 +255,11 @@ def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTra
 
 
 def _law(logits: Array, transforms: LogitsTransforms) -> Array:
-    """Temperature and filters for one position of one row, unbatched: logits ``[V]`` to probabilities ``[V]``."""
+    """Apply temperature and filters to one position of one row, unbatched: logits ``[V]`` to probabilities ``[V]``."""
     largest, index = jnp.max(logits), jnp.arange(logits.size)
-    # The first of the largest, without argmax: on CPU that takes three times as long as two plain reductions.
+    # Find the first maximum without argmax, which on CPU takes three times as long as two plain reductions.
     greedy = (index == jnp.min(jnp.where(logits == largest, index, logits.size))).astype(logits.dtype)
-    # The maximum is taken off first, so that a tiny temperature cannot overflow.
+    # Subtract the maximum first, so that a tiny temperature cannot overflow.
     scaled = (logits - largest) / jnp.where(transforms.temperature > 0, transforms.temperature, 1)
     if transforms.top_k is not None:
         scaled = jnp.where(scaled >= _kth_largest(scaled, transforms.top_k), scaled, -jnp.inf)
@@ -269,7 +275,7 @@ def _law(logits: Array, transforms: LogitsTransforms) -> Array:
 
 
 def _kth_largest(values: Array, k: Array) -> Array:
-    """The k-th largest of ``values[V]``; -inf where k is 0 or above V."""
+    """Return the k-th largest of ``values[V]``, or -inf if k is 0 or above V."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     # Flip negative floats entirely and positive ones in the sign, so that unsigned order is float order.
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
@@ -279,8 +285,8 @@ def _kth_largest(values: Array, k: Array) -> Array:
 
 
 def _nucleus(probs: Array, tail_mass: Array) -> Array:
-    """The tokens top-p keeps: those left when the least likely ones, ties by index, up to `tail_mass` are dropped."""
-    bits = lax.bitcast_convert_type(probs, jnp.uint32)  # ordered as the floats are, for none is negative
+    """Return the tokens that top-p keeps, after dropping the least likely ones (ties by index) up to `tail_mass`."""
+    bits = lax.bitcast_convert_type(probs, jnp.uint32)  # in the order of the floats, because none is negative
     below = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
     threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass, bits)
     tied = bits == threshold
@@ -291,7 +297,7 @@ def _nucleus(probs: Array, tail_mass: Array) -> Array:
 
 
 def _largest_where(holds: Any, values: Array) -> Array:
-    """The largest uint32 for which `holds`, a test of `values`, is true; true up to some number and false after."""
+    """Return the largest uint32 for which `holds` is true. `holds` tests `values`: true up to a number, then false."""
 
     def try_bit(i: Array, found: Array) -> Array:
         # With jax.disable_jit the loop counts in Python.

@@ -1,8 +1,8 @@
-"""Arrays on several devices: what lets the one program run on any mesh, and where the weights of a model may lie.
+"""Arrays on several devices: running one program on any mesh, and placing the weights of a model.
 
-Where the axes of a mesh are automatic, XLA divides the work and nothing needs to be said. Explicit axes are part of
-every array's type, and so are, under `jax.shard_map`, the axes along which values differ; a program must then say how
-each gather is divided, and that what a loop begins with may differ. It is said here, once.
+If the axes of a mesh are automatic, XLA divides the work and the program needs no annotations. Explicit axes are part
+of every array's type. Under `jax.shard_map`, so are the axes along which values differ. A program must then declare
+how each gather is divided, and that the initial values of a loop may differ. This module declares both, once.
 """
 
 import functools
@@ -14,18 +14,18 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-# Where arrays are to lie: one sharding for all, or a function of name and shape, as of "norm.weight" and (64,).
+# The placement of arrays: one sharding for all, or a function of name and shape, such as "norm.weight" and (64,).
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding]
 
 
 def on_any_mesh(program: Callable) -> Callable:
-    """The function of a jitted program, for arrays of any mesh: ``program(target, drafter, tokens, ...)``.
+    """Return ``program(target, drafter, tokens, ...)``, the function of a jitted program, for arrays of any mesh.
 
-    Within it explicit axes are automatic, and under `jax.shard_map` all arguments vary alike. Its results are divided
-    as the rows of `tokens` are.
+    Inside the program explicit axes are automatic, and under `jax.shard_map` all arguments vary alike. Its results are
+    divided like the rows of `tokens`.
 
     Raises, while the program is traced:
-        ValueError: `jax.shard_map` divides the batch, and XLA something else.
+        ValueError: `jax.shard_map` divides the batch, and XLA divides other axes.
     """
 
     @functools.wraps(program)
@@ -44,7 +44,10 @@ def on_any_mesh(program: Callable) -> Callable:
 
 
 def _check_manual_axes() -> None:
-    """Under `jax.shard_map` a loop ends when the rows of its device do; an exchange in it would then wait forever."""
+    """Raise ValueError if `jax.shard_map` leaves an axis to XLA.
+
+    Under `jax.shard_map` a loop ends when the rows of its device end. An exchange in the loop would then wait forever.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
     if mesh.manual_axes and left:
@@ -54,29 +57,29 @@ def _check_manual_axes() -> None:
 
 
 def vary_like(tree: Any, like: Any) -> Any:
-    """`tree`, typed as what may differ between devices wherever something in `like` may; for what a loop begins with.
+    """Return `tree`, typed as varying over all axes along which a leaf of `like` varies; for a loop's initial values.
 
-    No leaf changes; outside `jax.shard_map` no type does, either.
+    Values do not change. Outside `jax.shard_map`, types do not change either.
     """
     axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(like)))
     return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - _varying(leaf)), to="varying"), tree)
 
 
 def _varying(leaf: Any) -> frozenset:
-    """The axes of a `jax.shard_map` along which the leaf may differ."""
+    """Return the axes of a `jax.shard_map` along which the leaf may differ."""
     return jax.typeof(leaf).manual_axis_type.varying
 
 
 def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Divides every matrix of a model over one axis of a mesh, for `jspec.load`.
+    """Divide every matrix of a model over one axis of a mesh, for `jspec.load`.
 
-    As in Megatron-LM (Shoeybi et al. 2019) the projections that open attention and MLP are cut by what they put out,
-    those that close them by what they take in; embedding and head are cut by the hidden size, so that the law of a
-    token is whole on every device. Norms are on all of them, those of queries and keys too. XLA divides caches and
-    activations accordingly.
+    As in Megatron-LM (Shoeybi et al. 2019), the first projections of attention and MLP are split along their outputs,
+    the last ones along their inputs. Embedding and head are split along the hidden size, so that every device has the
+    whole distribution of a token. All norms are copied to every device, including those of queries and keys. XLA
+    divides caches and activations accordingly.
 
     Args:
-        mesh: may have other axes, over which weights are copied.
+        mesh: the mesh; weights are copied over its other axes, if it has any.
         axis: the name of one of its axes.
 
     Raises:
@@ -96,18 +99,18 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
 
 
 def check_placement(sharding: Any) -> None:
-    """Raises TypeError unless `sharding` is a `Placement`."""
+    """Raise TypeError unless `sharding` is a `Placement`."""
     if isinstance(sharding, type) or not (isinstance(sharding, Sharding) or callable(sharding)):
         raise TypeError(f"sharding must be a jax.sharding.Sharding, or a function that gives one for a weight's name "
                         f"and shape, such as jspec.tensor_parallel(mesh); got {sharding!r}.")  # fmt: skip
 
 
 def place(name: str, array: np.ndarray, sharding: Placement) -> Array:
-    """The array `name` where it is to lie; no device receives more than its own part.
+    """Return the array `name`, placed by `sharding`. No device receives more than its own part.
 
     Raises:
-        TypeError: the function gave no sharding.
-        ValueError: the array cannot be divided like that.
+        TypeError: the function returned a value that is not a sharding.
+        ValueError: the sharding cannot divide the array evenly.
     """
     where = sharding if isinstance(sharding, Sharding) else sharding(name, array.shape)
     if not isinstance(where, Sharding):

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Values that cross between host and devices, with respect for JAX's transfer guards and without waiting."""
+"""Transfers of values between host and devices, which respect JAX's transfer guards and do not wait."""
 
 import contextlib
 from collections.abc import Generator
@@ -12,10 +12,10 @@ import numpy as np
 
 @contextlib.contextmanager
 def explicit_transfers() -> Generator[None]:
-    """Treat all transfers within as explicit: the guard "disallow" permits them, "disallow_explicit" does not.
+    """Treat all transfers in the context as explicit: the guard "disallow" permits them, "disallow_explicit" does not.
 
-    For numbers that a call adds itself, such as a temperature. `jax.device_put` would be as explicit, and takes twenty
-    times as long for a handful of numbers.
+    Use it for numbers that a call adds itself, such as a temperature. `jax.device_put` is also explicit, but takes
+    twenty times as long for a handful of numbers.
     """
     with contextlib.ExitStack() as stack:
         for guard in ("transfer_guard_host_to_device", "transfer_guard_device_to_host"):
@@ -25,13 +25,13 @@ def explicit_transfers() -> Generator[None]:
 
 
 def values_if_known(x: Any) -> np.ndarray | None:
-    """Return `x` as a NumPy array; None where its values are traced, still being computed, or partly elsewhere."""
+    """Return `x` as a NumPy array, or None if its values are traced, still being computed, or partly elsewhere."""
     on_device: Any = x if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
     return None if on_device is not None and not on_device.is_ready() else values(x)
 
 
 def values(x: Any) -> np.ndarray | None:
-    """`values_if_known`, but wait for values that are still being computed."""
+    """Return `values_if_known`, but wait for values that are still being computed."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(jax.device_get(x) if isinstance(x, jax.Array) else x)

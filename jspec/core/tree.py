@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""The shape of a draft: which guess follows which. A chain is the tree with one branch.
+"""The shape of a draft: which draft token follows which. A chain is the tree with one branch.
 
-Nodes are numbered from 1, parents before their children; node 0 is the last committed token, which all guesses follow.
-Token n - 1 of a draft stands at node n. Siblings are ordered: where they are drawn one after another without the tokens
-before, the elder ones are judged first.
+Nodes are numbered from 1, parents before their children. Node 0 is the last committed token, which all draft tokens
+follow. Token n - 1 of a draft is at node n. Siblings are ordered: if they are sampled one after another without
+replacement, the elder ones are verified first.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from jax import Array
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["offsets", "visible"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Branches:
-    """How the S tokens of one pass hang together, where they do not simply follow one another.
+    """The tree structure of one pass over S tokens that do not simply follow one another.
 
-    They belong to a tree whose node 0 stands at a row's position ``start``; the pass may read a part of it, its last S
-    nodes so far. Slots are filled in the order of nodes, positions go by depth, and a token sees, besides all before
-    ``start``, what comes before it on its own branch.
+    The tokens belong to a tree whose node 0 is at a row's position ``start``. A pass may process a part of the tree:
+    its last S nodes so far. Slots are filled in the order of nodes, and positions follow the depth. A token sees
+    everything before ``start`` and the tokens before it on its own branch.
 
     Attributes:
         offsets: ``int32[S]`` or ``int32[B, S]``, positions relative to ``start``: depths in the tree.
@@ -37,12 +37,12 @@ class Branches:
 
     @property
     def read(self) -> int:
-        """How many nodes an earlier pass has read: R - S."""
+        """The number of nodes that earlier passes processed: R - S."""
         return self.visible.shape[-1] - self.visible.shape[-2]
 
     @staticmethod
     def places(start: Array, size: int, branches: "Branches | None") -> tuple[Array, Array]:
-        """Slots and positions ``int32[B, S]`` of a pass of `size` tokens, whose node 0 or first token is at `start`."""
+        """Return slots and positions ``int32[B, S]`` of a pass of `size` tokens; node 0 or the first is at `start`."""
         slots = start[:, None] + jnp.arange(size)[None]
         if branches is None:
             return slots, slots
@@ -50,7 +50,7 @@ class Branches:
 
     @staticmethod
     def argument(branches: "Branches | None") -> dict[str, "Branches"]:
-        """What a pass over them adds to a model's arguments: nothing for a chain, which every model can read."""
+        """Return the arguments that `branches` add to a model's pass: none for a chain, which every model supports."""
         return {} if branches is None else {"branches": branches}
 
 
@@ -61,13 +61,13 @@ def _is_whole(value: Any) -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A tree of guesses, known before the program runs: hashable, for it is part of the program.
+    """A tree of draft tokens, known before the program runs. It is hashable, because it is part of the program.
 
     Attributes:
         parents: ``parents[n - 1]`` is the parent of node n.
 
     Raises:
-        ValueError: it is no tree, or a node comes before its parent.
+        ValueError: `parents` is not a tree, or a node comes before its parent.
     """
 
     parents: tuple[int, ...]
@@ -87,14 +87,14 @@ class Tree:
 
     @classmethod
     def chain(cls, num_draft_tokens: int) -> "Tree":
-        """Each node follows the one before."""
+        """Return the tree in which each node follows the one before."""
         if not _is_whole(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an int of at least 0; got {num_draft_tokens!r}.")
         return cls(tuple(range(num_draft_tokens)))
 
     @classmethod
     def branching(cls, children: Sequence[int]) -> "Tree":
-        """Every node of depth d has ``children[d]`` children: (3, 2, 1) has 3 + 6 + 6 nodes."""
+        """Return a tree whose nodes of depth d have ``children[d]`` children each: (3, 2, 1) has 3 + 6 + 6 nodes."""
         if not isinstance(children, Sequence):
             raise ValueError(f"children must be a sequence of ints, one a level, such as (3, 2, 1); got {children!r}.")
         for count in children:
@@ -110,12 +110,12 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """N, how many guesses there are."""
+        """N, the number of draft tokens."""
         return len(self.parents)
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """``int32[N + 1]``, the depth of every node: its position after that of node 0."""
+        """The depth of every node, ``int32[N + 1]``: its position relative to that of node 0."""
         depths = np.zeros(self.size + 1, np.int32)
         for node, parent in enumerate(self.parents, 1):
             depths[node] = depths[parent] + 1
@@ -123,7 +123,7 @@ class Tree:
 
     @functools.cached_property
     def ancestors(self) -> np.ndarray:
-        """``bool[N + 1, N + 1]``: row n has the nodes that node n sees, itself and those before it on its branch."""
+        """The nodes that node n sees, as row n of ``bool[N + 1, N + 1]``: itself and those before it on its branch."""
         above = np.eye(self.size + 1, dtype=bool)
         for node, parent in enumerate(self.parents, 1):
             above[node] |= above[parent]
@@ -131,7 +131,7 @@ class Tree:
 
     @functools.cached_property
     def children(self) -> np.ndarray:
-        """``int32[N + 1, C]``, the children of every node, the eldest first, and 0 where there are no more."""
+        """The children of every node, ``int32[N + 1, C]``: the eldest first, padded with 0."""
         lists: list[list[int]] = [[] for _ in range(self.size + 1)]
         for node, parent in enumerate(self.parents, 1):
             lists[parent].append(node)
@@ -140,7 +140,7 @@ class Tree:
 
     @functools.cached_property
     def paths(self) -> np.ndarray:
-        """``int32[N + 1, max_depth]``: the nodes from depth 1 on down to every node, then 0."""
+        """The path from depth 1 to every node, ``int32[N + 1, max_depth]``, padded with 0."""
         paths = np.zeros((self.size + 1, self.max_depth), np.int32)
         for node, depth in enumerate(self.offsets):
             paths[node, :depth] = np.flatnonzero(self.ancestors[node])[1:]
@@ -148,29 +148,29 @@ class Tree:
 
     @functools.cached_property
     def sibling_ranks(self) -> np.ndarray:
-        """``int32[N + 1]``: how many elder siblings each has."""
+        """The number of elder siblings of every node, ``int32[N + 1]``."""
         parents = np.array((-1, *self.parents))
         return np.tril(parents[:, None] == parents, -1).sum(1, dtype=np.int32)
 
     @functools.cached_property
     def rank_at_depth(self) -> np.ndarray:
-        """``int32[N + 1]``: how many nodes of the same depth come before each."""
+        """The number of nodes of the same depth before every node, ``int32[N + 1]``."""
         same = self.offsets[:, None] == self.offsets
         return np.tril(same, -1).sum(1, dtype=np.int32)
 
     @property
     def max_depth(self) -> int:
-        """K: the most guesses that can be accepted."""
+        """K, the largest number of draft tokens that can be accepted."""
         return int(self.offsets.max())
 
     @property
     def max_children(self) -> int:
-        """C: 1 for a chain, 0 for no guess at all."""
+        """C, the largest number of children: 1 for a chain, 0 for an empty draft."""
         return self.children.shape[1]
 
     @property
     def max_width(self) -> int:
-        """The most nodes of one depth, each of which is drawn with noise of its own."""
+        """The largest number of nodes of one depth, each of which is sampled with its own noise."""
         return int(self.rank_at_depth.max()) + 1
 
     @property
@@ -179,7 +179,7 @@ class Tree:
         return self.parents == tuple(range(self.size))
 
     def by_depth(self) -> "Tree":
-        """The same tree, numbered level by level; siblings keep their order."""
+        """Return the same tree, numbered level by level; siblings keep their order."""
         numbered = [0]
         parents: list[int] = []
         for place, node in enumerate(numbered):  # grows as it is read
@@ -190,11 +190,11 @@ class Tree:
 
     @property
     def branches(self) -> Branches | None:
-        """All of it, node 0 too, read in one pass; of a chain it is nothing special."""
+        """The branches of a pass over the whole tree, node 0 included; None for a chain."""
         return None if self.is_chain else Branches(self.offsets, self.ancestors)
 
     def level(self, depth: int) -> "Level":
-        """The nodes of one depth, in a tree that is numbered by depth."""
+        """Return the nodes of one depth, in a tree that is numbered by depth."""
         nodes, above = np.flatnonzero(self.offsets == depth), np.flatnonzero(self.offsets == depth - 1)
         parents = np.array([self.parents[node - 1] for node in nodes]) - above[0]
         return Level(depth, parents, Branches(self.offsets[nodes], self.ancestors[nodes][:, : nodes[-1] + 1]))
@@ -203,23 +203,23 @@ class Tree:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parents"], meta_fields=["size", "max_depth"])
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
-    """A tree for each row, known only when it is drafted; of one size, so that the program stays the same.
+    """One tree per row, known only when it is drafted. All have one size, so that the program stays the same.
 
     Attributes:
-        parents: ``int32[B, N]``, as in `Tree`; None where only the size is meant.
+        parents: ``int32[B, N]``, as in `Tree`; None if only the size is meant.
         size: N.
-        max_depth: of any row.
+        max_depth: the largest depth of any row.
     """
 
     parents: Array | None
     size: int
     max_depth: int
     is_chain = False
-    max_children = max_width = 1  # with noise of their own: only a rule that shares the target's judges it
+    max_children = max_width = 1  # with noise of their own: only a rule that shares the target's noise verifies it
 
     @property
     def ancestors(self) -> Array:
-        """``bool[B, N + 1, N + 1]``, as of `Tree`."""
+        """The nodes that every node sees, ``bool[B, N + 1, N + 1]``, as in `Tree`."""
         assert self.parents is not None
         own = jnp.eye(self.size + 1, dtype=bool)
         reached = jnp.broadcast_to(own, (len(self.parents), *own.shape))
@@ -230,24 +230,24 @@ class DynamicTree:
 
     @property
     def offsets(self) -> Array:
-        """``int32[B, N + 1]``, as of `Tree`."""
+        """The depth of every node, ``int32[B, N + 1]``, as in `Tree`."""
         return self.ancestors.sum(-1, dtype=jnp.int32) - 1
 
     @property
     def branches(self) -> Branches:
-        """All of it, node 0 too, read in one pass."""
+        """The branches of a pass over the whole tree, node 0 included."""
         return Branches(self.offsets, self.ancestors)
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """The drafted tokens of one depth, which a drafter reads in one pass to go on behind them.
+    """The drafted tokens of one depth, which a drafter processes in one pass to draft the tokens after them.
 
     Attributes:
-        depth: 1 for those that follow the last committed token; traced in a chain, whose levels are a loop.
-        parents: ``int[S]`` or ``int[B, S]``, which of the level before each follows; None in a chain, where both have
-            one token.
-        branches: how they hang together with those before; None in a chain.
+        depth: 1 for tokens that follow the last committed token; traced in a chain, whose levels are a loop.
+        parents: ``int[S]`` or ``int[B, S]``, the token of the previous level that each follows; None in a chain, whose
+            levels have one token each.
+        branches: the tree structure of these tokens and those before; None in a chain.
     """
 
     depth: Array | int
@@ -255,7 +255,7 @@ class Level:
     branches: Branches | None = None
 
     def of_parents(self, values: Array) -> Array:
-        """``[B, S, ...]``, of every token what ``values[B, R, ...]`` has of the one in the level before it."""
+        """Return ``[B, S, ...]``, the entry of ``values[B, R, ...]`` at each token's parent in the level before."""
         if self.parents is None:
             return values
         if self.parents.ndim == 1:
@@ -264,5 +264,5 @@ class Level:
         return jnp.take_along_axis(values, at, axis=1)
 
     def start(self, lengths: Array) -> Array:
-        """``int32[B]``, where a pass over them starts (`Llama.forward`) behind ``lengths[B]`` committed tokens."""
+        """Return ``int32[B]``, the start of a pass over the level (`Llama.forward`) after ``lengths[B]`` tokens."""
         return lengths - 1 if self.branches is not None else lengths + self.depth - 1

@@ -1,13 +1,13 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The nouns every file shares, and the alphabet of their shapes.
+"""The types that all modules share, and the letters of their shapes.
 
 B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens read in one forward
-pass, T cache slots, L slots for a text, V vocabulary, E hidden size, H query heads, G key/value heads, D head size;
-W of a block of noise, with ``W^2 >= V``.
+pass, T cache slots, L slots for a text, V vocabulary, E hidden size, H query heads, G key/value heads, D head size,
+W width of a block of noise, with ``W^2 >= V``.
 
-A law is a probability distribution over tokens. In formulas p is the target's and q the draft's, as in Leviathan et
-al. 2023; in code they are ``target_probs`` and ``draft_probs``. Both are taken *after* every sampling transform, in
-float32.
+In names, a law is a probability distribution over tokens. In formulas p is the target's distribution and q the
+draft's, as in Leviathan et al. 2023. In code they are ``target_probs`` and ``draft_probs``. Both are taken *after*
+every sampling transform, in float32.
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ def check_count(name: str, value: Any) -> None:
 
 
 def longer_by_padding(size: int, vocab_size: int) -> bool:
-    """Whether a model's vocabulary of `size` looks like one of `vocab_size` tokens with rows added for fast products.
+    """Return whether a vocabulary of `size` looks like one of `vocab_size` tokens, padded for fast matrix products.
 
-    Such models share a tokenizer, and the rows behind its tokens are never meant.
+    Such models share a tokenizer, and the rows after its tokens are never used.
     """
     return vocab_size < size <= vocab_size + 512 and size % 64 == 0
 
 
 def same_but_for_padding(size: int, other: int) -> bool:
-    """Whether two models, by the sizes of their vocabularies, look as if they shared a tokenizer."""
+    """Return whether the vocabulary sizes of two models suggest that they share a tokenizer."""
     return size == other or longer_by_padding(size, other) or longer_by_padding(other, size)
 
 
@@ -74,16 +74,16 @@ def exportable(cls: Class) -> Class:
 
 @pytree
 class Draft:
-    """Guessed tokens, each beside the law it was drawn from. The pairing is what makes a rule exact.
+    """Drafted tokens, each paired with the distribution it was sampled from. A rule needs the pairs to be exact.
 
     Attributes:
         tokens: ``int32[B, K]``.
-        probs: ``float32[B, K, V]``; ``tokens[:, k]`` was drawn from ``probs[:, k]``. A copied token has a one-hot law.
-            An all-zero row says "no guess": it is never accepted. In a tree it is the law of a node given the nodes
-            before it on its branch and its elder siblings. None, with `valid` in its place, where the only rule that
-            may judge the draft asks for no law.
-        tree: which token follows which, K nodes; None for a chain, where each follows the one before.
-        valid: ``bool[B, K]``, which tokens are guesses; None where `probs` says so.
+        probs: ``float32[B, K, V]``; ``tokens[:, k]`` was sampled from ``probs[:, k]``. A copied token has a one-hot
+            distribution. An all-zero row marks a position without a draft, which is never accepted. In a tree the
+            distribution of a node is conditioned on the nodes before it on its branch and on its elder siblings. None
+            if the only rule that may verify the draft needs no distributions; `valid` then takes its place.
+        tree: which token follows which, K nodes; None for a chain, in which each token follows the one before.
+        valid: ``bool[B, K]``, which positions hold a draft; None if `probs` shows it.
     """
 
     tokens: Array
@@ -93,27 +93,27 @@ class Draft:
 
     @property
     def topology(self) -> Tree | DynamicTree:
-        """`tree`, of a chain too."""
+        """The draft's `tree`; for a chain, the tree with one branch."""
         return Tree.chain(self.tokens.shape[1]) if self.tree is None else self.tree
 
     @property
     def static_tree(self) -> Tree:
-        """`topology`, for a rule that judges no other."""
+        """The draft's `topology`, for rules that verify only static trees."""
         assert isinstance(self.topology, Tree), "a dynamic tree would bias this rule, which is refused beforehand"
         return self.topology
 
 
 @pytree
 class Verdict:
-    """What an acceptance rule says of one round.
+    """The decision of an acceptance rule about one round.
 
     Attributes:
         num_accepted: ``int32[B]`` in 0..K, the length of the accepted prefix of the draft.
-        next_token: ``int32[B]``, the token that follows it: a correction, or a bonus when all K were accepted.
-        distortion: ``float32[B, K + 1]`` of a lossy rule: the total variation distance between the law of the token
-            that a position got and the target's; of a tree a bound of it, on average over drafts (`Lenient`), or of
-            that of the round (`Typical`). None for an exact rule.
-        path: ``int32[B, max_depth]``, the accepted nodes of a tree by their depths, then any; None for a chain.
+        next_token: ``int32[B]``, the token after that prefix: a correction, or a bonus if all K were accepted.
+        distortion: ``float32[B, K + 1]`` for a lossy rule: at each position, the total variation distance between the
+            distribution of its token and the target's. For a tree it is an upper bound: of that distance, on average
+            over drafts (`Lenient`), or of the distance of the round (`Typical`). None for an exact rule.
+        path: ``int32[B, max_depth]``, the accepted nodes of a tree by depth, then arbitrary; None for a chain.
     """
 
     num_accepted: Array
@@ -125,21 +125,21 @@ class Verdict:
 @exportable
 @pytree
 class Stats:
-    """What happened, per request; counted over tokens that were committed.
+    """Statistics of each request, counted over committed tokens.
 
-    Of the drafts of a round those up to and including the first that is refused are judged; what comes after that is
-    not, nor what comes after a committed end of text or past the request's limit.
+    A round verifies its draft tokens up to and including the first rejected one. Later draft tokens do not count as
+    verified. Neither do those after a committed EOS or past the request's limit.
 
     Attributes:
         rounds: ``int32[B]``, passes of the target after the prompt.
-        drafted: ``int32[B]``, draft tokens that could still be committed when they were drafted, judged or not.
+        drafted: ``int32[B]``, draft tokens that could still be committed when they were drafted, verified or not.
         accepted: ``int32[B]``, draft tokens committed.
-        accepted_at: ``int32[B, K]``, rounds in which draft k was committed.
-        judged_at: ``int32[B, K]``, rounds in which draft k was judged.
-        invalid: ``bool[B]``, the target's logits were NaN, +inf or all -inf; the row stopped there.
-        distortion: ``float32[B]``, the receipt of a lossy rule: the total variation distance between the law each token
-            was drawn from and the target's, summed over the text; with a tree a bound of it. 0 for an exact rule, NaN
-            for a lossy one that does not report it.
+        accepted_at: ``int32[B, K]``, rounds in which draft token k was committed.
+        judged_at: ``int32[B, K]``, rounds in which draft token k was verified.
+        invalid: ``bool[B]``, whether the target's logits were NaN, +inf or all -inf; the row stopped there.
+        distortion: ``float32[B]``, for a lossy rule: the total variation distance between the distribution each token
+            was sampled from and the target's, summed over the text. For a tree it is an upper bound of that sum. It is
+            0 for an exact rule and NaN for a lossy rule that does not report it.
     """
 
     rounds: Array
@@ -152,42 +152,46 @@ class Stats:
 
     @property
     def judged(self) -> Array:
-        """``int32[B]``, draft tokens that were judged."""
+        """Draft tokens that were verified, ``int32[B]``."""
         return self.judged_at.sum(-1, dtype="int32")
 
     @property
     def acceptance_rate(self) -> Array:
-        """``float32[B]``, accepted over judged drafts: alpha of Leviathan et al. 2023. NaN where none was judged."""
+        """Accepted over verified draft tokens, ``float32[B]``: alpha of Leviathan et al. 2023.
+
+        It is NaN if no draft token was verified.
+        """
         return _quotient(self.accepted, self.judged)
 
     @property
     def acceptance_rate_at(self) -> Array:
-        """``float32[B, K]``, how often draft k was accepted when it was judged. NaN where it never was."""
+        """The acceptance rate of draft token k, ``float32[B, K]``. NaN if it was never verified."""
         return _quotient(self.accepted_at, self.judged_at)
 
     @property
     def mean_acceptance_length(self) -> Array:
-        """``float32[B]``, accepted drafts a round, and one for the token that follows them. NaN without a round."""
+        """Accepted draft tokens per round plus one for the token after them, ``float32[B]``. NaN without a round."""
         return _quotient(self.accepted + self.rounds, self.rounds)
 
 
 def _quotient(part: Any, whole: Any) -> Any:
-    """Return ``part / whole`` in float32, NaN where `whole` is 0; NumPy of NumPy, JAX of JAX."""
+    """Return ``part / whole`` in float32, NaN if `whole` is 0: a NumPy array for NumPy, a JAX array for JAX."""
     numpy = whole.__array_namespace__()
-    with jax.debug_nans(False), explicit_transfers():  # here NaN is an answer
+    with jax.debug_nans(False), explicit_transfers():  # here NaN is a valid result
         return numpy.where(whole > 0, part / numpy.maximum(whole, 1), numpy.nan).astype("float32")
 
 
 @exportable
 @pytree
 class Record:
-    """What was guessed in each of R rounds, N guesses a round, and what became of it; shapes are those of all rounds.
+    """The draft tokens of R rounds, N per round, and the outcome of each. The shapes cover all rounds.
 
     Attributes:
         tokens: ``int32[B, R, N]``.
-        parents: ``int32[B, R, N]``, which guess each follows, as in `jspec.Tree`; 0 is the token before the round.
-        fates: ``int8[B, R, N]``, 0 no guess, 1 refused or not judged, 2 kept: it is in the text.
-        counts: ``int32[B, R]``, how many tokens the round has written; 0 behind the last round.
+        parents: ``int32[B, R, N]``, the node that each token follows, as in `jspec.Tree`; 0 is the token before the
+            round.
+        fates: ``int8[B, R, N]``, 0 no draft, 1 rejected or not verified, 2 accepted: it is in the text.
+        counts: ``int32[B, R]``, how many tokens the round wrote; 0 after the last round.
     """
 
     tokens: Array
@@ -199,20 +203,20 @@ class Record:
 @exportable
 @pytree
 class Output:
-    """What `generate` and `speculative_generate` return.
+    """The result of `generate` and `speculative_generate`.
 
     Attributes:
         tokens: ``int32[B, N]``, the new tokens, ``pad_id`` after the end.
-        lengths: ``int32[B]``, how many of them there are (the end-of-text token counts).
-        logprobs: ``float32[B, N]``, natural log of the target's probability of each token under the law it was
-            sampled from (after temperature, top-k, ...); 0 after the end.
+        lengths: ``int32[B]``, the number of new tokens (EOS included).
+        logprobs: ``float32[B, N]``, natural log of the target's probability of each token under the distribution it
+            was sampled from (after temperature, top-k, ...); 0 after the end.
         raw_logprobs: ``float32[B, N]``, log-softmax of the target's own logits at each token, before any transform; 0
             after the end.
-        origins: ``int8[B, N]``, 0 padding, 1 accepted draft, 2 correction of a refused one, 3 bonus after a draft that
-            was kept whole (so is every token of plain decoding, whose drafts are empty), 4 no draft: one was asked for
-            and there was no guess.
-        stats: counts, see `Stats`.
-        record: all guesses, with ``record=True``; else None.
+        origins: ``int8[B, N]``, 0 padding, 1 accepted draft token, 2 correction of a rejected one, 3 bonus after a
+            fully accepted draft (also every token of plain decoding, whose drafts are empty), 4 no draft: one was
+            requested and the drafter had none.
+        stats: statistics of each request, see `Stats`.
+        record: all draft tokens, with ``record=True``; else None.
     """
 
     tokens: Array
@@ -224,9 +228,9 @@ class Output:
     record: Record | None = None
 
     def show(self, tokenizer: Any, row: int = 0) -> None:
-        """Print one request's rounds, in colours that say where every token came from; in a notebook as HTML.
+        """Print one request's rounds, with each token coloured by its origin; in a notebook as HTML.
 
-        Of a generation with ``record=True`` with the guesses that were refused, too: Figure 1 of Leviathan et al. 2023.
+        With ``record=True`` it also shows the rejected draft tokens, as in Figure 1 of Leviathan et al. 2023.
 
         Args:
             tokenizer: a tokenizer of transformers.
@@ -235,7 +239,7 @@ class Output:
         Raises:
             IndexError: there is no such row.
         """
-        from rich.console import Console  # whoever decodes only need not wait for it
+        from rich.console import Console  # imported here, so that decoding does not wait for it
 
         from jspec.core.round_display import legend, picture
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention over a cache of a fixed shape, of which it reads no more than has been written."""
+"""Grouped-query attention over a cache of a fixed shape, limited to the part that has been written."""
 
 import functools
 import math
@@ -17,13 +17,13 @@ from jspec.models.kv_cache import own_rows, visible, visible_branches, write
 from jspec.models.layers import Linear, RMSNorm, einsum
 from jspec.models.rope import rotate
 
-_LEAST = 256  # slots; to read fewer saves less than the choice costs
+_LEAST = 256  # slots; reading fewer saves less time than the choice costs
 
 Past = tuple[Array, Array, Array | None, Array]
 
 
 class _Part(NamedTuple):
-    """A cache that is read: its keys and values, its rows, and ``bool[B, S, T]``, what of it is seen."""
+    """A cache that attention reads: its keys and values, its rows, and ``bool[B, S, T]``, the visible slots."""
 
     keys: Array
     values: Array
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over a preallocated cache; the q, k and v projections are one matrix."""
+    """Grouped-query attention over a preallocated cache. The q, k and v projections are one matrix."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
@@ -57,33 +57,33 @@ class Attention(nnx.Module):
         """Write this pass's keys and values, then attend.
 
         Args:
-            x: ``[B, R, E]``; rows beyond S are no tokens, and what becomes of them is arbitrary.
+            x: ``[B, R, E]``; rows beyond S are padding, and their results are arbitrary.
             keys: ``[B, G, D, T]``, this layer's part of the cache.
-            values: ``[B, G, T, D]``, the same.
-            slots: ``int32[B, S]``, consecutive in each row; those of `past` count.
+            values: ``[B, G, T, D]``, this layer's part of the cache.
+            slots: ``int32[B, S]``, consecutive in each row; the numbers include the slots of `past`.
             tables: from `jspec.models.rope.rope_tables`.
-            past: a cache that is only read, whose positions come before those of `keys` and `values`: its keys, values
-                and rows, and ``int32[B]``, how many of its slots count.
-            branches: of tokens that do not simply follow one another.
-            cache_rows: those of `keys` and `values` that are the batch's, as `jspec.models.kv_cache.KVCache` has them.
+            past: a read-only cache, whose positions come before those of `keys` and `values`: its keys, values and
+                rows, and ``int32[B]``, how many of its slots count.
+            branches: the structure of tokens that do not simply follow one another.
+            cache_rows: the batch's rows of `keys` and `values`, see `jspec.models.kv_cache.KVCache`.
 
         Returns:
-            What `o_proj` reads, ``[B, R, H D]``, and the updated keys and values.
+            The input of `o_proj`, ``[B, R, H D]``, and the updated keys and values.
         """
         qkv = self.qkv_proj(x)
         plain = past is None and branches is None and cache_rows is None
-        if plain and self.q_norm is None:  # the kernel knows none of them
+        if plain and self.q_norm is None:  # the kernel supports none of these
             return choice.attention(_attend_projected, qkv, tables, keys, values, slots, self.sizes)
         return _write_and_attend(*self.split(qkv), tables, keys, values, slots, past, branches, cache_rows)
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """Queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]``, not rotated yet, of what `qkv_proj` gives."""
+        """Return unrotated queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from `qkv_proj`'s output."""
         q, k, v = _split(qkv, self.sizes)
         return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
 
 
 def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
-    """Queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` of ``[B, R, (H + 2 G) D]``."""
+    """Return queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from ``[B, R, (H + 2 G) D]``."""
     heads, groups, size = sizes
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * groups, size).swapaxes(1, 2)
     return jnp.split(qkv, (heads, heads + groups), axis=1)
@@ -92,7 +92,7 @@ def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
 def _attend_projected(
     qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, slots: Array, sizes: tuple[int, int, int]
 ) -> tuple[Array, Array, Array]:
-    """What `jspec.models.kernels.decode_attention.decode_attention` does, of any shape and dtype."""
+    """Compute `jspec.models.kernels.decode_attention.decode_attention` for any shape and dtype."""
     q, k, v = _split(qkv, sizes)
     return _write_and_attend(q, k, v, tables, keys, values, slots, None, None, None)
 
@@ -109,11 +109,11 @@ def _write_and_attend(
     branches: Branches | None,
     cache_rows: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """`Attention` between its projections: of ``[B, heads, R, D]`` what `Attention` returns."""
+    """Run `Attention` between its projections: from ``[B, heads, R, D]`` to the results of `Attention`."""
     (batch, tokens), rows = slots.shape, q.shape[2]
     q, k, v = (part[:, :, :tokens] for part in (q, k, v))
-    # A token whose value is not finite must reach those who see it and nobody else, but 0 * NaN is NaN. So the NaN
-    # is stored in its key, where the mask takes it away.
+    # A token whose value is not finite must affect only the queries that see it, but 0 * NaN is NaN. So the NaN is
+    # stored in its key, where the mask removes it.
     finite = jnp.isfinite(v)
     k = jnp.where(finite, rotate(k, tables), jnp.nan)
     slots = slots if past is None else slots - past[3][:, None]
@@ -128,17 +128,17 @@ def _write_and_attend(
 
 
 def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:
-    """``bool[B, S, T]``, what a query at ``slots[B, S]`` looks at."""
+    """Return ``bool[B, S, T]``, the slots that a query at ``slots[B, S]`` sees."""
     if branches is None:
         return visible(slots, num_slots)
     return visible_branches(slots[:, 0] - branches.read, branches, num_slots)
 
 
 def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
-    """`_attend`, where queries see no slot of the first part behind their `last`.
+    """Run `_attend` for queries that see no slot of the first part after their `last`.
 
-    On CPU as few of them are read as one of some lengths allows, each about twice the one before. Where GPUs have no
-    kernel for it they read all: they would wait for the host to make the choice.
+    On CPU it reads the shortest sufficient prefix of the slots, from lengths that each are about twice the one before.
+    GPUs without a kernel read all slots, because they would have to wait for the host to choose.
     """
     lengths = _prefixes(parts[0].keys.shape[3])
     if len(lengths) == 1:
@@ -159,15 +159,15 @@ def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
 
 
 def _prefixes(slots: int) -> list[int]:
-    """Lengths of prefixes, ascending, the last of which is all of so many slots."""
+    """Return lengths of prefixes in ascending order; the last length is `slots`."""
     lengths = [_LEAST]
-    while lengths[-1] * 3 < slots * 2:  # a length that is nearly all of them is none of its own
+    while lengths[-1] * 3 < slots * 2:  # a length close to `slots` is left out
         lengths.append(lengths[-1] * 2)
     return [*lengths[:-1], slots]
 
 
 def _attend(q: Array, parts: list[_Part]) -> Array:
-    """Softmax attention of ``q[B, H, S, D]`` over all parts, of each what may be seen; ``[B, H, S, D]``."""
+    """Return the softmax attention ``[B, H, S, D]`` of ``q[B, H, S, D]`` over the visible slots of all parts."""
     batch, heads, steps, size = q.shape
     groups = parts[0].keys.shape[1]
     q = q.reshape(batch, groups, heads // groups, steps, size)
@@ -179,7 +179,7 @@ def _attend(q: Array, parts: list[_Part]) -> Array:
     scores = [score(own_rows(part.keys, part.rows), part.mask) for part in parts]
     ends = np.cumsum([part.shape[-1] for part in scores])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    # Wide until they are added up; and into bfloat16 XLA's CPU kernels cannot multiply, see `_product_of_halves`.
+    # Keep float32 until the sum; also, XLA's CPU kernels cannot multiply into bfloat16, see `_product_of_halves`.
     mixed = [einsum("bgrst,bgtd->bgrsd", weight, own_rows(part.values, part.rows), jnp.float32)
              for weight, part in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)]  # fmt: skip
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(batch, heads, steps, size)

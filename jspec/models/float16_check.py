@@ -1,4 +1,4 @@
-"""Whether a model's activations fit into float16, which ends at 65,504: a pass over a probe prompt, in float32."""
+"""A check that a model's activations fit into float16, whose limit is 65,504: a float32 pass over a probe prompt."""
 
 from collections.abc import Iterator
 
@@ -12,16 +12,16 @@ from jspec.models.rope import rope_tables
 
 LARGEST = 60_000
 PROBE_TOKENS = 64
-# What a layer computes, in its order.
+# The values that a layer computes, in order.
 _NAMES = ("self_attn.qkv_proj's output", "self_attn.o_proj's output", "mlp.gate_up_proj's output",
           "mlp.down_proj's input", "mlp.down_proj's output", "output")  # fmt: skip
 
 
 def check_fits_float16(model: Llama) -> None:
-    """Raise ValueError where an activation is larger than `LARGEST`, which names it.
+    """Raise ValueError if an activation is larger than `LARGEST`; the message names the activation.
 
-    Only one layer at a time is widened. What another prompt brings may be larger: the bound leaves a tenth, and a text
-    whose logits are not finite ends and says so (``out.stats.invalid``).
+    Only one layer at a time is widened. Another prompt may have larger activations, so the bound leaves a tenth of the
+    range. A text whose logits are not finite ends and is marked in ``out.stats.invalid``.
     """
     for name, largest in activations(model):
         if not largest <= LARGEST:
@@ -30,7 +30,7 @@ def check_fits_float16(model: Llama) -> None:
 
 
 def activations(model: Llama) -> Iterator[tuple[str, float]]:
-    """Name -> the largest magnitude on the probe prompt: of products and of what a layer hands on."""
+    """Yield the name and the largest magnitude on the probe prompt, for products and for the outputs of layers."""
     config = model.config
     tokens = np.linspace(0, config.vocab_size - 1, min(PROBE_TOKENS, config.max_position_embeddings)).astype(np.int32)
     slots = jnp.arange(tokens.size)[None]
@@ -48,7 +48,7 @@ def activations(model: Llama) -> Iterator[tuple[str, float]]:
 def _through(
     layer: DecoderLayer, x: Array, keys: Array, values: Array, slots: Array, tables: tuple[Array, Array]
 ) -> tuple[Array, list[Array]]:
-    """What comes out of a layer in float32, and the largest of each of `_NAMES`."""
+    """Return the output of a layer in float32, and the largest magnitude of each of `_NAMES`."""
     layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.float16 else leaf, layer)
     normed = layer.input_layernorm(x)
     projected = layer.self_attn.qkv_proj(normed)

@@ -1,13 +1,13 @@
 """The KV cache: allocated once, at a fixed shape, and never moved.
 
-Slot t holds position t. A row's validity is one number, its length: a query at position t looks at slots 0..t, and
-whatever lies beyond is overwritten before it is looked at. So rolling back is keeping the smaller length.
+Slot t holds position t. One number describes a row's valid part: its length. A query at position t sees slots 0..t, and
+later slots are overwritten before a query sees them. So rolling back only keeps the smaller length.
 
-The guesses of a tree are written in the order of its nodes, and a query looks at those on its own branch only; the path
-that was accepted is then moved together (`keep`), so that slot t holds position t again.
+The draft tokens of a tree are written in the order of its nodes, and a query sees only those on its own branch. `keep`
+then moves the accepted path together, so that slot t holds position t again.
 
-A write must not reach past the last slot, for what becomes of it differs from platform to platform; callers allocate
-K + 1 spare slots, so that none does.
+A write must not reach past the last slot, because the effect differs between platforms. Callers allocate K + 1 spare
+slots, so that no write does.
 """
 
 import functools
@@ -27,11 +27,11 @@ _TILE = 8
 
 @pytree
 class KVCache:
-    """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer: as attention reads them.
+    """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer, in the layout that attention reads.
 
     Attributes:
-        rows: ``int32[B]``, all different, where there are more rows than the batch has: those that are its own. The
-            others are left alone. None for all of them.
+        rows: ``int32[B]``, all different: the batch's own rows, if the cache has more rows than the batch. The other
+            rows do not change. None if all rows are the batch's.
     """
 
     keys: tuple[Array, ...]
@@ -40,21 +40,22 @@ class KVCache:
 
 
 def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
-    """A cache of zeros; `shape` is that of the values, ``(B, G, T, D)``."""
+    """Return a cache of zeros; `shape` is that of the values, ``(B, G, T, D)``."""
     batch, groups, slots, size = shape
     keys = tuple(jnp.zeros((batch, groups, size, slots), dtype) for _ in range(num_layers))
     return KVCache(keys, tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
 
 
 def whole_tiles(positions: int) -> int:
-    """How many slots hold `positions`: whole tiles, for else GPUs would copy all values at every pass, to pad them."""
+    """Return the slots for `positions`, in whole tiles; GPUs would else copy and pad all values at every pass."""
     return -(-positions // _TILE) * _TILE
 
 
 def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
-    """The cache of `model` after reading ``tokens[B, P]`` from position 0, with room for `num_slots` positions.
+    """Prefill ``tokens[B, P]`` from position 0 and return the cache of `model`, with room for `num_slots` positions.
 
-    It is read with P slots and then put into the larger one: attention costs P x P and not P x `num_slots`.
+    The prefill uses a cache of P slots, which is then copied into the larger one. Attention thus costs P x P and not
+    P x `num_slots`.
     """
     batch, width = tokens.shape
     _, read = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
@@ -62,7 +63,7 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
 
 
 def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: Sequence[int]) -> tuple[Any, Array]:
-    """`prefill`, and what `jspec.Llama.forward_with_features` tells, ``[B, P, F, E]``."""
+    """Run `prefill` and also return the features of `jspec.Llama.forward_with_features`, ``[B, P, F, E]``."""
     batch, width = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
     _, told, read = model.forward_with_features(tokens, model.new_cache(batch, width), start, features)
@@ -70,35 +71,35 @@ def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: S
 
 
 def enlarged(rooms: Any, read: Any) -> Any:
-    """`rooms`, a larger cache, with what has been read at its beginning."""
+    """Return the larger cache `rooms` with the cache `read` at its beginning."""
     return jax.tree.map(lambda room, part: lax.dynamic_update_slice(room, part, (0,) * room.ndim), rooms, read)
 
 
 def own_rows(slots: Array, rows: Array | None) -> Array:
-    """Those of a layer's keys or values that are the batch's, see `KVCache.rows`."""
+    """Return the batch's rows of a layer's keys or values, see `KVCache.rows`."""
     if rows is None:
         return slots
     return jnp.concatenate([lax.dynamic_slice_in_dim(slots, row, 1) for row in rows])
 
 
 def write(slots: Array, new: Array, start: Array, axis: int, rows: Array | None = None) -> Array:
-    """`slots`, of every row, with `new` from index ``start[b]`` of `axis` on; the other axes are alike.
+    """Return `slots` with `new` written to every row from index ``start[b]`` of `axis` on; the other axes are alike.
 
-    With `rows` row b of the batch is one of several, see `KVCache.rows`.
+    With `rows`, the batch has only some rows of the cache, see `KVCache.rows`.
     """
     new = new.astype(slots.dtype)
-    if rows is not None:  # nothing in the others: what lies out of bounds is dropped
+    if rows is not None:  # write nothing to the other rows: a write that is out of bounds is dropped
         start = jnp.full(len(slots), slots.shape[axis], start.dtype).at[rows].set(start)
         return _put(slots, jnp.zeros((len(slots), *new.shape[1:]), new.dtype).at[rows].set(new), start, axis)
-    if new.shape[axis] == slots.shape[axis]:  # as in a prefill; there is only one place for it
+    if new.shape[axis] == slots.shape[axis]:  # as in a prefill; only one position fits
         return new
     return update_rows(slots, new, start, axis, functools.partial(_put, axis=axis))
 
 
 def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """`write` of all rows at once.
+    """Write all rows at once, see `write`.
 
-    XLA's CPU kernels scatter no bfloat16: at every pass all slots would become float32, and bfloat16 again.
+    XLA's CPU kernels cannot scatter bfloat16: they would convert all slots to float32 and back at every pass.
     """
     scatter, select = functools.partial(_scatter, axis=axis), functools.partial(_select, axis=axis)
     if slots.dtype == jnp.bfloat16:
@@ -107,20 +108,20 @@ def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
 
 
 def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """All slots anew: those that are written, and the others as they were."""
+    """Rebuild all slots: the written ones are new, the others stay as they were."""
     size, count = slots.shape[axis], new.shape[axis]
-    start = jnp.where((start >= 0) & (start + count <= size), start, size)  # dropped as a whole, as there
+    start = jnp.where((start >= 0) & (start + count <= size), start, size)  # drop it as a whole, as `_scatter` does
     at = jnp.expand_dims(jnp.arange(size)[None] - start[:, None], [i for i in (1, 2, 3) if i != axis])
     placed = new if count == 1 else jnp.take_along_axis(new, jnp.clip(at, 0, count - 1), axis=axis)
     return jnp.where((at >= 0) & (at < count), placed, slots)
 
 
 def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """A scatter, row by row.
+    """Scatter row by row.
 
-    Of a single update XLA would make a `dynamic_update_slice`, and on CPU fuse that twice, into the cache and into the
-    product that reads it, each time with a copy of all slots. So there is one more update: it lies out of bounds and is
-    dropped. It belongs to the row, so that a batch may be sharded.
+    XLA would turn a single update into a `dynamic_update_slice`. On CPU it would fuse that twice, into the cache and
+    into the product that reads the cache, each time with a copy of all slots. So each row has one more update, which is
+    out of bounds and is dropped. It belongs to the row, so that a batch can be sharded.
     """
     dims = lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2, 3), inserted_window_dims=(), scatter_dims_to_operand_dims=(axis - 1,)
@@ -134,7 +135,7 @@ def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:
 
 
 def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
-    """`cache` with the slots of `new` from position ``start[b]`` of row b on."""
+    """Return `cache` with the slots of `new` written from position ``start[b]`` of row b on."""
     return KVCache(
         tuple(write(room, part, start, 3, cache.rows) for room, part in zip(cache.keys, new.keys, strict=True)),
         tuple(write(room, part, start, 2, cache.rows) for room, part in zip(cache.values, new.values, strict=True)),
@@ -143,7 +144,7 @@ def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
 
 
 def copy_slots(cache: KVCache, source: Array, target: Array, start: Array, count: int) -> KVCache:
-    """`cache` with `count` slots from `start` on, or the last so many, of row `source` in row `target`, too."""
+    """Return `cache` with `count` slots of row `source`, from `start` on or else the last, copied to row `target`."""
 
     def copied(room: Array, axis: int) -> Array:
         at = [jnp.minimum(start, room.shape[axis] - count) if i == axis else jnp.zeros_like(start) for i in range(4)]
@@ -156,12 +157,12 @@ def copy_slots(cache: KVCache, source: Array, target: Array, start: Array, count
 
 
 def visible(positions: Array, num_slots: int) -> Array:
-    """``bool[B, S, T]``: the slots a query at ``positions[B, S]`` looks at."""
+    """Return ``bool[B, S, T]``: the slots that a query at ``positions[B, S]`` sees."""
     return jnp.arange(num_slots)[None, None] <= positions[:, :, None]
 
 
 def visible_branches(start: Array, branches: Branches, num_slots: int) -> Array:
-    """``bool[B, S, T]``: all slots before ``start[b]``, where node 0 lies, and what `branches` says of those after."""
+    """Return ``bool[B, S, T]``: all slots before ``start[b]``, the slot of node 0, then those visible in `branches`."""
     seen = jnp.asarray(branches.visible)
     seen = jnp.broadcast_to(seen, (start.size, *seen.shape[-2:]))
     index = jnp.arange(num_slots)[None] - start[:, None]
@@ -171,12 +172,12 @@ def visible_branches(start: Array, branches: Branches, num_slots: int) -> Array:
 
 
 def keep(cache: KVCache, start: Array, path: Array) -> KVCache:
-    """The cache with the nodes of a path in the order of their depths.
+    """Return the cache with the nodes of a path in the order of their depths.
 
     Args:
         cache: its slot ``start[b] + n`` holds node n of a tree.
         start: ``int32[B]``.
-        path: ``int32[B, K]``, a node of each depth from 1 on; those that a row did not accept may be any.
+        path: ``int32[B, K]``, a node of each depth from 1 on; nodes that a row did not accept are arbitrary.
     """
     slots = start[:, None] + path
 

@@ -1,4 +1,4 @@
-"""The parts of a Llama beside its attention: projections, norm, gated MLP. Norms in float32."""
+"""The parts of a Llama besides its attention: projections, norm, gated MLP. Norms are computed in float32."""
 
 import functools
 import math
@@ -16,19 +16,20 @@ from jspec.models.kernels import dispatch as choice
 
 
 def einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
-    """`jnp.einsum` giving `dtype`; float32 means float32 on every backend, though GPUs and TPUs round by default."""
+    """Run `jnp.einsum` with a result of `dtype`. Keep float32 in full; GPUs and TPUs would round it by default."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
 
 
 def _project(weight: Array, scale: nnx.Param | Array | None, x: Array, dtype: Any = None) -> Array:
-    """``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``, in the dtype of x unless given.
+    """Return ``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``, in `dtype` or else the dtype of x.
 
-    An int8 weight has a ``scale[out]``. It multiplies the product and not the weight, so that XLA may read int8 in the
-    product itself, which is float32 until then: without its scale a sum is large enough to overflow float16.
+    An int8 weight has a ``scale[out]``. The scale multiplies the product and not the weight, so that XLA can read int8
+    in the product itself. The product is float32 until it is scaled, because an unscaled sum can overflow float16.
 
-    Stored ``[in, out]`` and first in the product, float32 weights are read by XLA's CPU kernels at nearly the memory's
-    speed, for one row as for a few. In half precision that order does not run on CPU, and elsewhere it does not matter.
+    Float32 weights are stored as ``[in, out]`` and come first in the product. XLA's CPU kernels then read them at
+    nearly the memory's speed, for one row as well as for a few. In half precision that order does not run on CPU. On
+    other devices the order does not matter.
     """
     if scale is not None:
         product = _project(weight.astype(x.dtype), None, x, jnp.float32)
@@ -54,12 +55,12 @@ def _product(weight: Array, x: Array, dtype: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product_of_halves(dtype: Any, x: Array, weight: Array) -> Array:
-    """A product of bfloat16: XLA's CPU kernels know of none but that with a float32 result."""
+    """Multiply bfloat16 arrays; XLA's CPU kernels support only a float32 result."""
     return einsum("bsi,io->bso", x, weight, jnp.float32).astype(dtype or x.dtype)
 
 
 def _gradients_of_halves(dtype: Any, known: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
-    """Products of bfloat16 too; by themselves they would be of float32."""
+    """Compute the gradients as products of bfloat16; by default they would be products of float32."""
     x, weight = known
     given = given.astype(x.dtype)
     of_x = einsum("bso,io->bsi", given, weight, jnp.float32)
@@ -73,18 +74,19 @@ _product_of_halves.defvjp(
 
 
 def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Array) -> Array:
-    """``product(weight, x)`` of the one row in x, with another of zeros.
+    """Return ``product(weight, x)`` for the one row of x, computed with a second row of zeros.
 
-    Of a product with a single row XLA makes for GPUs a sum over a matrix, which it may write out first: all of a small
-    weight times the row, or all of a head in float32. On CPUs that sum takes longer, in bfloat16.
+    On GPUs XLA turns a product with a single row into a sum over a matrix, which it may write out first: all of a small
+    weight times the row, or all of a head in float32. On CPUs that sum is slower, in bfloat16.
     """
     return product(weight, jnp.pad(x, ((0, 0), (0, 1), (0, 0))))[:, :1]
 
 
 class Linear(nnx.Module):
-    """``y = x W + b`` with W stored ``[in, out]``: the transpose of Hugging Face's, fused projections side by side.
+    """A linear layer ``y = x W + b``, with W stored as ``[in, out]``: the transpose of Hugging Face's layout.
 
-    `scale` is that of an int8 weight, ``float32[out]``; see `jspec.models.quantize`.
+    Fused projections are stored side by side. `scale` is the scale of an int8 weight, ``float32[out]``; see
+    `jspec.models.quantize`.
     """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -98,10 +100,11 @@ class Linear(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """Token embedding, output head, or both where the two are tied.
+    """A token embedding, an output head, or both if the two are tied.
 
-    Stored ``[E, V]`` as the head reads it, all of it at every pass; beside that, looking up a few columns costs little.
-    `scale` is that of an int8 weight, ``float32[V]``; see `jspec.models.quantize`.
+    The weight is stored as ``[E, V]``, the layout of the head, which reads all of it at every pass. Looking up a few
+    columns costs little in comparison. `scale` is the scale of an int8 weight, ``float32[V]``; see
+    `jspec.models.quantize`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -109,33 +112,34 @@ class Embed(nnx.Module):
         self.scale: nnx.Param | None = None
 
     def __call__(self, tokens: Array) -> Array:
-        """``[B, S, E]``, in float32 where the weight is int8."""
+        """Return the embeddings ``[B, S, E]`` of `tokens`, in float32 if the weight is int8."""
         columns = jnp.moveaxis(jnp.take(self.weight[...], tokens, axis=1, mode="clip"), 0, -1)
         if self.scale is None:
             return columns
         return columns.astype(jnp.float32) * jnp.take(self.scale[...], tokens, mode="clip")[..., None]
 
     def wide(self, tokens: ArrayLike | None = None) -> Array:
-        """The weight as ``float32[E, V]``, be it int8; or of ``tokens[D]`` alone, ``float32[E, D]``."""
+        """Return the weight as ``float32[E, V]``, even if it is int8; for ``tokens[D]`` only, ``float32[E, D]``."""
         weight, scale = self._of(tokens)
         return weight.astype(jnp.float32) if scale is None else weight.astype(jnp.float32) * scale
 
     def _of(self, tokens: ArrayLike | None) -> tuple[Array, Array | None]:
-        """Weight and scale of all tokens, or of those."""
+        """Return the weight and scale of all tokens, or of `tokens` if given."""
         parts = self.weight[...], None if self.scale is None else self.scale[...]
         if tokens is None:
             return parts
         return jnp.take(parts[0], tokens, axis=1), None if parts[1] is None else jnp.take(parts[1], tokens)
 
     def logits(self, x: Array, tokens: ArrayLike | None = None) -> Array:
-        """``float32[B, S, V]`` from hidden states ``[B, S, E]``; or of ``tokens[D]`` alone, ``float32[B, S, D]``."""
+        """Return ``float32[B, S, V]`` for hidden states ``[B, S, E]``; for ``tokens[D]`` only, ``float32[B, S, D]``."""
         return _project(*self._of(tokens), x, jnp.float32)
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm, computed in float32.
+    """A root mean square norm, computed in float32.
 
-    It rounds to the dtype of x before it multiplies by the weight, as transformers does; `nnx.RMSNorm` rounds after.
+    The norm rounds to the dtype of x before it multiplies by the weight, as in transformers. `nnx.RMSNorm` rounds
+    after the multiplication.
     """
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype):
@@ -153,7 +157,7 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward but for its last projection, `down_proj`; the gate and up projections are one matrix."""
+    """A SwiGLU feed-forward block up to its last projection, `down_proj`; gate and up projections are one matrix."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -166,7 +170,7 @@ class MLP(nnx.Module):
 
 
 def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -> tuple[Array, Array]:
-    """The residual stream x and what a block adds to it, ``linear(inner)``; and the norm of that, or itself without."""
+    """Return x plus a block's output ``linear(inner)``, and the norm of that sum (the sum itself without a norm)."""
     if norm is None:
         x = x + linear(inner)
         return x, x
@@ -178,11 +182,11 @@ def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -
 
 
 def _project_add_norm(x: Array, inner: Array, weight: Array, gamma: Array, eps: float) -> tuple[Array, Array]:
-    """What `jspec.models.kernels.add_norm.project_add_norm` does, of any shape and dtype."""
+    """Compute `jspec.models.kernels.add_norm.project_add_norm` for any shape and dtype."""
     x = x + _project(weight, None, inner)
     return x, _rms_norm(x, gamma, eps)
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Random weights with the standard deviation Llama models are initialised with."""
+    """Return random weights with the standard deviation of the initial weights of Llama models."""
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

@@ -18,7 +18,7 @@ from jspec.models.rope import rope_tables
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each on the normed residual stream."""
+    """A decoder layer: attention and MLP, each on the normed residual stream."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -39,12 +39,12 @@ class DecoderLayer(nnx.Module):
         cache_rows: Array | None,
         following: RMSNorm | None,
     ) -> tuple[Array, Array, Array, Array]:
-        """The residual stream and its norm, ``[B, R, E]`` each, with the layer's updated keys and values.
+        """Return the residual stream and its norm, ``[B, R, E]`` each, and the layer's updated keys and values.
 
         Args:
-            normed: the norm of x by `input_layernorm`; so each layer ends with the norm that the next begins with.
+            normed: the norm of x by `input_layernorm`. Each layer ends with the norm that the next layer begins with.
             keys, values, slots, tables, past, branches, cache_rows: as for `Attention`.
-            following: the next layer's `input_layernorm`; without one nothing is normed.
+            following: the next layer's `input_layernorm`; None skips the norm.
         """
         mixed, keys, values = self.self_attn(normed, keys, values, slots, tables, past, branches, cache_rows)
         x, normed = add_and_norm(x, mixed, self.self_attn.o_proj, self.post_attention_layernorm)
@@ -54,25 +54,26 @@ class DecoderLayer(nnx.Module):
 
 @jax.jit
 def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array, Array]:
-    """``layer(*arguments)``, traced once for all layers alike; XLA sees the same program either way."""
+    """Return ``layer(*arguments)``, traced once for all layers alike; XLA sees the same program either way."""
     return layer(*arguments)
 
 
 def _with_a_row_of_zeros(through: Callable[..., Any]) -> Callable[..., Any]:
-    """``through(x, ...)`` with two rows in place of the one of x, which takes a GPU no longer.
+    """Return ``through(x, ...)`` with a second row added to the one of x, which takes a GPU no more time.
 
-    Of one row XLA makes a vector: norms are two kernels, and products sums over matrices that it may write out first.
+    XLA turns a single row into a vector. Norms then take two kernels, and products become sums over matrices that XLA
+    may write out first.
     """
     return lambda x, *rest: through(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), *rest)
 
 
 class Llama(nnx.Module):
-    """A LlamaForCausalLM, or a model that is one but for a detail: Mistral, Qwen2, Qwen3.
+    """A LlamaForCausalLM, or a model that differs from one only in details: Mistral, Qwen2, Qwen3.
 
     Args:
         config: sizes and constants, from `convert.read_config`.
-        dtype: of weights, activations and cache.
-        rngs: random initial weights, as Hugging Face initialises them.
+        dtype: the dtype of weights, activations and cache.
+        rngs: the source of random initial weights, with the initialisation of Hugging Face.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
@@ -84,22 +85,22 @@ class Llama(nnx.Module):
         self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, dtype, rngs)
 
     def __call__(self, tokens: Array) -> Array:
-        """Logits ``float32[B, S, V]`` for ``tokens int32[B, S]``, plain causal, without a cache."""
+        """Return logits ``float32[B, S, V]`` for ``tokens int32[B, S]``, plain causal, without a cache."""
         hidden, _ = self.forward(tokens, self.new_cache(*tokens.shape), jnp.zeros(tokens.shape[0], jnp.int32))
         return self.logits(hidden)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations and cache: that of the norms, which are never quantised."""
+        """The dtype of activations and cache: that of the norms, which are never quantised."""
         return self.norm.weight.dtype
 
     @property
     def head(self) -> Embed:
-        """What makes logits of normed states: `lm_head`, or `embed_tokens` where the two are one."""
+        """The module that maps normed states to logits: `lm_head`, or `embed_tokens` if the two are tied."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache of `slots` positions for `batch` rows."""
+        """Return an empty cache of `slots` positions for `batch` rows."""
         config = self.config
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
         return empty_cache(config.num_hidden_layers, shape, self.dtype)
@@ -115,18 +116,18 @@ class Llama(nnx.Module):
         branches: Branches | None = None,
         embeddings: Array | None = None,
     ) -> tuple[Array, KVCache]:
-        """Run ``tokens[B, S]``, which stand at positions ``start[b] ..`` of their rows; store their keys and values.
+        """Run ``tokens[B, S]`` at positions ``start[b] ..`` of their rows, and store their keys and values.
 
         Args:
             tokens: ``int32[B, S]``.
-            cache: holds positions ``0 .. start[b] - 1`` of row b, or those from ``past[1][b]`` on; it may have more
+            cache: holds positions ``0 .. start[b] - 1`` of row b, or those from ``past[1][b]`` on. It may have more
                 rows than the batch, see `jspec.models.kv_cache.KVCache`.
             start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
-            layers: which to run, in this order; None for all.
-            past: a cache that is only read, and ``int32[B]``: it holds the positions before ``past[1][b]``.
-            branches: of tokens that belong to a tree, whose node 0 has position ``start[b]``; node n is stored in slot
+            layers: the layers to run, in this order; None for all.
+            past: a read-only cache, and ``int32[B]``: it holds the positions before ``past[1][b]``.
+            branches: the structure of a tree whose node 0 has position ``start[b]``; node n is stored in slot
                 ``start[b] + n``. None: each token follows the one before.
-            embeddings: ``[M, E]``; row i of them is read in place of token V + i.
+            embeddings: ``[M, E]``; row i is used as the embedding of token V + i.
 
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.
@@ -147,13 +148,14 @@ class Llama(nnx.Module):
         branches: Branches | None = None,
         embeddings: Array | None = None,
     ) -> tuple[Array, Array, KVCache]:
-        """`forward` that also tells what is between its layers.
+        """Run `forward` and also return the hidden states between its layers.
 
         Args:
-            features: which states; i is what enters layer i; the number of layers, or -1, what leaves the last.
+            features: which states to return: i is the input of layer i; the number of layers, or -1, is the output of
+                the last layer.
 
         Returns:
-            Hidden states ``[B, S, E]``; those that `features` names, ``[B, S, F, E]``; and the cache.
+            Hidden states ``[B, S, E]``, the states of `features` ``[B, S, F, E]``, and the cache.
         """
         slots, positions = Branches.places(start, tokens.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
@@ -184,5 +186,5 @@ class Llama(nnx.Module):
         return lax.platform_dependent(x, cache, past, cuda=_with_a_row_of_zeros(through), default=through)
 
     def logits(self, hidden: Array) -> Array:
-        """``float32[B, S, V]`` from the hidden states of `forward`."""
+        """Return ``float32[B, S, V]`` for the hidden states of `forward`."""
         return self.head.logits(self.norm(hidden))

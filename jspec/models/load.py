@@ -1,4 +1,4 @@
-"""Checkpoints to models: what `convert` reads, placed into a `Llama`."""
+"""Loading of checkpoints: the arrays that `convert` reads become a `Llama`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,29 +25,29 @@ from jspec.models.quantize import check_kind, matrices, pack
 def load(
     source: str | Path, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
 ) -> Llama:
-    """A model from a checkpoint.
+    """Load a model from a checkpoint.
 
     Args:
         source: a Hugging Face directory (config.json and safetensors), a Hugging Face hub id such as
             "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file, whose weights are
             dequantised.
-        dtype: of weights, activations and cache; float32 on CPU and bfloat16 on GPU and TPU unless given, float16 on
-            a GPU that has no bfloat16, such as a T4.
-        quantize: "int8" stores every matrix as int8, see `quantize`, without ever holding the model unquantised; norms,
-            biases, activations and cache keep `dtype`.
-        sharding: where the weights are to lie: a `jax.sharding.Sharding` for all of them, or a function that gives one
-            for a weight's name and shape, such as ``jspec.tensor_parallel(mesh)``. No device ever holds more than its
-            part. Scales of int8 matrices lie where their columns do.
+        dtype: the dtype of weights, activations and cache. The default is float32 on CPU, bfloat16 on GPU and TPU, and
+            float16 on a GPU without bfloat16, such as a T4.
+        quantize: "int8" stores every matrix as int8, see `quantize`, without ever holding the model unquantised.
+            Norms, biases, activations and cache keep `dtype`.
+        sharding: the placement of the weights: a `jax.sharding.Sharding` for all of them, or a function that returns
+            one for a weight's name and shape, such as ``jspec.tensor_parallel(mesh)``. No device ever holds more than
+            its part. The scales of an int8 matrix are placed with its columns.
 
     Returns:
-        The model, its weights on the default device unless `sharding` is given.
+        The model. Its weights are on the default device unless `sharding` is given.
 
     Raises:
-        convert.CheckpointError: the source is no checkpoint of a supported family, or a damaged one; says what was
-            found and expected.
-        ValueError: an unknown `quantize`, a weight that is not finite and so cannot be quantised, a `sharding` that
-            cannot divide a weight, or float16 for a model whose activations, on a probe prompt, exceed 60,000.
-        TypeError: `sharding` is none, or gives none.
+        convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
+            what was found and what was expected.
+        ValueError: `quantize` is unknown, a weight is not finite and so cannot be quantised, `sharding` cannot divide a
+            weight, or the dtype is float16 and activations exceed 60,000 on a probe prompt.
+        TypeError: `sharding` is not a sharding or a function, or the function returns another type.
     """
     if quantize is not None:
         check_kind(quantize)
@@ -62,14 +62,14 @@ def load(
 
 
 def default_dtype() -> Any:
-    """float32 on CPU; on GPU and TPU bfloat16, or float16 where a GPU has none."""
+    """Return float32 on CPU, bfloat16 on GPU and TPU, and float16 on a GPU without bfloat16."""
     if jax.default_backend() == "cpu":
         return jnp.float32
     return jnp.float16 if is_before_ampere() else jnp.bfloat16
 
 
 def as_stored(arrays: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.ndarray]:
-    """`arrays` in the dtype of the files that they come from, if there is one and no value changes by it."""
+    """Return `arrays` in the dtype of their source files, if there is one and no value changes by it."""
     if dtype is None:
         return arrays
     with np.errstate(over="ignore"):
@@ -85,10 +85,10 @@ def from_arrays(
     quantize: str | None = None,
     sharding: Placement | None = None,
 ) -> Llama:
-    """A `Llama` of `config` from (name, array) pairs as `convert` names and shapes them.
+    """Return a `Llama` of `config` from (name, array) pairs, named and shaped as in `convert`.
 
-    They are moved to their devices, and quantised if asked for, one by one. Matrices are ``[out, in]`` in `convert` and
-    ``[in, out]`` in the model (see `jspec.models.layers`).
+    Arrays are moved to their devices one by one, and quantised if `quantize` is given. Matrices are ``[out, in]`` in
+    `convert` and ``[in, out]`` in the model (see `jspec.models.layers`).
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
@@ -107,7 +107,7 @@ def from_arrays(
 
 
 def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) -> Path:
-    """See `jspec.ModelDrafter.save`."""
+    """Save a model, see `jspec.ModelDrafter.save`."""
     if model.embed_tokens.scale is not None:
         raise ValueError("The model is int8, and files of it are not written; save it without quantising.")
     state = nnx.to_flat_state(nnx.state(model))

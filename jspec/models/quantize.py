@@ -1,8 +1,8 @@
-"""The quantiser: every matrix as int8, each of its columns with a float32 scale of its own.
+"""Quantisation: every matrix is stored as int8, with one float32 scale per column.
 
-Decoding reads all weights at every pass, so their bytes are its price; a draft may be rounded freely, for the target's
-law does not depend on how good the draft is. On CPU that saves memory between calls and no time: there XLA widens the
-weights once a call, before the loop.
+Decoding reads all weights at every pass, so their size in bytes sets its cost. A draft model may be rounded freely,
+because the target's distribution does not depend on the quality of the draft. On CPU, int8 saves memory between calls
+but no time, because XLA widens the weights once per call, before the loop.
 """
 
 import jax
@@ -16,17 +16,17 @@ from jspec.models.llama import Llama
 
 
 def quantize(model: Llama, kind: str = "int8") -> Llama:
-    """A copy of `model` with int8 matrices, ``W ~ W8 scale`` with ``scale[out] = max |W[:, out]| / 127``.
+    """Return a copy of `model` with int8 matrices: ``W ~ W8 scale`` with ``scale[out] = max |W[:, out]| / 127``.
 
-    So a weight moves by ``scale / 2`` at most. Norms and biases are shared with `model`, and so are matrices that are
-    int8 already. `jspec.load` does the same to a checkpoint, one array after another.
+    A weight changes by at most ``scale / 2``. The copy shares norms, biases and matrices that are already int8 with
+    `model`. `jspec.load` quantises a checkpoint in the same way, one array after another.
 
     Args:
         model: any Llama.
         kind: "int8".
 
     Raises:
-        ValueError: another kind, or a weight that is not finite.
+        ValueError: `kind` is not "int8", or a weight is not finite.
     """
     check_kind(kind)
     model = jax.tree.map(lambda leaf: leaf, model)
@@ -38,22 +38,22 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
 
 
 def check_kind(kind: str) -> None:
-    """Raises ValueError for what is not built."""
+    """Raise ValueError unless `kind` is supported."""
     if kind != "int8":
         raise ValueError(f'quantize={kind!r} is not supported; use "int8", or None to leave the weights as they are.')
 
 
 def matrices(model: Llama) -> dict[str, Linear | Embed]:
-    """The name of each matrix, and the module that holds it."""
+    """Return the name of each matrix and the module that holds it."""
     modules = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Linear | Embed))
     return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
 
 
 def pack(module: Linear | Embed, weight: Array, name: str) -> None:
-    """Put ``weight[in, out]`` into `module` as int8 and scale.
+    """Store ``weight[in, out]`` in `module` as int8 with its scale.
 
     Raises:
-        ValueError: it is not finite; its column would become noise.
+        ValueError: the weight is not finite; its column would become noise.
     """
     rounded, scale = _int8(weight)
     if not jnp.isfinite(scale).all():
@@ -64,9 +64,9 @@ def pack(module: Linear | Embed, weight: Array, name: str) -> None:
 
 @jax.jit
 def _int8(weight: Array) -> tuple[Array, Array]:
-    """``int8[in, out]`` and ``float32[out]`` from ``weight[in, out]``, in float32."""
+    """Return ``int8[in, out]`` and ``float32[out]`` for ``weight[in, out]``, computed in float32."""
     weight = weight.astype(jnp.float32)
     scale = jnp.abs(weight).max(axis=0) / 127
-    # A column of zeros, or of numbers so small that a device may take them for zeros; NaN stays, to be found.
+    # A column may hold zeros, or numbers so small that a device may flush them to zero. NaN stays, to be detected.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
     return jnp.round(weight / scale).astype(jnp.int8), scale

@@ -1,4 +1,4 @@
-"""The rotary embedding: how fast each pair of dimensions turns, and turning them."""
+"""The rotary embedding: the rotation frequency of each pair of dimensions, and the rotation."""
 
 import math
 
@@ -10,7 +10,7 @@ from convert.config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """``float32[D / 2]`` rotations a position, as in transformers; the kinds are those of `RopeConfig`."""
+    """Return ``float32[D / 2]``, the rotation per position, as in transformers; the kinds are those of `RopeConfig`."""
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     frequencies = frequencies.astype(np.float32)
     if rope.kind == "default":
@@ -19,7 +19,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         return frequencies / np.float32(rope.factor)
     if rope.kind == "yarn":
         return _yarn_frequencies(frequencies, rope)
-    # llama3: long waves are slowed by the factor, short ones kept, those between blended.
+    # llama3: the factor slows long waves, keeps short ones, and blends those between.
     wavelengths = 2 * math.pi / frequencies
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (rope.original_max_position_embeddings / wavelengths - low) / (high - low)
@@ -28,11 +28,11 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Peng et al. 2023, YaRN, section 3.2: dimensions that turn often are kept, those that seldom do are slowed."""
+    """Return the frequencies of YaRN (Peng et al. 2023, section 3.2): keep fast dimensions and slow the slow ones."""
     size = 2 * frequencies.size
 
     def dimension(turns: float) -> float:
-        """The one that turns so often within the original context."""
+        """Return the dimension that makes this number of turns within the original context."""
         ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(rope.theta))
 
@@ -46,7 +46,7 @@ def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 
 def rope_tables(positions: Array, rope: RopeConfig, head_dim: int) -> tuple[Array, Array]:
-    """Cosines and sines ``float32[B, 1, S, D / 2]`` for ``positions[B, S]``."""
+    """Return cosines and sines ``float32[B, 1, S, D / 2]`` for ``positions[B, S]``."""
     angles = positions[:, None, :, None].astype(jnp.float32) * rope_frequencies(rope, head_dim)[None, None, None]
     tables = jnp.cos(angles), jnp.sin(angles)
     if rope.attention_factor != 1:
@@ -55,7 +55,7 @@ def rope_tables(positions: Array, rope: RopeConfig, head_dim: int) -> tuple[Arra
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotary embedding of ``x[B, heads, S, D]``, the two halves of D being the pairs (Hugging Face's layout)."""
+    """Rotate ``x[B, heads, S, D]``; the pairs are the two halves of D (Hugging Face's layout)."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The sampling parameters that the files of a model recommend."""
+"""The sampling parameters that a model's files recommend."""
 
 import functools
 import logging
@@ -30,7 +30,7 @@ def described(target: Any, **given: Any) -> str | None:
 
 
 def recommended(target: Any) -> SamplingParams:
-    """Return `default_sampling`, and log once in a process what is the model's own."""
+    """Return `default_sampling`, and log the model's own defaults once per process."""
     _log_once(described(target), bool(_defaults(target).unsupported))
     return default_sampling(target)
 
@@ -42,6 +42,6 @@ def _log_once(sentence: str | None, is_warning: bool) -> None:
 
 
 def _defaults(target: Any) -> SamplingDefaults:
-    """Models that are not from jspec's own loaders may have none."""
+    """Return the model's defaults; a model that jspec's loaders did not load may have none."""
     own = getattr(getattr(target, "config", None), "sampling", None)
     return own if isinstance(own, SamplingDefaults) else SamplingDefaults()

@@ -1,6 +1,6 @@
-"""Text in, text out: tokenizers, keys from a seed, tokens back to text.
+"""Text input and output: tokenizers, keys from a seed, and text from tokens.
 
-Nothing that decodes imports this file; what takes and gives text does.
+Modules that accept or return text import this package. Modules that decode do not.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from jspec.text.end_of_turn import end_of_turn
 if TYPE_CHECKING:
     from jax import Array
 
-# What `jspec tune` continues unless told otherwise: starts as the bundled models, and many others, know them.
+# The default prompts of `jspec tune`: beginnings of code as the bundled models, and many others, know them.
 EXAMPLE_PROMPTS = [
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n",
@@ -35,8 +35,8 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     """Return the tokenizer of a checkpoint.
 
     Args:
-        source: a folder, a GGUF file, a name or a hub id. A folder's tokenizer.json is obeyed as it is. A GGUF file has
-            its tokenizer and chat template inside.
+        source: a folder, a GGUF file, a name or a hub id. A folder's tokenizer.json is used as it is. A GGUF file
+            contains its tokenizer and chat template.
 
     Raises:
         convert.CheckpointError: the source is not a checkpoint, has no tokenizer files, or they cannot be read.
@@ -63,7 +63,7 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
 
 
 def _without_tokenizer_json(directory: Path) -> Any:
-    """Return the tokenizer of a SentencePiece model, or the one that transformers makes of other files."""
+    """Return the tokenizer of a SentencePiece model, or the one that transformers builds from other files."""
     if (directory / "tokenizer.model").is_file():
         try:
             return tokenizer_file.from_sentencepiece(directory)
@@ -85,10 +85,10 @@ def _check_packages(reason: str) -> None:
 
 
 def check_same_tokenizer(target: Any, draft: Any) -> None:
-    """Refuse a draft whose ids mean other tokens than the target's.
+    """Refuse a draft model whose ids stand for other tokens than the target model's.
 
     Raises:
-        ValueError: names the first id that differs, and both its tokens.
+        ValueError: an id differs; the message names the first such id and both its tokens.
     """
     ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (target, draft))
     different = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
@@ -101,20 +101,20 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end a text: those of the model and the tokenizer, and the chat template's end of a turn."""
+    """Return the EOS ids: those of the model and the tokenizer, and the chat template's end of a turn."""
     known = {*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
     return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))
 
 
 def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
-    """What a datastore is made of: the files as the tokenizer of `source` reads them, and its vocabulary.
+    """Return the contents of a datastore: the files as tokens of `source`'s tokenizer, and the vocabulary size.
 
     Returns:
-        ``int32[N]``, the end-of-text token behind every file if the tokenizer has one; and V, by config.json where
-        `source` has one, for models may have room for more tokens than their tokenizer.
+        ``int32[N]``, with an EOS after every file if the tokenizer has one, and V. If `source` has a config.json, V is
+        its vocabulary size, because a model may have room for more tokens than its tokenizer.
 
     Raises:
-        ValueError: a file is not UTF-8, or all are empty.
+        ValueError: a file is not UTF-8, or all files are empty.
     """
     tokenizer, place = load_tokenizer(source), convert.resolve(source)
     rows = tokenizer([_read(file) for file in files], add_special_tokens=False, verbose=False)["input_ids"]
@@ -134,21 +134,21 @@ def _read(file: Path) -> str:
 
 
 def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
-    """`count` prompts (as many as there are, if None), from the start again where they run out."""
+    """Return `count` prompts (or all of them, if None), starting again from the first if they run out."""
     return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
 
 
 def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
-    """Typed keys ``[batch]``, from that of request `first` on; each depends on the seed and its request's number alone.
+    """Return typed keys ``[batch]``, from request `first` on. A key depends only on the seed and its request's number.
 
     Raises:
-        ValueError: the seed is no int of 32 bits.
+        ValueError: the seed is not an unsigned 32-bit int.
     """
     import jax
 
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
-    # Of this kind whatever JAX's default is, so that the same seed is the same text.
+    # Use this implementation whatever JAX's default is, so that the same seed gives the same text.
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(int(seed), impl="threefry2x32"), first + np.arange(batch)
     )

@@ -1,4 +1,4 @@
-"""Prompts as one ragged batch: texts, token ids, and conversations by the model's chat template."""
+"""Prompts as one ragged batch: texts, token ids, and conversations rendered by the model's chat template."""
 
 import dataclasses
 import operator
@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.text.template_variables import check_variables
 
-# A text, ids, or a conversation, whose messages have "role" and "content".
+# A text, token ids, or a conversation, whose messages have "role" and "content".
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
 _LEAST_WIDTH = 32
@@ -20,7 +20,7 @@ _LONGEST_REASON = 300  # characters of an error in a template, which may quote t
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Prompts as `jspec.generate` takes them, in one of few widths, so that new ones seldom compile again.
+    """Prompts in the form that `jspec.generate` takes. Widths are few, so that new prompts seldom compile again.
 
     Attributes:
         tokens: ``int32[B, P]``, padded on the right; P is a power of two.
@@ -32,7 +32,10 @@ class Batch:
 
 
 def listed(prompts: Any) -> list[Any]:
-    """The prompts one by one: a text, one prompt's ids or one conversation stand for a list of it; arrays are lists."""
+    """Return a list of prompts. One text, one prompt's ids or one conversation becomes a list of it.
+
+    Arrays count as lists.
+    """
     rows = _plain(prompts)
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
         return [rows]
@@ -46,18 +49,18 @@ def _plain(value: Any) -> Any:
 
 
 def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any] | None = None) -> Batch:
-    """`prompts` as one batch.
+    """Return `prompts` as one batch.
 
-    A tokenizer that starts texts with a token of its own (BOS) does so here, but once: not where the text has it,
-    and not before a conversation, whose template says how it starts.
+    If the tokenizer starts texts with a BOS token, every text gets exactly one, even if it already has one. A
+    conversation gets no other BOS than its template writes.
 
     Args:
         template: variables of the chat template, for every conversation.
 
     Raises:
-        ValueError: a prompt has no tokens, or is none; a conversation is malformed, or there is no template for it, or
-            the template fails; `template` is malformed, or no prompt is a conversation. It names the prompt, from 1 on,
-            and the message, from 0 on.
+        ValueError: a prompt is invalid or has no tokens. A conversation is malformed, has no template, or its template
+            fails. `template` is malformed, or no prompt is a conversation. The message names the prompt, counted from
+            1, and the message of the conversation, counted from 0.
     """
     variables = check_variables("template", template)
     if variables and not any(map(is_conversation, prompts)):
@@ -74,10 +77,11 @@ def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any
 
 
 def room(wanted: int, batch: Batch, positions: int) -> int:
-    """`wanted` new tokens, rounded up so that other wishes find the program compiled; the limit is for `max_tokens`.
+    """Round up `wanted` new tokens, so that other numbers find the program compiled; `max_tokens` sets the limit.
 
-    A power of two where the models have so many positions, else all that they have behind the padded prompts, or
-    behind the longest; and `wanted` itself where even that is too much, for the error to name it.
+    The result is a power of two if the models have enough positions. Otherwise it is all their positions after the
+    padded prompts, or after the longest prompt. If these are too few, the result is `wanted`, so that the error names
+    it.
     """
     most = positions - int(batch.lengths.max())
     sizes = _bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most
@@ -85,15 +89,15 @@ def room(wanted: int, batch: Batch, positions: int) -> int:
 
 
 def is_conversation(prompt: Prompt) -> bool:
-    """Whether it is a list of messages, be they malformed."""
+    """Return whether the prompt is a list of messages, even if they are malformed."""
     return _is_list(prompt) and any(isinstance(one, Mapping) for one in prompt)
 
 
 def check_conversation(messages: Sequence[Any], place: str) -> None:
-    """Refuse what a template would make nonsense of, or drop without a word; it must end with what is to be answered.
+    """Refuse a conversation that a template would garble or silently drop, or that ends with an assistant's message.
 
     Raises:
-        ValueError: names the message.
+        ValueError: the conversation is refused; the error names the message.
     """
     if not messages:
         raise ValueError(f"{place} has no messages; give at least one to be answered.")
@@ -103,7 +107,7 @@ def check_conversation(messages: Sequence[Any], place: str) -> None:
 
 
 def check_messages(messages: Sequence[Any], place: str) -> None:
-    """`check_conversation` of each message by itself."""
+    """Check each message by itself, as part of `check_conversation`."""
     for i, message in enumerate(messages):
         fields = message if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
@@ -146,7 +150,7 @@ def _checked(text: str, place: str) -> str:
 
 
 def _once(tokenizer: Any, text: str) -> list[int]:
-    """Its ids, without the BOS that the tokenizer adds where the text has one of its own, as of a chat template."""
+    """Return the text's ids, without the tokenizer's BOS if the text has its own, such as that of a chat template."""
     ids, start = tokenizer(text, verbose=False)["input_ids"], tokenizer.bos_token_id
     if start is None or ids[:2] != [start, start]:
         return ids
@@ -157,11 +161,11 @@ def _once(tokenizer: Any, text: str) -> list[int]:
 def rendered(
     tokenizer: Any, messages: Any, place: str, asked: bool = True, variables: Mapping[str, Any] | None = None
 ) -> str:
-    """Messages as the chat template shows them.
+    """Return the messages rendered by the chat template.
 
     Args:
-        asked: whether with what stands before an answer.
-        variables: of the template, as `check_variables` returns them.
+        asked: whether to add the text that starts an answer.
+        variables: variables of the template, from `check_variables`.
 
     Raises:
         ValueError: there is no template, or it refuses the messages, fails, or returns text that is not UTF-8.
@@ -180,7 +184,7 @@ def rendered(
 
 
 def _reason(error: Exception) -> str:
-    """Return one line about an error in a template; a template's own words need no name of a Python class."""
+    """Return one line about an error in a template, with the Python class's name unless the template raised it."""
     from jinja2 import TemplateError
 
     words = " ".join(str(error).split())
@@ -197,5 +201,5 @@ def _is_id(value: Any) -> bool:
 
 
 def _bucket(size: int, least: int = 1) -> int:
-    """The power of two at or above `size` and `least`."""
+    """Return the smallest power of two that is at least `size` and `least`."""
     return max(least, 1 << (size - 1).bit_length())

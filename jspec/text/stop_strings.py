@@ -1,4 +1,4 @@
-"""Tokens to the text that a reader may see: no half characters, and nothing that may be the start of a stop string."""
+"""Conversion of tokens to text that is safe to show: no partial characters, and no possible start of a stop string."""
 
 import bisect
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from jspec.core.detokenizer import Pieces
 
 
 class Writer:
-    """Text as it comes, up to a stop string.
+    """The text of a stream of tokens, up to a stop string.
 
     Args:
-        tokenizer: of the tokens.
-        prompt: the tokens before.
+        tokenizer: the tokenizer of the tokens.
+        prompt: the tokens before the text.
         stop: strings that end the text.
-        keeps_stop: whether the text ends with the string, not before it.
-        min_tokens: so many tokens are not looked at for strings.
+        keeps_stop: whether the text includes the stop string at its end.
+        min_tokens: the number of first tokens that are not searched for stop strings.
         shows_prompt: whether the reader has seen the prompt's text, as for `jspec.core.detokenizer.Pieces`.
 
     Attributes:
         pieces: the text that each token adds.
-        starts: where it begins.
-        text: all of them; without what is behind the end once that is known.
-        stopped: the string that ended it.
+        starts: the position in the text at which each piece begins.
+        text: all pieces joined; once the end is known, without the text after it.
+        stopped: the stop string that ended the text.
     """
 
     def __init__(
@@ -43,27 +43,27 @@ class Writer:
 
     @property
     def shown(self) -> int:
-        """How many characters of the text cannot change any more."""
+        """The number of characters of the text that can no longer change."""
         return len(self.text) if self._ended else max(0, len(self.text) - self._held)
 
     @property
     def settled(self) -> int:
-        """How many of the tokens have text that cannot change any more."""
+        """The number of tokens whose text can no longer change."""
         if self.shown == len(self.text):
             return len(self.pieces)
         return bisect.bisect_right(self.starts, self.shown) - 1
 
     def add(self, token: int) -> None:
-        """The next one; there is none after one that has completed a stop string."""
+        """Add the next token. Do not add a token after one that completed a stop string."""
         self._append(self._coming.add(token), is_new=True)
 
     def add_silent(self) -> None:
-        """A token that ends the text, and is no part of it."""
+        """Add a token that ends the text and is not part of it."""
         self.starts.append(len(self.text))
         self.pieces.append("")
 
     def end(self) -> None:
-        """There are no more tokens."""
+        """End the text: there are no more tokens."""
         if not self._ended:
             self._append(self._coming.rest(), is_new=False)
             self._ended = True
@@ -81,7 +81,7 @@ class Writer:
         self._find(known)
 
     def _find(self, known: int) -> None:
-        """End at the first stop string that reaches behind what was known."""
+        """End the text at the first stop string that extends beyond the first `known` characters."""
         starts = ((self.text.find(one, max(self._from, known - len(one) + 1)), one) for one in self._stop)
         found = min(((start, one) for start, one in starts if start >= 0), default=None)
         if found is not None:

@@ -18,11 +18,11 @@ def check_variables(name: str, variables: Any, reserved: tuple[str, ...] = ()) -
     A name that the template does not use is accepted, because a template may look for it in any way.
 
     Args:
-        name: of the argument, for errors.
+        name: the name of the argument, for errors.
         reserved: names that are not allowed, besides those of jspec itself.
 
     Raises:
-        ValueError: it is not a mapping, or holds a name that a template cannot use or that jspec sets itself.
+        ValueError: `variables` is not a mapping, or holds a name that a template cannot use or that jspec sets itself.
     """
     if variables is None:
         return {}

@@ -17,7 +17,7 @@ class TokenizerConfig:
     Attributes:
         named: "bos_token", "eos_token" and the like, each with its text.
         ids: the ids of named tokens whose text no file says.
-        adds: "bos", "eos" -> whether every text gets it. tokenizer.json has its own answer to that.
+        adds: "bos", "eos" -> whether every text gets it. tokenizer.json has its own setting for that.
         added: id -> token, for tokens that tokenizer.json may lack.
         chat_template: the Jinja template of a conversation, if there is one.
     """
@@ -35,7 +35,7 @@ def read(directory: Path) -> TokenizerConfig:
     `clean_up_tokenization_spaces` is ignored: it would remove spaces that the model wrote.
 
     Raises:
-        ValueError: a file is not what it should be.
+        ValueError: a file is malformed.
     """
     config = _object(directory / "tokenizer_config.json")
     fields, added = dict(config), config.get("added_tokens_decoder")
@@ -43,7 +43,7 @@ def read(directory: Path) -> TokenizerConfig:
         fields |= _object(directory / "special_tokens_map.json")
         added = {i: {"content": text} for text, i in _object(directory / "added_tokens.json").items()}
     named = {name: text for name, value in fields.items() if name.endswith("_token") and (text := _text(value))}
-    # A folder may leave both to its tokenizer's class; config.json has their ids.
+    # A folder may leave both tokens to its tokenizer's class; config.json has their ids.
     model = {} if {"bos_token", "eos_token"} <= fields.keys() else _object(directory / "config.json")
     ids = {name: model.get(f"{name}_id") for name in ("bos_token", "eos_token") if name not in fields}
     special = {*named.values(), *map(_text, fields.get("additional_special_tokens") or [])}

@@ -1,6 +1,6 @@
-"""Tokenizers as tokenizer.json or a GGUF file describes them.
+"""Tokenizers as described by tokenizer.json or a GGUF file.
 
-The tokenizers library reads them as they are. The tokenizer classes of transformers may not: some rebuild a tokenizer
+The tokenizers library reads these files without changes. Some tokenizer classes of transformers rebuild a tokenizer
 from the name of its class, which changes ids. Importing transformers also takes seconds.
 """
 
@@ -22,11 +22,11 @@ from jspec.text import tokenizer_config
 from jspec.text.tokenizer_config import TokenizerConfig
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-_NO_TOKENS = frozenset({"unk_token"})  # stands for text that has no token; texts must show it
+_NO_TOKENS = frozenset({"unk_token"})  # stands for text without a token; texts must show it
 
 
 def transformers() -> ModuleType:
-    """The library, whose import takes seconds, without its notice that PyTorch, which jspec needs not, is missing."""
+    """Import the library, which takes seconds, without its notice that PyTorch is missing. jspec does not need it."""
     if "transformers" in sys.modules or _ADVICE in os.environ:
         return importlib.import_module("transformers")
     os.environ[_ADVICE] = "1"
@@ -37,11 +37,11 @@ def transformers() -> ModuleType:
 
 
 class TokenizerFile:
-    """Speaks as the tokenizers of transformers do, as far as jspec asks them.
+    """A tokenizer with the part of the interface of transformers' tokenizers that jspec uses.
 
     Attributes:
-        bos_token_id, eos_token_id: None where there is no such token.
-        chat_template: what makes one text of a conversation, if there is one.
+        bos_token_id, eos_token_id: the ids of these tokens; None if there is no such token.
+        chat_template: the template that renders a conversation as one text, if there is one.
         special_tokens_map: "bos_token", "eos_token" and the like, each with its text.
     """
 
@@ -58,8 +58,8 @@ class TokenizerFile:
         )
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
-        """The ids of one text or of several; nothing is said of long ones, whatever `verbose` is."""
-        # A batch, also of one: other threads run meanwhile.
+        """Return the ids of one text or of several. Long texts give no warning, whatever `verbose` is."""
+        # Encode a batch even for one text, because other threads can run meanwhile.
         several = [text] if isinstance(text, str) else text
         ids = [one.ids for one in self._inner.encode_batch(several, add_special_tokens=add_special_tokens)]
         return {"input_ids": ids[0] if isinstance(text, str) else ids}
@@ -100,12 +100,12 @@ class TokenizerFile:
         return self(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token, added ones included, with its id."""
+        """Return every token with its id, including added tokens."""
         return self._inner.get_vocab()
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
-        """What does the work."""
+        """The tokenizer of the tokenizers library that does the work."""
         return self._inner
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ def read(directory: Path) -> TokenizerFile | None:
 
 
 def _add_tokens(inner: Tokenizer, config: TokenizerConfig) -> None:
-    """Add the tokens that only the other files have."""
+    """Add the tokens that only the files besides tokenizer.json have."""
     for i, token in sorted(config.added.items()):
         if inner.token_to_id(token.content) is None:
             inner.add_tokens([token])
@@ -170,10 +170,10 @@ def from_sentencepiece(directory: Path) -> TokenizerFile:
 
 
 def from_gguf(file: Path) -> TokenizerFile:
-    """The tokenizer in a GGUF file.
+    """Return the tokenizer in a GGUF file.
 
     Raises:
-        convert.CheckpointError: it is missing, damaged, or of a kind that is not known.
+        convert.CheckpointError: the tokenizer is missing, damaged, or of an unknown kind.
     """
     inner, config = gguf_tokenizer.build(gguf_header.read(file))
     return TokenizerFile(inner, config, config.get("chat_template"))

@@ -1,9 +1,9 @@
-"""Closed forms that predict what speculative decoding gains, in plain NumPy float64.
+"""Closed forms that predict the gain of speculative decoding, in plain NumPy float64.
 
-Nothing here runs a model: every function maps acceptance rates and cost ratios to a number that a measurement
-can be held against. Following both papers, `p` is the target's distribution, `q` the draft's, and `k` (gamma
-in Leviathan et al., T in Stratos) the number of drafted tokens in a round. Arguments broadcast against one
-another and scalars give scalars; every bad value raises ValueError.
+Every function maps acceptance rates and cost ratios to a number that can be compared with a measurement. None of
+them runs a model. Following both papers, `p` is the target's distribution, `q` the draft's, and `k` (gamma in
+Leviathan et al., T in Stratos) the number of drafted tokens in a round. Arguments broadcast against one another,
+and scalars give scalars. Every invalid value raises ValueError.
 
 References:
     Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", 2023, sections 3.1
@@ -22,11 +22,11 @@ _SUM_TOLERANCE = 1e-4
 
 
 def acceptance_rate(p: ArrayLike, q: ArrayLike) -> Floats:
-    """Probability that a token drafted from `q` is kept by a target `p`: `sum_x min(p(x), q(x))`.
+    """Return the probability that target `p` accepts a token drafted from `q`: `sum_x min(p(x), q(x))`.
 
-    This is beta of Leviathan et al. theorem 3.5 and beta_t of Stratos section 1.1.1; it equals one minus the
-    total variation distance. Its mean over contexts is alpha (corollary 3.6), which the other functions here
-    take.
+    This is beta of Leviathan et al. theorem 3.5 and beta_t of Stratos section 1.1.1. It equals one minus the
+    total variation distance. Its mean over contexts is alpha (corollary 3.6), the argument of the other functions
+    in this module.
 
     Args:
         p: `[..., V]` target probabilities.
@@ -43,10 +43,9 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> Floats:
 
 
 def divergence(p: ArrayLike, q: ArrayLike) -> Floats:
-    """`D_LK(p, q) = sum_x |p(x) - M(x)|` with `M = (p + q) / 2` (Leviathan et al., definition 3.2).
+    """Return `D_LK(p, q) = sum_x |p(x) - M(x)|` with `M = (p + q) / 2` (Leviathan et al., definition 3.2).
 
-    Symmetric, 0 where `p = q` and 1 where the supports are disjoint (corollary 3.4): the total variation
-    distance.
+    It is the total variation distance: symmetric, 0 if `p = q` and 1 if the supports are disjoint (corollary 3.4).
 
     Args:
         p: `[..., V]` target probabilities.
@@ -63,9 +62,9 @@ def divergence(p: ArrayLike, q: ArrayLike) -> Floats:
 
 
 def expected_tokens(alpha: ArrayLike, k: ArrayLike) -> Floats:
-    """Mean tokens one round emits: `(1 - alpha^(k+1)) / (1 - alpha)` (Leviathan et al., equation 1).
+    """Return the mean number of tokens of a round: `(1 - alpha^(k+1)) / (1 - alpha)` (Leviathan et al., equation 1).
 
-    Assumes that positions accept independently with one rate; `expected_tokens_from_rates` drops that
+    It assumes that positions accept independently with one rate; `expected_tokens_from_rates` drops that
     assumption.
 
     Args:
@@ -79,8 +78,8 @@ def expected_tokens(alpha: ArrayLike, k: ArrayLike) -> Floats:
         ValueError: alpha outside [0, 1] or NaN, k negative or not an integer, or incompatible shapes.
     """
     rate, drafts = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k))
-    # Horner on the sum: the quotient loses every digit as alpha -> 1, this form loses none and needs no
-    # special case there.
+    # Use Horner's scheme on the sum: the quotient loses every digit as alpha -> 1. This form loses none and needs
+    # no special case there.
     total = np.ones(rate.shape)
     for step in range(int(drafts.max(initial=0))):
         total = np.where(step < drafts, 1.0 + rate * total, total)
@@ -88,12 +87,13 @@ def expected_tokens(alpha: ArrayLike, k: ArrayLike) -> Floats:
 
 
 def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
-    """Mean tokens one round emits, position by position: `1 + a_1 + a_1 a_2 + ... + a_1 ... a_K`.
+    """Return the mean number of tokens of a round, from the rate of each position: `1 + a_1 + ... + a_1 ... a_K`.
 
-    `a_i` is the chance that draft i is accepted given that drafts 1 .. i-1 were. Each term is the chance that
-    draft i is emitted, so the sum is exact for dependent positions too, where Leviathan et al. equation 1 and
-    Stratos section 1.1.1 assume them i.i.d.; with all `a_i` equal to alpha it is `expected_tokens(alpha, K)`.
-    Measured: `a_1 = accepted_at[0] / rounds` and, counting arrays from 0 and positions from 1,
+    The sum is `1 + a_1 + a_1 a_2 + ... + a_1 ... a_K`. `a_i` is the probability that draft token i is accepted,
+    given that draft tokens 1 .. i-1 were. Each term is the probability that draft token i is emitted, so the sum is
+    also exact for dependent positions. Leviathan et al. equation 1 and Stratos section 1.1.1 assume i.i.d.
+    positions. If all `a_i` equal alpha, the result is `expected_tokens(alpha, K)`. The measured rates are
+    `a_1 = accepted_at[0] / rounds` and, counting arrays from 0 and positions from 1,
     `a_i = accepted_at[i - 1] / accepted_at[i - 2]`.
 
     Args:
@@ -103,8 +103,8 @@ def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
         `[...]` float64 between 1 and K + 1.
 
     Raises:
-        ValueError: a rate outside [0, 1] or NaN (0 / 0 where no round reached a position: write 0 there), or
-            no last axis.
+        ValueError: a rate is outside [0, 1] or NaN, or there is no last axis. If no round reached a position, its
+            rate is 0 / 0; write 0 there.
     """
     conditional = _rate("rates", rates)
     if conditional.ndim == 0:
@@ -113,9 +113,9 @@ def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
 
 
 def speedup(alpha: ArrayLike, k: ArrayLike, c: ArrayLike) -> Floats:
-    """Wall-time improvement: `expected_tokens(alpha, k) / (k c + 1)` (Leviathan et al., theorem 3.8).
+    """Return the wall-time improvement: `expected_tokens(alpha, k) / (k c + 1)` (Leviathan et al., theorem 3.8).
 
-    This is the factor over plain decoding, which emits one token per target step. Assumes that a target pass
+    This is the factor over plain decoding, which emits one token per target step. It assumes that a target pass
     over k + 1 positions takes as long as one over a single position.
 
     Args:
@@ -134,10 +134,10 @@ def speedup(alpha: ArrayLike, k: ArrayLike, c: ArrayLike) -> Floats:
 
 
 def speedup_lower_bound(alpha: ArrayLike, c: ArrayLike) -> Floats:
-    """Speedup the best k is sure to reach: `max(1, (1 + alpha) / (1 + c))` (Leviathan et al., corollary 3.9).
+    """Return a lower bound of the best k's speedup: `max(1, (1 + alpha) / (1 + c))` (Leviathan et al., cor. 3.9).
 
-    The quotient is theorem 3.8 at k = 1 and exceeds 1 where alpha > c; elsewhere no k helps, and drafting
-    nothing keeps the speedup at 1.
+    The quotient is theorem 3.8 at k = 1 and exceeds 1 if alpha > c. Otherwise no k helps, and drafting nothing
+    keeps the speedup at 1.
 
     Args:
         alpha: `[...]` acceptance rate in [0, 1].
@@ -153,10 +153,10 @@ def speedup_lower_bound(alpha: ArrayLike, c: ArrayLike) -> Floats:
 
 
 def operations(alpha: ArrayLike, k: ArrayLike, c_hat: ArrayLike) -> Floats:
-    """Growth of arithmetic: `(k c_hat + k + 1) / expected_tokens(alpha, k)` (Leviathan et al., theorem 3.11).
+    """Return the growth of arithmetic: `(k c_hat + k + 1) / expected_tokens(alpha, k)` (Leviathan et al., thm. 3.11).
 
-    The factor over plain decoding of all arithmetic, target and draft: a rejected draft wastes the work done
-    on it and on every draft after it, and this is what a speedup is bought with.
+    This is the factor over plain decoding of all arithmetic, target and draft. A rejected draft token wastes the
+    work done on it and on every draft token after it. That work is the price of a speedup.
 
     Args:
         alpha: `[...]` acceptance rate in [0, 1].
@@ -174,11 +174,11 @@ def operations(alpha: ArrayLike, k: ArrayLike, c_hat: ArrayLike) -> Floats:
 
 
 def optimal_k(alpha: ArrayLike, c: ArrayLike, max_k: int = 64) -> int | NDArray[np.int64]:
-    """The k in 0 .. max_k with the largest `speedup(alpha, k, c)` (Leviathan et al., section 3.5).
+    """Return the k in 0 .. max_k with the largest `speedup(alpha, k, c)` (Leviathan et al., section 3.5).
 
-    0 means "do not speculate" and is the answer where alpha <= c (corollary 3.9). Ties go to the smaller k.
-    Free drafts (c = 0) always help, so there the answer is max_k, or the first k whose speedup float64 cannot
-    tell from that of max_k.
+    0 means "do not speculate" and is the result if alpha <= c (corollary 3.9). Ties go to the smaller k. Free
+    drafts (c = 0) always help. The result is then max_k, or the first k whose speedup equals that of max_k in
+    float64.
 
     Args:
         alpha: `[...]` acceptance rate in [0, 1].
@@ -196,13 +196,13 @@ def optimal_k(alpha: ArrayLike, c: ArrayLike, max_k: int = 64) -> int | NDArray[
     if limit.ndim != 0:
         raise ValueError(f"max_k has shape {limit.shape}; expected one integer: call optimal_k once per limit.")
     best = np.argmax(speedup(rate[..., None], np.arange(int(limit) + 1), cost[..., None]), axis=-1)
-    # Near alpha = c = 1 every k ties within rounding, so corollary 3.9 decides there and not the last bit.
+    # Near alpha = c = 1 every k ties within rounding, so corollary 3.9 decides and not the last bit.
     best = np.where(rate > cost, best, 0)
     return int(best) if best.ndim == 0 else best
 
 
 def _distribution_pair(p: ArrayLike, q: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """`p` and `q` as checked float64 rows of one shape `[..., V]`."""
+    """Return `p` and `q` as checked float64 rows of one shape `[..., V]`."""
     target, draft = _distribution("p", p), _distribution("q", q)
     if target.shape != draft.shape:
         raise ValueError(
@@ -213,7 +213,7 @@ def _distribution_pair(p: ArrayLike, q: ArrayLike) -> tuple[NDArray[np.float64],
 
 
 def _distribution(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    """`value` as float64 rows; a float32 softmax's rounding is divided out, so that p = q has rate 1."""
+    """Return `value` as float64 rows. Divide out the rounding of a float32 softmax, so that p = q has rate 1."""
     probs = np.asarray(value, dtype=np.float64)
     if probs.ndim == 0 or probs.shape[-1] == 0:
         raise ValueError(
@@ -232,7 +232,7 @@ def _distribution(name: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def _rate(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    """`value` as float64 in [0, 1]; the comparison is written so that NaN fails it."""
+    """Return `value` as float64 in [0, 1]; the comparison is written so that NaN fails it."""
     rate = np.asarray(value, dtype=np.float64)
     valid = (rate >= 0) & (rate <= 1)
     if not valid.all():
@@ -244,7 +244,7 @@ def _rate(name: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def _cost(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    """`value` as finite float64 of at least 0."""
+    """Return `value` as finite float64 of at least 0."""
     cost = np.asarray(value, dtype=np.float64)
     valid = np.isfinite(cost) & (cost >= 0)
     if not valid.all():
@@ -256,7 +256,7 @@ def _cost(name: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def _count(name: str, value: ArrayLike) -> NDArray[np.int64]:
-    """`value` as int64 of at least 0; floats are refused, since a rate given as k would be cut to 0."""
+    """Return `value` as int64 of at least 0. Refuse floats, because a rate passed as k would be cut to 0."""
     count = np.asarray(value)
     if count.dtype.kind not in "iu":
         raise ValueError(f"{name} has dtype {count.dtype}; expected integers of at least 0: pass int({name}).")
@@ -266,7 +266,7 @@ def _count(name: str, value: ArrayLike) -> NDArray[np.int64]:
 
 
 def _broadcast(**named: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The arrays at their common shape, or an error that names each argument with its shape."""
+    """Return the arrays at their common shape, or raise an error that names each argument with its shape."""
     try:
         return np.broadcast_arrays(*named.values())
     except ValueError:

@@ -1,8 +1,8 @@
-"""What a tree of guesses brings, and the best tree of so many nodes, from how often each child is accepted.
+"""The expected tokens of a draft tree, and the best tree of a given size, from the acceptance rate of each child.
 
-A child of rank r is accepted, where its parent is, with probability ``acceptance_by_rank[r]``, whatever the depth: the
-positional acceptance assumption of Chen et al. 2024, "Sequoia", section 3.1. So a node is worth the product of the
-probabilities on its branch, and a round brings one token and the sum over all nodes.
+If its parent is accepted, a child of rank r is accepted with probability ``acceptance_by_rank[r]``, whatever the depth.
+This is the positional acceptance assumption of Chen et al. 2024, "Sequoia", section 3.1. A node is therefore worth the
+product of the probabilities on its branch. A round yields one token plus the sum over all nodes.
 """
 
 import numpy as np
@@ -14,14 +14,14 @@ _ROUNDING = 1e-9
 
 
 def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
-    """Expected tokens of a round over `tree`, the one behind the accepted path included.
+    """Return the expected tokens of a round over `tree`, including the token after the accepted path.
 
     Args:
-        tree: whose nodes have at most as many children as there are ranks.
-        acceptance_by_rank: `[R]`, how often the child of each rank is the one that is accepted, the eldest first.
+        tree: a tree whose nodes have at most R children.
+        acceptance_by_rank: `[R]`, how often the child of each rank is the accepted one, the eldest first.
 
     Raises:
-        ValueError: no tree; rates that are none, or too few.
+        ValueError: `tree` is not a tree, or the rates are invalid or too few.
     """
     if not isinstance(tree, Tree):
         raise ValueError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree.")
@@ -36,9 +36,9 @@ def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
 
 
 def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> Tree:
-    """The tree with the largest `tree_yield` of all with `num_nodes` nodes and at most `max_depth` levels.
+    """Return the tree with the largest `tree_yield` among those with `num_nodes` nodes and at most `max_depth` levels.
 
-    The dynamic programme of Chen et al. 2024, "Sequoia", section 3.1, in O(R n^2 max_depth) for R ranks.
+    It runs the dynamic programme of Chen et al. 2024, "Sequoia", section 3.1, in O(R n^2 max_depth) for R ranks.
 
     Args:
         acceptance_by_rank: `[R]`, as for `tree_yield`; no node gets more than R children.
@@ -46,10 +46,10 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
         max_depth: at least 1.
 
     Returns:
-        A tree that is numbered by depth. It has fewer nodes where no more fit, or more would bring nothing.
+        A tree that is numbered by depth. It has fewer nodes if no more fit, or if more would add nothing.
 
     Raises:
-        ValueError: numbers below 1, or rates that are none.
+        ValueError: a number is below 1, or the rates are invalid.
     """
     rates = _rates(acceptance_by_rank)
     for name, value in (("num_nodes", num_nodes), ("max_depth", max_depth)):
@@ -57,7 +57,7 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
             raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
     sizes = _best_sizes(rates, int(num_nodes), min(int(max_depth), int(num_nodes)))
     parents: list[int] = []
-    # Node, the nodes below it, the levels that are left for them: by depth, for what is found is put at the end.
+    # The node, the number of nodes below it, the levels left for them: in order of depth, because nodes are appended.
     level = [(0, int(num_nodes), len(sizes) - 1)]
     while level:
         below = []
@@ -74,16 +74,16 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
 
 
 def _best_sizes(rates: NDArray[np.float64], num_nodes: int, max_depth: int) -> list[list[list[int]]]:
-    """``[depth][rank][n]``: with n nodes for the children from a rank on, how many its subtree should have."""
+    """Return ``[depth][rank][n]``: the best size of a rank's subtree, with n nodes for the children from it on."""
     ranks = rates.size
-    worth = np.zeros((ranks + 1, num_nodes + 1))  # of the children from a rank on, with n nodes; at depth 0 none
+    worth = np.zeros((ranks + 1, num_nodes + 1))  # of the children from a rank on, with n nodes; 0 at depth 0
     sizes: list[list[list[int]]] = [[[0] * (num_nodes + 1)] * ranks]
     for _ in range(max_depth):
         below, worth, chosen = worth[0], np.zeros((ranks + 1, num_nodes + 1)), []
         for rank in reversed(range(ranks)):
             best = [0]
             for n in range(1, num_nodes + 1):
-                # Its subtree has 1 to n nodes, itself and what lies below; the others go to the younger siblings.
+                # The subtree has 1 to n nodes, its root included; the other nodes go to the younger siblings.
                 values = rates[rank] * (1 + below[:n]) + worth[rank + 1][n - 1 :: -1]
                 size = int(np.argmax(values)) + 1
                 worth[rank][n] = values[size - 1]

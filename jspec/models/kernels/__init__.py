@@ -1,12 +1,12 @@
-"""Kernels written by hand for what XLA leaves in many pieces, and the arguments that they are made for.
+"""Hand-written kernels for operations that XLA splits into many kernels, and the limits of their arguments.
 
-They are imported where a program is lowered that has one: Pallas takes a quarter of a second to import.
+The kernels are imported when a program that has one is lowered, because importing Pallas takes a quarter of a second.
 """
 
-# Of `jspec.models.kernels.decode_attention.decode_attention`.
-MAX_TOKENS = 16  # in a pass; tensor cores multiply no fewer, so tiles are filled up to it
+# The limits of `jspec.models.kernels.decode_attention.decode_attention`.
+MAX_TOKENS = 16  # in a pass; tensor cores multiply at least as many, so tiles are padded to it
 MAX_ROWS = 64  # queries of one group, whose sums are held in registers
 HEAD_SIZES = (64, 128)
 
-# Of `jspec.models.kernels.add_norm.project_add_norm`.
-MAX_NORMS = 64  # rows, each of which one processor norms
+# The limits of `jspec.models.kernels.add_norm.project_add_norm`.
+MAX_NORMS = 64  # rows; one processor norms each row

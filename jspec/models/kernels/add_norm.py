@@ -1,7 +1,7 @@
-"""The end of a block as one Pallas kernel for NVIDIA GPUs: parts of a product are summed, added, and normed.
+"""The end of a block as one Pallas kernel for NVIDIA GPUs: it sums the parts of a product, adds the sum and norms it.
 
-A product with few rows must be cut along what it sums over, or it keeps few of a GPU's processors busy; XLA then adds
-the parts up in one kernel and norms in the next.
+A product with few rows must be cut along the dimension that it sums over, or it keeps few of a GPU's processors busy.
+XLA then adds the parts in one kernel and norms in the next.
 """
 
 import functools
@@ -13,22 +13,22 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-_TILE = 64  # columns that a processor multiplies at a time, as XLA's products have it
-_TILES = 384  # as many keep an H100 busy
+_TILE = 64  # columns that a processor multiplies at a time, as in XLA's products
+_TILES = 384  # enough to keep an H100 busy
 _MOST = 16
 
 
 def project_add_norm(
     x: Array, inner: Array, weight: Array, gamma: Array, *, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """The residual stream after a block, and its norm.
+    """Return the residual stream after a block, and its norm.
 
     Args:
-        x: ``[B, S, E]``, bfloat16, the stream before.
-        inner: ``[B, S, I]``, what the block's last projection reads.
+        x: ``[B, S, E]``, bfloat16, the stream before the block.
+        inner: ``[B, S, I]``, the input of the block's last projection.
         weight: ``[I, E]``, that projection.
         gamma: ``[E]``, the weight of the norm that follows, see `jspec.models.layers.RMSNorm`.
-        eps: of the norm.
+        eps: the epsilon of the norm.
         interpret: run on any platform, slowly.
 
     Returns:
@@ -54,7 +54,7 @@ def project_add_norm(
 
 
 def _num_parts(inner: int, size: int) -> int:
-    """A power of two that divides what is summed over, enough for `_TILES` tiles."""
+    """Return a power of two that divides the summed dimension, large enough for `_TILES` tiles."""
     count = 1
     while count < _MOST and count * size < _TILES * _TILE and inner % (2 * count) == 0:
         count *= 2
@@ -62,7 +62,7 @@ def _num_parts(inner: int, size: int) -> int:
 
 
 def _kernel(x_ref: Any, parts_ref: Any, gamma_ref: Any, stream_ref: Any, normed_ref: Any, *, eps: float) -> None:
-    """One row."""
+    """Process one row."""
     size, dtype = x_ref.shape[0], x_ref.dtype
     at = jnp.arange(pl.next_power_of_2(size))
     load = functools.partial(triton.load, mask=at < size, other=0)

@@ -1,10 +1,10 @@
-"""Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to what the output one reads.
+"""Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to the input of the output one.
 
-A layer that decodes is bound by its launches, and to rotate, to write the cache and to attend XLA needs about ten. Here
-a program belongs to one row, one group of heads and a share of the slots that are filled. It rotates its queries and
-goes over its share block by block, with a softmax that is corrected when a larger score comes (Milakov and Gimelshein
-2018); what several shares have summed up is combined after (flash-decoding, Dao et al. 2023). The new tokens are seen
-as they come from the projection, and the last share writes them: no program needs what another one writes.
+Launches dominate the time of a decoding layer. XLA needs about ten of them to rotate, write the cache and attend. In
+this kernel a program has one row, one group of heads and a share of the filled slots. It rotates its queries and
+processes its share block by block, with a softmax that is corrected for each larger score (Milakov and Gimelshein
+2018). The sums of several shares are combined afterwards (flash-decoding, Dao et al. 2023). The new tokens are read
+directly from the projection, and the last share writes them. No program needs the writes of another one.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 from jspec.models.kernels import MAX_TOKENS
 
 _BLOCK = 8192  # elements of keys, and of values, loaded at once; an L4's shared memory has room for three of both
-# Assumptions until they are measured: a share's slots that are worth a launch to combine it, programs that fill a GPU.
+# Assumptions until measured: slots that make a share worth the launch that combines it, programs that fill a GPU.
 _SHARE = 512
 _PROGRAMS = 128
 _MAX_SHARES = 32
@@ -37,15 +37,15 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Write this pass's keys and values, then attend; the caches are updated in place.
+    """Write this pass's keys and values, then attend. The caches are updated in place.
 
-    Where a row's tokens do not all fit into the cache, none is written.
+    If a row's tokens do not all fit into the cache, none of them is written.
 
     Args:
-        qkv: ``[B, R, (H + 2 G) D]``, queries, keys and values as they are projected; rows beyond S are no tokens.
+        qkv: ``[B, R, (H + 2 G) D]``, queries, keys and values from the projection; rows beyond S are padding.
         tables: from `jspec.models.rope.rope_tables`, ``float32[B, 1, S, D / 2]``.
         keys: ``[B, G, D, T]``.
-        values: ``[B, G, T, D]``; what lies in slots that no query sees may be anything.
+        values: ``[B, G, T, D]``; slots that no query sees may hold anything.
         positions: ``int32[B, S]``, consecutive in each row; S is at most 16.
         sizes: H, G and D, which is 64 or 128; ``R H / G`` is at most 64.
         interpret: run on any platform, slowly.
@@ -81,12 +81,12 @@ def decode_attention(
 
 
 def _num_shares(programs: int, slots: int) -> int:
-    """Of `slots`, where there are so many programs for each share."""
+    """Return the number of shares that `slots` are split into, for `programs` programs per share."""
     return max(1, min(slots // _SHARE, _PROGRAMS // max(programs, 1), _MAX_SHARES))
 
 
 def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> dict[str, pl.BlockSpec]:
-    """The part of each array that belongs to a program."""
+    """Return the part of each array that belongs to a program."""
     heads, groups, size = sizes
     ratio = heads // groups
     return {
@@ -101,7 +101,7 @@ def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> di
 
 
 def _combine(sums: Array, highest: Array, weights: Array) -> Array:
-    """Softmax over the shares ``[N, ...]``; one by one, for that is one kernel of XLA's, and reductions are several."""
+    """Combine the softmax of shares ``[N, ...]`` one by one: that is one XLA kernel, and reductions are several."""
     top = functools.reduce(jnp.maximum, list(highest))
     scales = [jnp.exp(part - top) for part in highest]
     weight = functools.reduce(jnp.add, [scale * part for scale, part in zip(scales, weights, strict=True)])
@@ -110,7 +110,7 @@ def _combine(sums: Array, highest: Array, weights: Array) -> Array:
 
 
 class _Sums(NamedTuple):
-    """Of the tiles seen so far, for each query row: weights times values, the highest score, the sum of weights."""
+    """The sums over the tiles so far, per query row: weights times values, the highest score, the sum of weights."""
 
     total: Array
     highest: Array
@@ -120,7 +120,7 @@ class _Sums(NamedTuple):
 def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_ref: Any, values_ref: Any,
             new_keys_ref: Any, new_values_ref: Any, sums_ref: Any, *weight_refs: Any,
             sizes: tuple[int, int, int], shares: int) -> None:  # fmt: skip
-    """A program; it sees the parts that `_specs` gives it."""
+    """Run one program on the parts that `_specs` gives it."""
     heads, groups, size = sizes
     steps, ratio, slots = positions_ref.shape[0], heads // groups, keys_ref.shape[1]
     group, share, start = pl.program_id(1), pl.program_id(2), positions_ref[0]
@@ -137,7 +137,7 @@ def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_r
     sums = lax.fori_loop(share * each, jnp.minimum((share + 1) * each, num_blocks), read, empty)
 
     def finish(sums: _Sums) -> _Sums:
-        """The new tokens."""
+        """Add and write the new tokens."""
         at = jnp.arange(MAX_TOKENS)
         k, v = _new_tokens(qkv_ref, tables, steps, heads + group, heads + groups + group)
         _write(new_keys_ref, new_values_ref, k, v, start, (at < steps) & (start >= 0) & (start + steps <= slots))
@@ -153,18 +153,21 @@ def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_r
 
 
 def _tokens(ref: Any, steps: Array, heads: Array, dims: Array, real: Array) -> Array:
-    """``[rows, dims]`` of the projection; zero where not `real`."""
+    """Return ``[rows, dims]`` of the projection, zero in rows that are not `real`."""
     return triton.load(ref.at[steps[:, None], heads[:, None], dims[None, :]], mask=real[:, None], other=0)
 
 
 def _halves(ref: Any, steps: Array, heads: Array, real: Array) -> list[Array]:
-    """The first and the second dimensions of `_tokens`, in float32: the kernel can load parts and not cut them."""
+    """Return the first and second half of the dimensions of `_tokens` in float32.
+
+    The kernel can load parts of an array but cannot split one.
+    """
     half = ref.shape[2] // 2
     return [_tokens(ref, steps, heads, part * half + jnp.arange(half), real).astype(jnp.float32) for part in (0, 1)]
 
 
 def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real: Array) -> tuple[Array, Array]:
-    """As `jspec.models.rope.rotate`, in float32 and in halves."""
+    """Rotate as `jspec.models.rope.rotate` does, in float32 and in halves."""
     where = steps[:, None], jnp.arange(ref.shape[2] // 2)[None, :]
     cos, sin = (triton.load(table.at[where], mask=real[:, None], other=0) for table in tables)
     first, second = _halves(ref, steps, heads, real)
@@ -174,10 +177,10 @@ def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real
 def _new_tokens(
     ref: Any, tables: tuple[Any, Any], count: int, key_head: Array, value_head: Array
 ) -> tuple[list[Array], Array]:
-    """This pass's keys, as halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
+    """Return this pass's keys, as halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
 
-    A value that is not finite must reach those who see its token and nobody else, but 0 * NaN is NaN. So the NaN is
-    stored in its key, where the mask takes it away.
+    A value that is not finite must affect only the queries that see its token, but 0 * NaN is NaN. So the NaN is stored
+    in its key, where the mask removes it.
     """
     steps = jnp.arange(MAX_TOKENS)
     real, (keys, values) = steps < count, (jnp.full_like(steps, head) for head in (key_head, value_head))
@@ -192,7 +195,7 @@ def _finite(x: Array) -> Array:
 
 
 def _write(keys_ref: Any, values_ref: Any, k: list[Array], v: Array, start: Array, written: Array) -> None:
-    """Those of the tokens that are to be written, from slot `start` on."""
+    """Write the tokens marked by `written`, from slot `start` on."""
     window, half = pl.ds(start, MAX_TOKENS), keys_ref.shape[0] // 2
     for part in (0, 1):
         triton.store(keys_ref.at[pl.ds(part * half, half), window], k[part], mask=written[None, :])
@@ -200,11 +203,11 @@ def _write(keys_ref: Any, values_ref: Any, k: list[Array], v: Array, start: Arra
 
 
 def _read(q: list[Array], keys_ref: Any, values_ref: Any, filled: Array, block: int, i: Array, sums: _Sums) -> _Sums:
-    """Add the i-th block of the cache, of which `filled` slots are seen by all queries.
+    """Add the i-th block of the cache, of which all queries see `filled` slots.
 
-    Keys are masked at the cache's end alone, and that only where blocks do not end there: a mask that begins anywhere
-    would have them loaded one by one, as they are where the number of slots is no multiple of 8. A NaN among them is
-    replaced with its score.
+    Keys are masked only at the cache's end, and only if no block ends there. A mask that begins at an arbitrary
+    position would make the kernel load keys one by one. It also does that if the number of slots is not a multiple of
+    8. A NaN among the keys is replaced together with its score.
     """
     size, slots = keys_ref.shape
     window, at = pl.ds(i * block, block), i * block + jnp.arange(block)

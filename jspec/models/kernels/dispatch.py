@@ -1,4 +1,4 @@
-"""Which programs get a kernel: only where one is lowered is it known for what platform and for how many devices."""
+"""The choice of programs that get a kernel. The platform and the number of devices are known only at lowering."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ def attention(
     positions: Array,
     sizes: tuple[int, int, int],
 ) -> tuple[Array, Array, Array]:
-    """Run `decode_attention` where it can run, and `otherwise` elsewhere: see `_choose`."""
+    """Run `decode_attention` if it can run, else `otherwise`; see `_choose`."""
     heads, groups, size = sizes
     rows = qkv.shape[1] * heads // groups
     small = positions.shape[1] <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
@@ -37,7 +37,7 @@ def attention(
 def project_add_norm(
     otherwise: Callable[..., tuple[Array, Array]], x: Array, inner: Array, weight: Array, gamma: Array, eps: float
 ) -> tuple[Array, Array]:
-    """`jspec.models.kernels.add_norm.project_add_norm` where it can run, and elsewhere `otherwise`: see `_choose`."""
+    """Run `jspec.models.kernels.add_norm.project_add_norm` if it can run, else `otherwise`; see `_choose`."""
     suits = (
         math.prod(x.shape[:-1]) <= MAX_NORMS and x.dtype == inner.dtype == weight.dtype == gamma.dtype == jnp.bfloat16
     )
@@ -45,16 +45,16 @@ def project_add_norm(
 
 
 def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
-    """The kernel of a `primitive`, if it `suits`, on one NVIDIA GPU of the Ampere generation or later.
+    """Run the kernel of a `primitive`, if it `suits`, on one NVIDIA GPU of the Ampere generation or later.
 
-    Elsewhere, and with ``JSPEC_KERNELS=0`` in the environment, the program is as without it. XLA cannot divide a
-    kernel, and would gather caches and weights on each of several devices; under `jax.shard_map` there is nothing to
-    divide. `jax.vmap` and derivatives have `otherwise`.
+    On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program is the one without a kernel. XLA
+    cannot divide a kernel, and would gather caches and weights on each of several devices. Under `jax.shard_map` there
+    is nothing to divide. `jax.vmap` and derivatives use `otherwise`.
 
     Args:
-        otherwise: does the same with arguments of any shape and dtype; programs are told apart by it.
+        otherwise: does the same with arguments of any shape and dtype; it also distinguishes programs.
     """
-    arguments = vary_like(arguments, arguments)  # as a new cache will once it is written
+    arguments = vary_like(arguments, arguments)  # a new cache varies like this once it is written
     if not suits:
         return otherwise(*arguments, **options)
     leaves, tree = jax.tree.flatten(arguments)
@@ -68,7 +68,7 @@ def _elsewhere(*leaves: Any, otherwise: Callable, tree: Any, options: tuple) -> 
 def _attend_on_gpu(*arguments: Any, **options: Any) -> Any:
     from jspec.models.kernels.decode_attention import decode_attention
 
-    with jax.enable_x64(False):  # a kernel is of the types it is written in
+    with jax.enable_x64(False):  # a kernel keeps the types it is written in
         return decode_attention(*arguments, **options)
 
 
@@ -80,11 +80,11 @@ def _norm_on_gpu(*arguments: Any, **options: Any) -> Any:
 
 
 def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
-    """A function with two forms.
+    """Return a primitive with two forms.
 
     Args:
-        on_gpu: the one for GPUs, of the same arguments as `otherwise`.
-        results: the types of what it returns, from those of its flat arguments.
+        on_gpu: the form for GPUs, with the same arguments as `otherwise`.
+        results: maps the types of the flat arguments to the types of the results.
     """
 
     def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
@@ -95,7 +95,7 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
 
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(_elsewhere)  # where nothing is jitted
+    primitive.def_impl(_elsewhere)  # outside `jax.jit`
     primitive.def_abstract_eval(lambda *types, options, **_: results(*types, **dict(options)))
     mlir.register_lowering(primitive, mlir.lower_fun(_elsewhere))
     mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
@@ -105,7 +105,7 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
 
 
 def _on_one_device(axes: Any) -> bool:
-    """Whether XLA divides nothing of what is lowered."""
+    """Return whether XLA divides no part of the lowered program."""
     if isinstance(axes, mlir.SPMDAxisContext):  # jax.shard_map
         return axes.manual_axes == frozenset(axes.mesh.axis_names)
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
