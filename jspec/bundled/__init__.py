@@ -1,4 +1,4 @@
-"""Models and trained heads that travel with jspec, and models with a short name."""
+"""Models and trained heads that ship with jspec, and models with a short name."""
 
 from pathlib import Path
 

@@ -10,9 +10,9 @@ from jspec.text.tokenizer_file import transformers
 
 
 def demo_pair(dtype: Any = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:
-    """The bundled pair: ``(target, draft, tokenizer)``, small models of Python source code. Works offline.
+    """Load the bundled pair of small models of Python source code: ``(target, draft, tokenizer)``. It works offline.
 
-    Arguments are those of `load`.
+    The arguments are those of `load`.
     """
     target, draft = (load(PAIR / name, dtype, sharding=sharding) for name in ("target", "draft"))
     return target, draft, transformers().AutoTokenizer.from_pretrained(PAIR / "target")

@@ -1,4 +1,4 @@
-"""A model by its name, with what goes with it."""
+"""Load a known model by its name, with its drafter and tokenizer."""
 
 from typing import Any
 
@@ -15,18 +15,20 @@ from jspec.text import load_tokenizer
 def pretrained(
     name: str, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
 ) -> tuple[Llama, NGramDrafter | FallbackDrafter, Any]:
-    """``(target, drafter, tokenizer)`` of a known model, such as "smollm2": `jspec models` lists them.
+    """Load ``(target, drafter, tokenizer)`` of a known model, such as "smollm2". `jspec models` lists the names.
 
-    The drafter is lookup (`NGramDrafter`), which needs no weights; behind it, as a `FallbackDrafter`, drafts the head
-    that travels with jspec where the model has one, as smollm2 does. The tokenizer has the model's chat template.
+    The drafter is lookup (`NGramDrafter`), which needs no weights. If jspec ships a trained head for the model, as it
+    does for smollm2, the drafter is a `FallbackDrafter`: lookup, with the head as its fallback. The tokenizer has the
+    model's chat template.
 
     Args:
-        name: it is looked for on this machine before the hub is asked.
+        name: the model's short name. The model is looked for on this machine before the hub.
         dtype, quantize, sharding: as for `load`.
 
     Raises:
-        ValueError: no model is known by that name; any other source is for `load`.
-        convert.CheckpointError: the model is not on this machine and cannot be downloaded; says how to get it.
+        ValueError: `name` is not a known model; use `load` for any other source.
+        convert.CheckpointError: the model is not on this machine and cannot be downloaded. The message says how to get
+            it.
     """
     if name not in MODELS:
         raise ValueError(f"{name!r} is none of the known models, {', '.join(MODELS)}; use jspec.load for others.")

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Ways to guess the next tokens. See `jspec.drafters.base` for the contract."""
+"""Drafters, which propose tokens for the target model to verify. See `jspec.drafters.base` for the contract."""
 
 from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft

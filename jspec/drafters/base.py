@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
 """The drafter contract: three functions over pytrees.
 
-A drafter is any pytree with these three methods. What it returns from `propose` pairs every token with the law it was
-drawn from; as long as that is true, nothing a drafter does can change the law of the text, only its speed.
+A drafter is any pytree with these three methods. Its `propose` pairs every token with the distribution it was drawn
+from. As long as that is true, a drafter changes only the speed of decoding and never the distribution of the text.
 """
 
 import dataclasses
@@ -28,13 +28,14 @@ State = TypeVar("State")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "cache"], meta_fields=["unread"])
 @dataclasses.dataclass(frozen=True)
 class TargetView:
-    """The model that will verify the draft, and what it has read.
+    """The model that will verify the draft, and its KV cache.
 
     Attributes:
-        model: for a draft of the whole program the target; a middle model within a cascade.
-        cache: its own, for reading: what a drafter writes into it is not kept. It holds the text so far without its
-            last `unread` tokens; slots from there on hold anything.
-        unread: at least 1, for the newest token has been drawn and not yet read.
+        model: the target, or the middle model within a cascade.
+        cache: the KV cache of `model`, to read from; a drafter's writes to it are discarded. It holds the text so far
+            without its last `unread` tokens. Later slots hold arbitrary values.
+        unread: the number of last tokens missing from `cache`. It is at least 1, because the newest token has been
+            drawn and not yet read.
     """
 
     model: Any
@@ -49,22 +50,23 @@ class TargetView:
 )
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a drafter may look at.
+    """The inputs of a draft.
 
     Attributes:
-        tokens: ``int32[B, L]``, prompt and text so far; row b is valid up to ``lengths[b]``.
-        lengths: ``int32[B]``.
-        noise: ``float32[B, K, C, 2, W]``, of this round alone: what the drafted tokens are drawn with, see `draw`. C is
-            the most guesses of one depth, 1 in a chain.
-        transforms: the transforms the draft's law goes through.
-        token_counts: what penalties look at, or None where there are none.
+        tokens: ``int32[B, L]``, the prompt and the text so far; row b is valid up to ``lengths[b]``.
+        lengths: ``int32[B]``, the number of valid tokens in each row.
+        noise: ``float32[B, K, C, 2, W]``, new in every round: the random numbers that draw the draft tokens, see
+            `draw`. C is the largest number of draft tokens at one depth, 1 in a chain.
+        transforms: the sampling transforms of the draft's distribution.
+        token_counts: the counts that penalties use, or None if there are no penalties.
         target: the model that will verify the draft.
         vocab_size: V of the target.
-        unread: how many of the last tokens a drafter's own cache may lack. With drafts of its own only it is 2: its
-            last draft, which was drawn and not read, and the token that the target wrote after it.
-        budget: ``int32[B]``, how many tokens each row is to get; None for all of them. More are cut off.
-        draft_length: what decides whether to go on after a token, or None (`jspec.drafters.draft_length`).
-        length_state: what that remembers.
+        unread: the number of last tokens that a drafter's own cache may lack. It is 2 if all drafts are the drafter's
+            own. The two are its last draft token, drawn but not read, and the token that the target wrote after it.
+        budget: ``int32[B]``, the number of tokens to draft in each row, or None for all of them. Further tokens are cut
+            off.
+        draft_length: the policy that decides whether to draft another token, or None (`jspec.drafters.draft_length`).
+        length_state: the state of `draft_length`.
     """
 
     tokens: Array
@@ -80,67 +82,78 @@ class Context:
     length_state: Any = None
 
     def draw(self, k: Array | int, probs: Array) -> Array:
-        """Draft token k, ``int32[B]``, drawn from its law ``probs[B, V]``; each k once a round."""
+        """Draw draft token k, ``int32[B]``, from its distribution ``probs[B, V]``. Use each k once per round."""
         return sample_with_noise(self.noise[:, k, 0], probs)
 
 
 class Drafter(Protocol[State]):
-    """Guesses tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
+    """A source of draft tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
 
-    One that has a `tree`, a `jspec.Tree`, drafts that in place of a chain. The law of a node may depend on the nodes
-    before it on its branch, and on its elder siblings, alone. If it does not depend on these, siblings being drawn
-    independently from one law, an attribute `replacement` that is True says so, for rules which need that.
+    Optional attributes say what else a drafter offers or requests:
 
-    One that has `features`, a tuple of F ints, reads states of the target: i names what enters its layer i; the number
-    of its layers, or -1, what leaves the last. Its `init` is told ``features [B, P, F, E]`` of the prompts, their
-    ``lengths int32[B]`` and the ``target``, the model; its `commit` ``features [B, K + 1, F, E]`` where ``hidden`` is,
-    and the ``target``.
+    `tree`, a `jspec.Tree`, makes the drafter propose this tree instead of a chain. The distribution of a node may
+    depend only on the nodes before it on its branch and on its elder siblings. If siblings are drawn independently from
+    one distribution, set `replacement` to True, because some rules require it.
 
-    One that has `num_likeliest`, an int n, is told more in `commit`: ``likeliest int32[B, K + 1, n]``, the judging
-    model's likeliest tokens where ``hidden`` is, by its own logits, the likeliest first (of a vocabulary of V < n
-    tokens V).
+    `features`, a tuple of F ints, requests hidden states of the target. i stands for the input of the target's layer i;
+    the number of layers, or -1, stands for the output of the last layer. `init` then also takes
+    ``features [B, P, F, E]`` of the prompts, their ``lengths int32[B]`` and the model ``target``. `commit` then also
+    takes ``features [B, K + 1, F, E]`` at the tokens of ``hidden``, and ``target``.
 
-    One that has `read` can be given texts in pieces, as `jspec.engine.Engine` does
-    (`jspec.drafters.late_reading.read_on`); of one that has not, and an `init` of its own, `init` is called with all of
-    a prompt as soon as it is there.
+    `num_likeliest`, an int n, makes `commit` also take ``likeliest int32[B, K + 1, n]``: the verifying model's
+    likeliest tokens after each token of ``hidden``, by its own logits, the likeliest first. A vocabulary of V < n
+    tokens gives V.
 
-    One that has `embeddings`, ``float[M, E]``, may draft ids from V to V + M - 1 where it has no guess: in place of
-    token V + i the target reads row i of them. What it makes of that, behind its branch, is in ``hidden`` as of any
-    other.
+    `read` lets the drafter prefill a text in pieces, as `jspec.engine.Engine` does
+    (`jspec.drafters.late_reading.read_on`). Without it, a drafter's own `init` receives each prompt whole, as soon as
+    the prompt is complete.
+
+    `embeddings`, ``float[M, E]``, lets the drafter propose ids from V to V + M - 1 where it has no guess. The target
+    reads row i of them in place of token V + i. Its state there, after the branch so far, is in ``hidden`` as for any
+    other token.
     """
 
     @property
     def vocab_size(self) -> int | None:
-        """V, which must be the target's, or None for any; drawing token by token, the target's but for padding."""
+        """V, which must be the target's, or None for any. A drafter that draws token by token may differ by padding."""
         ...
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text it can guess for, or None for any."""
+        """The longest text that the drafter supports, or None if it has no limit."""
         ...
 
     def init(self, tokens: Array, num_slots: int) -> State:
-        """The state before the first round: ``tokens[B, P]`` are the prompts, ``num_slots`` bounds every position."""
+        """Return the state before the first round.
+
+        ``tokens[B, P]`` are the prompts, and ``num_slots`` bounds every position.
+        """
         ...
 
     def propose(self, state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
-        """A draft of `num_draft_tokens` tokens, below ``context.vocab_size``, for positions ``context.lengths ..``."""
+        """Return a draft of `num_draft_tokens` tokens for positions ``context.lengths ..``, and the new state.
+
+        The tokens are below ``context.vocab_size``.
+        """
         ...
 
     def commit(self, state: State, draft: Draft, verdict: Verdict, hidden: Array) -> State:
-        """Learn what became of the draft; ``hidden[B, K + 1, E]`` are the judging model's states over it (of a
-        tree behind node 0 and every guess).
+        """Return the state after the verdict on a draft.
 
-        Within a combination the draft may be another's. In a `jspec.MultiDrafter` one that reads `features` is told of
-        the accepted path as of a chain that ends there, whosever it is.
+        ``hidden[B, K + 1, E]`` are the verifying model's hidden states over the draft. For a tree they are the states
+        after node 0 and after every other node.
 
-        Where drafts vary in length, what comes after a row's last token with a law is arbitrary: do not learn from it.
+        Within a combination the draft may come from another drafter. In a `jspec.MultiDrafter`, a drafter with
+        `features` receives the accepted path, whichever drafter proposed it, as a chain that ends there.
+
+        If drafts vary in length, the values after a row's last token with a distribution are arbitrary: do not learn
+        from them.
         """
         ...
 
 
 class AskingDrafter(Protocol):
-    """A `Drafter` whose `init` or `commit` is told more, for it has `features` or `num_likeliest`."""
+    """A `Drafter` whose `init` or `commit` takes more arguments because it has `features` or `num_likeliest`."""
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -158,21 +171,21 @@ class AskingDrafter(Protocol):
 
 
 def at_most(context: Context, num_draft_tokens: int) -> Context:
-    """`context` for a part of a drafter, which is asked for no more tokens than these."""
+    """Return `context` for a part of a drafter, with a budget of at most `num_draft_tokens`."""
     if context.budget is None:
         return context
     return dataclasses.replace(context, budget=jnp.minimum(context.budget, num_draft_tokens))
 
 
 def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: int) -> Draft:
-    """What `drafter` has proposed, in the program's dtypes, without the laws of tokens beyond a row's budget.
+    """Return the draft that `drafter` proposed, in the program's dtypes.
 
-    Nor those of tokens that are not `valid`, nor of ids outside the vocabulary, which drafters of jspec cannot have:
-    they are no guess.
+    A token loses its distribution if it is beyond the row's budget or not `valid`. So does an id outside the
+    vocabulary, which a drafter of jspec cannot propose. Such tokens are not guesses.
 
     Raises, while the program is traced:
-        TypeError: it is no draft.
-        ValueError: its shapes are not those that were asked for.
+        TypeError: the proposal is not a draft.
+        ValueError: its shapes differ from those requested.
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"propose must return (jspec.drafters.Draft, state); got {type(draft).__name__} first.")
@@ -192,7 +205,7 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
     if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
         raise ValueError(f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
                          f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
-    # With 64-bit types enabled, a user's arrays are easily wider than the program's.
+    # If 64-bit types are enabled, a user's arrays may be wider than the program's.
     probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
     draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
     if draft.valid is not None:
@@ -208,29 +221,29 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
 
 
 def _alike(tree: Tree | DynamicTree, other: Tree | DynamicTree) -> bool:
-    """Whether the one is the other, or of its size where only that is known."""
+    """Return whether two trees are equal, or have the same size and depth if both are dynamic."""
     if isinstance(tree, DynamicTree) and isinstance(other, DynamicTree):
         return (tree.size, tree.max_depth) == (other.size, other.max_depth)
     return tree == other
 
 
 def own_tree(drafter: Any) -> Tree | DynamicTree | None:
-    """The tree of a drafter whose drafts branch; None for one of chains."""
+    """Return the tree of a drafter whose drafts branch, or None for a drafter of chains."""
     tree = getattr(drafter, "tree", None)
     return tree if isinstance(tree, Tree | DynamicTree) else None
 
 
 def tree_of(drafter: Any, num_draft_tokens: int) -> Tree | DynamicTree:
-    """The shape of a drafter's drafts: the `tree` that it has, else a chain."""
+    """Return the shape of a drafter's drafts: its `tree`, or a chain if it has none."""
     return own_tree(drafter) or Tree.chain(num_draft_tokens)
 
 
 def as_tree(tree: Any) -> Tree:
-    """`tree`, numbered by depth.
+    """Return `tree`, numbered by depth.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it has no guesses.
+        TypeError: `tree` is not a `jspec.Tree`.
+        ValueError: `tree` has no guesses.
     """
     if not isinstance(tree, Tree):
         raise TypeError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree, such as "
@@ -241,28 +254,31 @@ def as_tree(tree: Any) -> Tree:
 
 
 def certain(tokens: Array, guessed: Array, context: Context, tree: Tree | None = None) -> Draft:
-    """A draft of ``tokens[B, K]`` that the text alone decides: one-hot laws, or zeros where not ``guessed[B, K]``."""
+    """Return a draft of ``tokens[B, K]`` that the text alone determines.
+
+    Its distributions are one-hot, or zeros where ``guessed[B, K]`` is False.
+    """
     laws = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32)
     return Draft(tokens, laws * guessed[..., None].astype(laws.dtype), tree)
 
 
 def outside(tokens: Array, vocab_size: int) -> Array:
-    """``bool[B, K]``: the tokens that no vocabulary of this size has."""
+    """Return ``bool[B, K]``: which tokens are outside a vocabulary of this size."""
     return (tokens < 0) | (tokens >= vocab_size)
 
 
 def only(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
-    """`draft` with guesses only where ``kept[B, K]``, and other tokens elsewhere."""
+    """Return `draft` with guesses only where ``kept[B, K]`` is True, and the tokens `otherwise` elsewhere."""
     probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
     valid = None if draft.valid is None else draft.valid & kept
     return Draft(jnp.where(kept, draft.tokens, otherwise), probs, draft.tree, valid)
 
 
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
-    """The vocabulary that the parts of a `drafter` share: the smallest, where others are longer by padding.
+    """Return the vocabulary size that the parts of `drafter` share: the smallest, if others are longer only by padding.
 
     Raises:
-        ValueError: the parts have several.
+        ValueError: the parts have different vocabularies.
     """
     known = sorted({size for size in sizes if size is not None})
     if not all(longer_by_padding(size, known[0]) for size in known[1:]):
@@ -272,13 +288,13 @@ def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
 
 
 def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
-    """``[..., V]`` from logits whose vocabulary is V but for rows that pad one of the two.
+    """Return logits ``[..., V]`` from logits whose vocabulary differs from V only by padding.
 
-    Rows that pad the draft's are no tokens and are cut off; of those that pad the target's the draft has no idea, so
-    that it never drafts them.
+    Padding in the draft's vocabulary holds no tokens and is cut off. Padding in the target's vocabulary gets -inf, so
+    the draft never proposes it.
 
     Raises:
-        ValueError: the two differ by more than that.
+        ValueError: the vocabularies differ by more than padding.
     """
     if not same_but_for_padding(logits.shape[-1], vocab_size):
         raise ValueError(f"A draft's logits have {logits.shape[-1]} columns and the target's vocabulary {vocab_size} "
@@ -291,33 +307,33 @@ def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
 
 
 def is_foreign(drafter: Drafter[Any] | None) -> bool:
-    """Whether drafts come from a function from outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
+    """Return whether `drafter` defines `propose` outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
     if drafter is None:
         return False
-    home = type(drafter).propose.__module__ or ""  # code that was run from a string has none
+    home = type(drafter).propose.__module__ or ""  # code that was run from a string has no module
     return home.split(".")[0] != __name__.split(".")[0]
 
 
 class Stateless:
-    """A drafter that remembers nothing from round to round: its `init` and `commit`."""
+    """The `init` and `commit` of a drafter that remembers nothing from round to round."""
 
-    # Not typed as (), for an `AutoregressiveDrafter` may have a state after all.
+    # Not typed as (), because an `AutoregressiveDrafter` may have a state.
     def init(self, tokens: Array, num_slots: int) -> Any:
-        """No state."""
+        """Return an empty state."""
         return ()
 
     def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
-        """Nothing to learn."""
+        """Return `state` unchanged."""
         return state
 
 
 def last_tokens(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[Array, Array, Array]:
-    """What is around the end of each row: its last `before` tokens, and `after` more.
+    """Return the tokens around the end of each row: its last `before` tokens and the `after` tokens that follow.
 
     Returns:
         ``int32[B, before + after]``; the position ``int32[B]`` of the first of them, 0 in a row that is shorter than
         `before`; and the index ``int32[B]`` of the row's last token among them.
     """
-    before = min(before, tokens.shape[1] - after)  # nested fallbacks ask for more than a short text has
+    before = min(before, tokens.shape[1] - after)  # nested fallbacks request more than a short text has
     start = jnp.maximum(lengths - before, 0)
     return slice_rows(tokens, start, before + after), start, lengths - 1 - start

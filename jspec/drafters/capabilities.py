@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What a drafter asks the target for besides its text, how far it guesses, and who passes that on."""
+"""A drafter's requests to the target besides the text, its reach, and the way combined drafters pass these on."""
 
 import math
 from collections.abc import Iterable
@@ -9,37 +9,37 @@ from jax import Array
 
 
 def features_of(drafter: Any) -> tuple[int, ...]:
-    """Which of the target's states a drafter reads; most none."""
+    """Return the hidden states of the target that a drafter reads; most drafters read none."""
     return tuple(getattr(drafter, "features", ()))
 
 
 def num_likeliest_of(drafter: Any) -> int:
-    """How many of the target's likeliest tokens a drafter asks for; most none."""
+    """Return the number of the target's likeliest tokens that a drafter requests; 0 for most drafters."""
     return getattr(drafter, "num_likeliest", 0)
 
 
 def embeddings_of(drafter: Any) -> Array | None:
-    """What the target reads in place of ids from V on, ``[M, E]``; None for most drafters."""
+    """Return the vectors that the target reads in place of ids from V on, ``[M, E]``; None for most drafters."""
     return getattr(drafter, "embeddings", None)
 
 
 def reach_of(drafter: Any) -> float:
-    """How many tokens in a row a drafter can guess; for most infinitely many."""
+    """Return the number of tokens in a row that a drafter can draft; infinity for most drafters."""
     return getattr(drafter, "reach", math.inf)
 
 
 def says_how_sure(drafter: Any) -> bool:
-    """Whether a drafter can be asked how sure it is of its guesses."""
+    """Return whether a drafter can report its confidence in its draft tokens."""
     return getattr(drafter, "says_how_sure", hasattr(drafter, "extend"))
 
 
 def least(limits: Iterable[int | None]) -> int | None:
-    """The smallest of `limits`, None where there is none."""
+    """Return the smallest of `limits`, or None if there is none."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 class Around:
-    """A drafter around `draft`: it asks the target for what that asks for, and passes on what it is told."""
+    """A drafter that wraps `draft`: it forwards the requests of `draft` to the target, and the values in return."""
 
     draft: Any
 
@@ -73,15 +73,15 @@ class Around:
 
 
 def features_of_all(*parts: Any) -> tuple[int, ...]:
-    """The states that any of several drafters reads, each once."""
+    """Return the hidden states that any of several drafters reads, each once."""
     return tuple(dict.fromkeys(i for part in parts for i in features_of(part)))
 
 
 def told_to(part: Any, features: tuple[int, ...], told: dict[str, Any]) -> dict[str, Any]:
-    """Of what a drafter of several was told, what its `part` asks for.
+    """Return the values in `told` that `part` requests; a combination of drafters received `told` from the target.
 
     Args:
-        features: of the whole drafter.
+        features: the features of the whole combination.
     """
     mine: dict[str, Any] = {}
     if wanted := features_of(part):

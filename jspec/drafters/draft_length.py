@@ -1,14 +1,14 @@
-"""How many tokens to draft a round: one number, or row by row and from round to round.
+"""The number of tokens to draft per round: one number, or a choice for each row and round.
 
-Rows differ by a mask: a token beyond a row's budget has a law of zeros, which no rule accepts. Time is saved by
-drafting no longer than some row goes on, and by verifying in the shortest of a few compiled lengths that holds all
-drafts. (Of a batch that is sharded over devices these two are asked of all of them, once a token and once a round.)
-So neighbours decide which compiled length verifies a row: its text stays its own but for rounding. Where that matters,
-as it does in half precision, use a plain number.
+Rows differ by a mask: a token beyond a row's budget has a distribution of zeros, which no rule accepts. Two things save
+time. Drafting stops as soon as no row continues, and verification uses the shortest of a few compiled lengths that
+holds all drafts. (In a batch that is sharded over devices, these two decisions cover all devices, once per token and
+once per round.) So the other rows of a batch affect which compiled length verifies a row. The row's text stays the same
+except for rounding. If rounding matters, as it does in half precision, use a plain number.
 
-Whether to go on may depend on all that has been drafted, the last token included, but that token stays: to look at a
-token and then discard it would change the law of the text, for the target would be asked for another one just where
-the draft was unsure.
+The decision to continue may depend on everything drafted so far, including the last token, but that token stays.
+Discarding a token after looking at it would change the distribution of the text: the target would choose another token
+exactly where the draft was unsure.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from jspec.core.types import check_between, check_count
 
 
 class DraftLength(Protocol):
-    """Decides how far to draft: hashable, for it is part of the program.
+    """A policy that decides how far to draft. It is hashable, because it is part of the program.
 
-    One that has `starts`, of the arguments of `continues`, is asked with it whether to draft at all: of the first token
-    it is told the probability that its law gives to the likeliest, for nothing has been drawn yet.
+    An optional method `starts`, with the arguments of `continues`, decides whether to draft at all. Its `confidence` is
+    the probability of the likeliest first token, because no token has been drawn yet.
 
     Attributes:
-        needs_confidence: whether `continues` is to be asked; only a `jspec.drafters.AutoregressiveDrafter` can, or a
+        needs_confidence: whether to call `continues`. Only a `jspec.drafters.AutoregressiveDrafter` can do so, or a
             `jspec.FallbackDrafter` with one.
     """
 
@@ -37,28 +37,37 @@ class DraftLength(Protocol):
 
     @property
     def max_draft_tokens(self) -> int:
-        """K, the most tokens of a draft; fixes shapes."""
+        """K, the largest number of tokens in a draft; it fixes shapes."""
         ...
 
     def init(self, batch: int) -> Any:
-        """What it remembers, a pytree, before the first round."""
+        """Return the state before the first round, a pytree."""
         ...
 
     def budget(self, state: Any, batch: int) -> Array | None:
-        """``int32[B]`` in 0 .. K: how many tokens to draft in this round; None for K in every row, which costs less."""
+        """Return the number of tokens to draft in this round, ``int32[B]`` in 0 .. K.
+
+        None stands for K in every row, which costs less.
+        """
         ...
 
     def continues(self, state: Any, confidence: Array) -> Array:
-        """``bool[B]``, whether to draft one more token; the last had this probability ``[B]`` before any transforms."""
+        """Return whether to draft one more token, ``bool[B]``.
+
+        `confidence` ``[B]`` is the probability of the last token before any transforms.
+        """
         ...
 
     def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
-        """After a round that kept ``accepted int32[B]`` of ``drafted int32[B]`` tokens; both are 0 in idle rows."""
+        """Return the state after a round that accepted ``accepted int32[B]`` of ``drafted int32[B]`` tokens.
+
+        Both are 0 in idle rows.
+        """
         ...
 
 
 class _Forgetful:
-    """What most have in common: nothing to remember, nothing to ask."""
+    """The defaults of most policies: no state, and no need for confidence."""
 
     needs_confidence: ClassVar[bool] = False
 
@@ -74,7 +83,7 @@ class _Forgetful:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(_Forgetful):
-    """The same in every row and round: what a plain number stands for, and 0 for plain decoding."""
+    """A fixed draft length in every row and round, which a plain number stands for. 0 is plain decoding."""
 
     max_draft_tokens: int
 
@@ -82,13 +91,13 @@ class Fixed(_Forgetful):
         return None
 
 
-# Where nothing is given: this very object, for a drafter with a tree is given none.
+# The default if no length is given. It is compared by identity, because a drafter with a tree takes no length.
 DEFAULT = Fixed(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class AtMost(_Forgetful):
-    """Always as many as it may."""
+    """A policy that always drafts the largest allowed number of tokens."""
 
     max_draft_tokens: int
 
@@ -102,22 +111,23 @@ class AtMost(_Forgetful):
 
 @dataclasses.dataclass(frozen=True)
 class UpTo(AtMost):
-    """Drafts as many as it may, or as far as there is a guess: a round without a guess costs a plain step.
+    """A policy that drafts up to the largest allowed number, or as far as there is a guess.
 
-    For drafters that look things up. With a model it does what the plain number does.
+    A round without a guess costs a plain step. The policy is for lookup drafters. With a draft model it does the same
+    as the plain number.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class WhileConfident(AtMost):
-    """Stops after the first token to which the draft gave a probability below `threshold`.
+    """A policy that stops drafting after the first token with a draft probability below `threshold`.
 
-    The probability is that before temperature and filters, so it tells something in greedy decoding, too; as
-    ``assistant_confidence_threshold`` in transformers, which starts with 0.4.
+    The probability is taken before temperature and filters, so it is informative in greedy decoding, too. The policy
+    works like ``assistant_confidence_threshold`` in transformers, which starts at 0.4.
 
     Attributes:
-        first: drafts nothing where the likeliest first token has a probability below this, so that the round costs
-            little more than a plain step; 0 always drafts one. For devices on which more rows cost more time.
+        first: draft nothing if the likeliest first token has a probability below this, so that the round costs little
+            more than a plain step. 0 always drafts one token. Use it on devices on which more rows cost more time.
     """
 
     threshold: float = 0.4
@@ -139,18 +149,19 @@ class WhileConfident(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class ByConfidence(AtMost):
-    """As `WhileConfident`, but each row finds its threshold: the one at which a wanted share of drafts is accepted.
+    """A policy like `WhileConfident` that adapts each row's threshold to reach a desired acceptance rate.
 
-    The threshold is 0.4 at first. After a round in which m drafts were judged and n of them accepted, the first of the
-    round not counted, it moves by ``0.05 (acceptance m - n)``, and stays between 0 and 1: a stochastic approximation
-    with a constant step, so that it follows a text that changes (after the adaptive draft-exiting of Zhang et al. 2024,
-    Draft & Verify). The first is drafted however unsure, so it says nothing about the threshold. Where even what
-    follows the surest is refused too often, drafts of one token are left.
+    The threshold starts at 0.4. Let m be the number of verified drafts in a round and n the number of accepted ones,
+    both without the first draft of the round. After the round the threshold moves by ``0.05 (acceptance m - n)``, and
+    stays between 0 and 1. This is a stochastic approximation with a constant step, so it follows a text that changes
+    (after the adaptive draft-exiting of Zhang et al. 2024, Draft & Verify). The first token is drafted at any
+    confidence, so it says nothing about the threshold. If even the tokens after the most confident ones are rejected
+    too often, drafts shrink to one token.
 
-    In a `jspec.FallbackDrafter` the threshold follows the drafts of both parts, and only one may ask for it.
+    In a `jspec.FallbackDrafter` the threshold follows the drafts of both parts, and only one part may use it.
 
     Attributes:
-        acceptance: the wanted share of accepted drafts among those that are judged behind a first one.
+        acceptance: the desired share of accepted drafts among those verified after the first of a round.
     """
 
     acceptance: float = 0.8
@@ -174,10 +185,10 @@ class ByConfidence(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class Heuristic(AtMost):
-    """Two tokens more after a round that kept all drafts, one less after any other, between 1 and `max_draft_tokens`.
+    """A policy that drafts two tokens more after a round that accepted all drafts, and one less after any other round.
 
-    Each row has its own number, at first half of that, rounded up. The rule is that of transformers
-    (``num_assistant_tokens_schedule="heuristic"``).
+    The number stays between 1 and `max_draft_tokens`. Each row has its own number, which starts at half of
+    `max_draft_tokens`, rounded up. The rule is that of transformers (``num_assistant_tokens_schedule="heuristic"``).
     """
 
     def init(self, batch: int) -> Array:
@@ -194,14 +205,14 @@ class Heuristic(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class ByAcceptance(AtMost):
-    """Drafts the length that pays best at the row's recent acceptance rate.
+    """A policy that drafts the length that pays best at the row's recent acceptance rate.
 
-    The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8), with `cost_ratio` for
-    c and for a the share of accepted drafts among those judged. Older rounds count for less, by 0.9 a round; before any
-    it is 1/2, which counts as much as two drafts.
+    The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8). c is `cost_ratio`,
+    and a is the share of accepted drafts among the verified ones. Older rounds count less, by a factor of 0.9 per
+    round. Before any round a is 1/2, and this start counts as much as two drafts.
 
     Attributes:
-        cost_ratio: what one more drafted token costs, its row in verification included, over a step of plain decoding.
+        cost_ratio: the cost of one more draft token, including its row in verification, over a step of plain decoding.
     """
 
     cost_ratio: float = 0.1
@@ -211,7 +222,7 @@ class ByAcceptance(AtMost):
         check_between("cost_ratio", self.cost_ratio, 0, 1000)
 
     def init(self, batch: int) -> tuple[Array, Array]:
-        """Accepted and judged drafts, with their weights."""
+        """Return the weighted numbers of accepted and verified drafts."""
         return jnp.zeros(batch, jnp.float32), jnp.zeros(batch, jnp.float32)
 
     def budget(self, state: tuple[Array, Array], batch: int) -> Array:
@@ -220,7 +231,7 @@ class ByAcceptance(AtMost):
         drafts = jnp.arange(self.max_draft_tokens + 1).astype(jnp.float32)[None]
         tokens = jnp.cumsum(rate[:, None] ** drafts, axis=1)
         speedup = tokens / (1 + drafts * self.cost_ratio)
-        return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # without a draft nothing would be learnt
+        return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # a round without a draft would teach nothing
 
     def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
         counts = (count.astype(jnp.float32) for count in (accepted, _judged(drafted, accepted)))
@@ -229,15 +240,16 @@ class ByAcceptance(AtMost):
 
 
 def _judged(drafted: Array, accepted: Array) -> Array:
-    """Drafts of a round that were looked at: the accepted ones, and one that was refused."""
+    """Return the number of drafts that a round verified: the accepted ones, and the rejected one if there is one."""
     return accepted + (accepted < drafted).astype(jnp.int32)
 
 
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
-    """The draft lengths that verification is compiled for: none, powers of two, and K; of a `Fixed` one K alone.
+    """Return the draft lengths to compile verification for: 0, powers of two, and K. A `Fixed` length compiles K alone.
 
-    Of lookup, which guesses all or nothing, none and K; and where a draft may not begin, which is for devices where the
-    second row costs time and the next ones little more. Each compiles all of the target once more.
+    Lookup, which drafts all or nothing, compiles 0 and K. So does a policy that may skip the draft, because it is for
+    devices on which the second row costs time and the next ones little more. Each length compiles all of the target
+    once more.
     """
     longest = draft_length.max_draft_tokens
     if isinstance(draft_length, Fixed):
@@ -247,11 +259,11 @@ def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
 
 
 def doubling(largest: int) -> tuple[int, ...]:
-    """The powers of two below `largest`, and `largest`."""
+    """Return the powers of two below `largest`, and `largest`."""
     return (*(1 << i for i in range((largest - 1).bit_length())), largest)
 
 
 def as_draft_length(num_draft_tokens: Any) -> DraftLength:
-    """What decides how far to draft, of what users pass: a number or a `DraftLength`."""
+    """Return the `DraftLength` for what users pass: a number or a `DraftLength`."""
     is_number = not hasattr(num_draft_tokens, "budget")
     return Fixed(operator.index(num_draft_tokens)) if is_number else num_draft_tokens

@@ -1,8 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Texts that are read in pieces, and drafters that begin to read when others have long begun to write.
+"""Prefill in pieces, for drafters that start to read a text while other requests are decoding.
 
-`init` reads whole prompts. An engine reads a long one piece by piece, so that others need not wait, and lets the draft
-read later than the target. A drafter that can has `read`; one that keeps nothing of a text need not.
+`init` prefills whole prompts. An engine prefills a long prompt piece by piece so that other requests need not wait, and
+lets the draft prefill later than the target. A drafter that supports this has `read`. A drafter that keeps nothing of a
+text does not need it.
 """
 
 from collections.abc import Iterator
@@ -17,14 +18,14 @@ from jspec.drafters.capabilities import features_of
 
 
 class ReadsNothing:
-    """A drafter that remembers nothing of a text: its `read`."""
+    """The `read` of a drafter that remembers nothing of a text."""
 
     def read(self, state: Any, tokens: Array, start: Array, count: Array) -> Any:
         return state
 
 
 def leaves_of(drafter: Any) -> Iterator[Any]:
-    """The drafters that `drafter` is made of, or itself."""
+    """Yield the drafters that `drafter` is composed of, or `drafter` itself."""
     parts = getattr(drafter, "parts", None)
     if parts is None:
         yield drafter
@@ -34,12 +35,12 @@ def leaves_of(drafter: Any) -> Iterator[Any]:
 
 
 def keeps_nothing(drafter: Any) -> bool:
-    """Whether none of its parts remembers anything of a text."""
+    """Return whether no part of `drafter` remembers anything of a text."""
     return all(isinstance(leaf, ReadsNothing) or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
 
 
 def can_read(drafter: Any) -> bool:
-    """Whether it can be given a text in pieces."""
+    """Return whether `drafter` can prefill a text in pieces."""
     return all(hasattr(leaf, "read") or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
 
 
@@ -48,7 +49,7 @@ def _init_of(drafter: object) -> Any:
 
 
 def begin(drafter: Any, target: Any, batch: int, num_slots: int) -> Any:
-    """The state of a drafter that has read nothing yet, of `batch` rows."""
+    """Return the state of a drafter that has read nothing yet, for `batch` rows."""
     tokens = jnp.zeros((batch, 1 if can_read(drafter) else num_slots), jnp.int32)
     if not features_of(drafter):
         return drafter.init(tokens, num_slots)
@@ -58,20 +59,21 @@ def begin(drafter: Any, target: Any, batch: int, num_slots: int) -> Any:
 
 
 def read_on(drafter: Any, state: Any, tokens: Array, start: Array, count: Array, **told: Any) -> Any:
-    """The state of `drafter` after the next ``count[b]`` tokens of each row.
+    """Return the state of `drafter` after the next ``count[b]`` tokens of each row.
 
     Args:
-        drafter: one that `can_read`.
-        tokens: ``int32[B, C + 1]``, from position ``start[b]`` on: those and the one behind them, then anything.
-        start: ``int32[B]``; all before has been read.
-        count: ``int32[B]`` in 0 .. C; 0 leaves a row as it is, but for slots behind its text.
-        told: ``features [B, C, F, E]`` of these tokens and the ``target``, to one that reads them.
+        drafter: a drafter for which `can_read` is True.
+        tokens: ``int32[B, C + 1]``, from position ``start[b]`` on: the tokens to read and the one after them, then
+            arbitrary values.
+        start: ``int32[B]``; everything before it has been read.
+        count: ``int32[B]`` in 0 .. C; 0 leaves a row unchanged, except for slots after its text.
+        told: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that reads features.
     """
     return drafter.read(state, tokens, start, count, **told) if hasattr(drafter, "read") else state
 
 
 def where_read(count: Array, new: Any, old: Any) -> Any:
-    """`new`, a pytree, in rows that have read something, else `old`."""
+    """Return `new`, a pytree, in rows that have read something, and `old` in the others."""
 
     def pick(a: Array, b: Array) -> Array:
         return jnp.where((count > 0).reshape(-1, *(1,) * (a.ndim - 1)), a, b)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Debug mode: a drafter whose every draft is held to the contract."""
+"""Debug mode: a wrapper that checks every draft of a drafter against the contract."""
 
 import functools
 from typing import Any
@@ -21,11 +21,11 @@ _TOLERANCE = 1e-3
 
 @pytree
 class CheckedDrafter(Around):
-    """`draft`, and an error as soon as a law of its drafts is none, or a token cannot come from its law.
+    """A wrapper around `draft` that fails if a distribution is invalid or a token cannot come from its distribution.
 
-    An all-zero law is "no guess" and passes. `jspec.speculative_generate` wraps its draft in this where
-    ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host; the error comes out of JAX
-    as a JaxRuntimeError that quotes it, when results are waited for.
+    An all-zero distribution means "no guess" and passes. `jspec.speculative_generate` wraps its draft in this class if
+    ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host. When the caller waits for
+    results, JAX raises a JaxRuntimeError that quotes the error.
     """
 
     draft: Any
@@ -43,7 +43,7 @@ class CheckedDrafter(Around):
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.draft.propose(state, context, num_draft_tokens)
         held = as_draft(self, draft, context, num_draft_tokens)
-        if held.probs is None:  # there is no law to look at
+        if held.probs is None:  # there is no distribution to check
             assert held.valid is not None, "as_draft refuses a draft without both"
             check = functools.partial(_check_ids, type(self.draft).__name__, context.vocab_size)
             jax.debug.callback(check, held.tokens, held.valid)
@@ -59,7 +59,10 @@ class CheckedDrafter(Around):
 
 
 def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
-    """On the host: ``[B, K]`` tokens, and which of them are guesses."""
+    """Raise ValueError if a guess is outside the vocabulary; runs on the host.
+
+    `tokens` and `guessed` are ``[B, K]``: the tokens, and which of them are guesses.
+    """
     tokens, guessed = np.asarray(tokens), np.asarray(guessed)
     for row, k in np.argwhere(guessed & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
         raise ValueError(f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
@@ -67,7 +70,11 @@ def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
 
 
 def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:
-    """On the host: ``[B, K]`` tokens, sums and smallest entries of their laws, and what those give them."""
+    """Raise ValueError if a distribution is invalid or cannot give its token; runs on the host.
+
+    All arrays are ``[B, K]``: the tokens, the sums and smallest entries of their distributions, and their
+    probabilities.
+    """
     tokens, sums, least, drawn = map(np.asarray, (tokens, sums, least, drawn))
     _check_ids(name, vocab_size, tokens, sums != 0)
     lawful = (np.abs(sums - 1) < _TOLERANCE) & (least >= 0) & (drawn > 0)

@@ -1,6 +1,6 @@
-"""How many bytes models and their decoding take, by arithmetic from configurations: nothing is loaded or run.
+"""Memory of models and of decoding with them, computed from configurations; nothing is loaded or run.
 
-Weights and caches are counted, temporaries estimated. Letters of shapes are those of `jspec.core.types`.
+Weights and caches are counted, temporaries are estimated. The letters of shapes are those of `jspec.core.types`.
 """
 
 import dataclasses
@@ -11,9 +11,10 @@ from convert.keymap import shapes
 from jspec.models.kv_cache import whole_tiles
 
 _FLOAT32 = 4
-# What XLA keeps at once, by its own account (`memory_analysis`), which tests hold these to within a factor of two:
-# of a round 3 arrays ``float32[B, K + 2, V]`` (logits, laws, noise); of a prompt in a layer the scores in float32 and
-# again in the dtype of the weights, ``[B, H, P, P]`` each, or else the MLP's gate, up and product, ``[B, P, 3 F]``.
+# Temporaries that XLA keeps at once, by its own account (`memory_analysis`); tests hold these to within a factor of
+# two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A layer in prefill keeps the
+# scores in float32 and again in the dtype of the weights, ``[B, H, P, P]`` each, or else the MLP's gate, up and
+# product, ``[B, P, 3 F]``.
 LAWS, MLP_ROWS = 3, 3
 
 
@@ -22,8 +23,8 @@ class Weights:
     """The weights of a model on a device.
 
     Attributes:
-        itemsize: bytes of a number in weights, activations and cache.
-        quantized: matrices are int8 with a float32 scale for each output channel, see `jspec.models.quantize`.
+        itemsize: bytes per number in weights, activations and cache.
+        quantized: whether matrices are int8 with a float32 scale for each output channel, see `jspec.models.quantize`.
     """
 
     config: LlamaConfig
@@ -32,27 +33,30 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all weights."""
         return sum(map(self._bytes, shapes(self.config).values()))
 
     @property
     def bytes_read(self) -> int:
-        """Of those that a pass reads: of an embedding that is not the head it looks up a few columns only."""
+        """The bytes of the weights that a pass reads.
+
+        An embedding that is not also the head does not count, because a pass looks up only a few of its columns.
+        """
         return sum(self._bytes(shape) for shape in self._read())
 
     @property
     def parameters_read(self) -> int:
-        """How many numbers those are; each is multiplied once for every row of a pass."""
+        """The number of weights that a pass reads; each is multiplied once for every row of the pass."""
         return sum(map(math.prod, self._read()))
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """Of keys and values of all layers."""
+        """Return the bytes of keys and values of all layers."""
         config = self.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return batch * slots * numbers * self.itemsize
 
     def prefill_bytes(self, batch: int, prompt: int) -> int:
-        """Of what lies beside the weights and caches while prompts are read, estimated; see `MLP_ROWS`."""
+        """Return the estimated bytes of temporaries during prefill, beside the weights and caches; see `MLP_ROWS`."""
         scores = self.config.num_attention_heads * prompt * (_FLOAT32 + self.itemsize)
         return batch * prompt * max(scores, MLP_ROWS * self.config.intermediate_size * self.itemsize)
 
@@ -68,7 +72,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes of decoding: `weights` and `caches` counted, of target and draft; `temporaries` estimated."""
+    """The bytes of decoding: `weights` and `caches` of target and draft are counted, `temporaries` are estimated."""
 
     weights: int
     caches: int
@@ -80,15 +84,20 @@ class Footprint:
 
 
 def slots_of(length: int, num_draft_tokens: int) -> int:
-    """Cache slots of a row for `length` positions and what a round may write past them, as decoding allocates them."""
+    """Return the cache slots of a row, as decoding allocates them.
+
+    They hold `length` positions and the tokens that a round may write past them.
+    """
     return whole_tiles(length + num_draft_tokens + 1)
 
 
 def footprint(models: tuple[Weights, ...], batch: int, length: int, prompt: int, num_draft_tokens: int) -> Footprint:
-    """Of decoding with the target and, unless the last is 0, the draft: ``models[0]`` and ``models[1]``.
+    """Return the memory of decoding with the target ``models[0]`` and the draft ``models[1]``.
+
+    If `num_draft_tokens` is 0, the target decodes alone.
 
     Args:
-        length: positions of a text, of which `prompt` are read at once.
+        length: the number of positions of a text, of which `prompt` are prefilled at once.
     """
     slots = slots_of(length, num_draft_tokens)
     laws = LAWS * _FLOAT32 * batch * (num_draft_tokens + 2) * models[0].config.vocab_size

@@ -1,4 +1,4 @@
-"""`plan`: what of a pair fits into a device's memory, how fast it should be and how far to draft, before any is there.
+"""The `plan` function: it predicts the memory, speed and best draft length of a pair before either model is there.
 
 Configurations and published facts go in, predictions come out; nothing here is measured or runs on a device.
 """
@@ -20,25 +20,26 @@ from jspec.models.quantize import check_kind
 from jspec.planning.memory import Footprint, Weights
 from jspec.planning.roofline import Load
 
-MOST = 16  # the largest K that is considered
+MOST = 16  # the largest K to consider
 _LENGTH = 4096
-_WORTHWHILE = 1.05  # times faster must an int8 draft be, to be advised
-_ROUNDING = 1e-9  # a gain below this is none
-# What a plan advises.
+_WORTHWHILE = 1.05  # an int8 draft is advised only if it is this many times faster
+_ROUNDING = 1e-9  # a gain below this does not count
+# The verdicts of a plan.
 SPECULATE, PLAIN, QUANTIZE, NO_ROOM = "speculate", "do not speculate", "quantise the draft", "does not fit"
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """Decoding with one draft, as predicted.
+    """Predicted decoding with one draft.
 
     Attributes:
-        num_draft_tokens: K, the fastest unless one was asked for; 0 where drafting does not pay.
-        speedup: with that K over plain decoding.
+        num_draft_tokens: K, the fastest unless one was given; 0 if drafting does not pay.
+        speedup: speed with that K over plain decoding.
         best: the fastest K.
-        round_seconds, expected_tokens, speedups: of a round and a row, for K = 1, 2, ..., 16.
-        footprint: with that K, or for 0 with K = 1.
-        fits: whether the device's memory holds that.
+        round_seconds, expected_tokens, speedups: the seconds of a round, a row's tokens in it, and the speedup, for K =
+            1, 2, ..., 16.
+        footprint: memory with `num_draft_tokens`, or with K = 1 if that is 0.
+        fits: whether the device's memory holds the footprint.
     """
 
     num_draft_tokens: int
@@ -53,18 +54,18 @@ class Drafting:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `jspec.plan` predicts.
+    """The prediction of `jspec.plan`.
 
     Attributes:
         verdict: "speculate", "do not speculate", "quantise the draft" or "does not fit".
-        device: what it is for.
-        batch, length, prompt, acceptance: what was assumed.
-        plain_seconds: of one step of plain decoding, which is one token a row.
-        plain_footprint, plain_fits: of decoding without a draft.
-        draft: with the draft as given.
-        int8: with the draft in int8, whose acceptance is taken to be the same.
-        largest_batch: that fits with the draft as given, at this length; 0 for none.
-        largest_length: that fits with the draft as given, in this batch; 0 for none.
+        device: the device that the prediction is for.
+        batch, length, prompt, acceptance: the assumptions.
+        plain_seconds: the seconds of one step of plain decoding, which yields one token per row.
+        plain_footprint, plain_fits: the memory of decoding without a draft, and whether it fits.
+        draft: decoding with the draft as given.
+        int8: decoding with the draft in int8, which is assumed to have the same acceptance rate.
+        largest_batch: the largest batch that fits with the draft as given, at this length; 0 if none does.
+        largest_length: the largest length that fits with the draft as given, in this batch; 0 if none does.
     """
 
     verdict: str
@@ -96,29 +97,33 @@ def plan(
 ) -> Plan:
     """Predict from configurations alone what fits into a device, how fast it decodes and how far to draft.
 
-    A pass takes the longer of its bytes over the bandwidth (weights and the whole cache) and its products over the peak
-    (attention's left out), and the launches of its kernels. A round of K is a draft's pass of two rows, K - 1 of one
-    row and a verification of K + 1 rows, and yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan
-    et al. 2023. Real devices reach less than their published bandwidth, in plain decoding and in drafting, so the
-    speed-up is the better prediction. `jspec.tune` measures.
+    A pass takes the longer of two times, plus the launches of its kernels. One is its bytes (weights and the whole
+    cache) over the bandwidth. The other is its products over the peak; those of attention are left out.
+
+    A round of K is a draft pass of two rows, K - 1 draft passes of one row and a verification of K + 1 rows. It yields
+    ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan et al. 2023.
+
+    Real devices reach less than their published bandwidth, in plain decoding and in drafting, so the speedup is the
+    better prediction. `jspec.tune` measures.
 
     Args:
-        target, draft: configurations (`convert.read_config`), models, or where one is, as for `load`; of that only the
-            configuration is read, or downloaded. A model counts as int8 if it is quantised.
-        device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the one that is
-            here. Its dtype is that of weights and cache.
-        batch: texts at once.
-        length: positions of each, prompt and new tokens; 4096 unless given, or as many as the models have.
-        prompt: how many of them are read first, all at once; half unless given.
-        acceptance: alpha, the probability that a drafted token is accepted, in 0..1.
-        num_draft_tokens: K, in 1..16; the fastest unless given.
+        target, draft: configurations (`convert.read_config`), models, or sources of models, as for `load`. Only the
+            configuration of a source is read or downloaded. A model counts as int8 if it is quantised.
+        device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the present device.
+            Weights and cache have its dtype.
+        batch: the number of texts at once.
+        length: the number of positions of each text, prompt and new tokens. The default is 4096, or as many as the
+            models have.
+        prompt: how many of them are prefilled at once. The default is half.
+        acceptance: alpha, the probability that a draft token is accepted, in 0..1.
+        num_draft_tokens: K, in 1..16. The default is the fastest.
         quantize: "int8" for a draft in int8.
 
     Raises:
         ValueError: an argument is out of range, the vocabularies differ, the models have fewer positions, or no device
-            of that name is known or here.
-        TypeError: `device` is no device, or a source no model.
-        convert.CheckpointError: a source is none, or not supported.
+            of that name is known or present.
+        TypeError: `device` is not a device, or a source is not a model.
+        convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
     found = find(device)
     if quantize is not None:
@@ -171,7 +176,10 @@ def _verdict(plain_fits: bool, draft: Drafting, int8: Drafting) -> str:
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number in 1..most that `fits`, given that all below it do; 0 where 1 does not."""
+    """Return the largest number in 1..most that `fits`, or 0 if 1 does not.
+
+    All numbers below one that fits must fit, too.
+    """
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -192,7 +200,7 @@ def _weights(source: Any, device: Device) -> Weights:
 
 
 def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
-    """The positions that both have; ValueError where their vocabularies differ."""
+    """Return the number of positions that both models have; raise ValueError if their vocabularies differ."""
     if not same_but_for_padding(draft.vocab_size, target.vocab_size):
         raise ValueError(f"The draft's vocabulary has {draft.vocab_size} tokens and the target's {target.vocab_size}; "
                          "use a draft that shares the target's tokenizer.")  # fmt: skip
@@ -200,7 +208,7 @@ def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
 
 
 def _check(batch: Any, length: Any, prompt: Any, limit: int, acceptance: Any, num_draft_tokens: Any) -> None:
-    """Raise ValueError for what is out of range."""
+    """Raise ValueError for an argument that is out of range."""
     for name, value in (("batch", batch), ("length", length), ("prompt", prompt)):
         check_count(name, value)
     if length > limit:

@@ -1,4 +1,4 @@
-"""`tune`, which times the programs that decode, and the number that "auto" stands for."""
+"""The `tune` function, which times the programs that decode, and the draft length that "auto" stands for."""
 
 import dataclasses
 from typing import Any
@@ -42,29 +42,30 @@ def tune(
     max_nodes: int = 16,
     accept: str | Rule = "rejection",
 ) -> Tuning:
-    """Measure on this device what to draft a round: the chain or the tree with the most tokens a second, or nothing.
+    """Measure on this device what to draft per round: the chain or tree with the most tokens per second, or nothing.
 
-    A round's seconds are measured for plain decoding and for a few K, others interpolated; its tokens are
-    ``E(K) = 1 + s_1 + ... + s_K``, where s_k is how often the first k drafts were all accepted. That assumes nothing
-    about independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands for `generate`.
-    Rows that end early and wait for the others are not modelled.
+    Seconds per round are measured for plain decoding and a few K, and interpolated for other K. Tokens per round are
+    ``E(K) = 1 + s_1 + ... + s_K``; s_k is the share of rounds in which the first k drafts were all accepted. This
+    assumes nothing about independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands
+    for `generate`. Rows that end early and wait for the others are not modelled.
 
-    Compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`, then lets each of them decode up to 128 tokens, in
-    turns, five times or until 20 seconds have passed. Rows do not end at an end of text. Where `draft` can branch and
-    the rule judges trees, the same is done with 1, 2, 4 and up to 16 guesses for one token, which say how often a child
-    of each rank is accepted and what rows cost, and with the best chain and the three trees that should be fastest.
+    The function compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`. Each program then decodes up to 128
+    tokens, in turns, five times or until 20 seconds have passed. Rows do not end at EOS. If `draft` can branch and the
+    rule verifies trees, the same follows with 1, 2, 4 and up to 16 draft tokens for one position. These show what rows
+    cost, and how often a child of each rank is accepted. The best chain and the three trees that should be fastest come
+    last.
 
     Args:
-        target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, like what is to be decoded;
-            limits in `sampling` are ignored, and no key is used as it is, so that it may be used again.
-        max_new_tokens: of the generations to come, for the size of the cache is part of the cost.
-        max_draft_tokens: the largest K to consider, and the deepest tree; heads guess no further than they reach.
-        max_nodes: guesses of the largest tree; 0 for chains alone.
+        target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, similar to the later requests.
+            Limits in `sampling` are ignored. No key is used as it is, so keys may be used again.
+        max_new_tokens: of the later generations, because the size of the cache is part of the cost.
+        max_draft_tokens: the largest K to consider, and the deepest tree; heads draft no further than they reach.
+        max_nodes: the number of draft tokens in the largest tree; 0 for chains alone.
         accept: the rule, as for `speculative_generate`.
 
     Returns:
-        `Tuning`. Its ``tree``, if it has one, is what a `jspec.TreeDrafter` should draft; else its
-        ``num_draft_tokens``, if it is not 0, is what to pass to `speculative_generate`.
+        A `Tuning`. Draft its ``tree`` with a `jspec.TreeDrafter`, if it has one. Otherwise pass its
+        ``num_draft_tokens`` to `speculative_generate`, if that is not 0.
 
     Raises:
         ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
@@ -107,10 +108,13 @@ def best_number(
     sampling: Any,
     rule: Rule,
 ) -> int:
-    """The K that `tune` finds for a request, or found for one like it; 0 where the models have no room to measure."""
+    """Return the K that `tune` finds, or has found before, for a request like this one.
+
+    Return 0 if the models have no room to measure.
+    """
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     room = positions(target, drafter) - int(np.max(lengths))
-    new = min(max(int(max_new_tokens), 64), room)  # a shorter text tells too little
+    new = min(max(int(max_new_tokens), 64), room)  # a shorter text gives too little data
     most = int(min(8, new // 4 - 1, reach_of(drafter)))
     if most < 1:
         return 0

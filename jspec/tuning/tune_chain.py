@@ -1,6 +1,7 @@
-"""How many tokens to draft a round: what rounds cost and yield here, and which length follows from that.
+"""The number of tokens to draft per round: the measured cost and yield of rounds, and the best length.
 
-Nothing in this file decodes. `jspec.tuning.tune` hands it a function that does; it times that, counts, and chooses.
+Nothing in this file decodes. `jspec.tuning.tune` provides a function that does; this file times it, counts, and
+chooses.
 """
 
 import dataclasses
@@ -19,33 +20,33 @@ from jspec.core.tree import Tree
 from jspec.core.types import ACCEPTED, PADDING, Output
 from jspec.drafters.draft_length import doubling
 
-log = logging.getLogger(__name__)  # says how far it is; the command shows that
+log = logging.getLogger(__name__)  # reports progress, which the command shows
 TRIALS = 5
 _LONG = 128  # new tokens in the longer of two runs
-_TRUST = 0.03  # by which part of it what a round brings is foreseen wrongly: on the bundled pair, of `bench trees`
+_TRUST = 0.03  # relative error of a round's predicted tokens, on the bundled pair in `bench trees`
 _PATIENCE = 20.0  # seconds after which no further trial begins
 
-Setting = int | Tree  # number of draft tokens, 0 for plain decoding; or what is drafted in place of a chain
-# A setting, limit of new tokens, number of the trial, which decides the keys.
+Setting = int | Tree  # the number of draft tokens, 0 for plain decoding; or a tree to draft in place of a chain
+# Arguments: a setting, the limit of new tokens, and the number of the trial, which decides the keys.
 Run = Callable[[Setting, int, int], Output]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What `jspec.tune` found, for the device, batch size and prompts it was given.
+    """The result of `jspec.tune`, for the device, batch size and prompts that it was given.
 
     Attributes:
-        num_draft_tokens: the fastest K; 0 means that drafting does not pay, so use `jspec.generate`.
-        speedup: predicted speed with it over that of plain decoding; 1 for K = 0.
-        plain_seconds: of one step of plain decoding, which is one token a row.
-        round_seconds: of one round, for K = 1, 2, ...; measured for powers of two, the largest and the fastest,
-            interpolated between them.
-        expected_tokens: a row's tokens in one round, for K = 1, 2, ...; of those that were measured, what was foreseen
-            from the largest and what was counted, weighed.
-        tree: what a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), faster than any chain; None
-            where no tree is, or none was tried.
-        tree_speedup: speed with it over that of plain decoding, from measured seconds, and tokens that were foreseen
-            and counted, weighed; 0 for None.
+        num_draft_tokens: the fastest K. 0 means that drafting does not pay: use `jspec.generate`.
+        speedup: predicted speed with that K over plain decoding; 1 for K = 0.
+        plain_seconds: the seconds of one step of plain decoding, which yields one token per row.
+        round_seconds: the seconds of one round, for K = 1, 2, ...; measured for powers of two, the largest and the
+            fastest, and interpolated between them.
+        expected_tokens: a row's tokens in one round, for K = 1, 2, ...; for every measured K the weighted mean of the
+            prediction from the largest K and the count.
+        tree: the tree that a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), faster than any chain.
+            None if no tree is faster, or none was tried.
+        tree_speedup: speed with `tree` over plain decoding, from measured seconds and the weighted mean of predicted
+            and counted tokens; 0 if `tree` is None.
     """
 
     num_draft_tokens: int
@@ -65,10 +66,10 @@ class Tuning:
 def best_length(
     plain_seconds: float, round_seconds: Sequence[float], expected_tokens: Sequence[float]
 ) -> tuple[int, float]:
-    """The K that maximises ``E(K) plain_seconds / round_seconds(K)``, and that quotient, the speed-up over plain.
+    """Return the K that maximises ``E(K) plain_seconds / round_seconds(K)``, and that quotient, the speedup over plain.
 
-    K = 0 is plain decoding, with speed-up 1. Ties go to the smaller K. Theorem 3.8 of Leviathan et al. 2023 is the
-    case of independent positions and of a verification that costs what one step of the target does.
+    K = 0 is plain decoding, with speedup 1. Ties go to the smaller K. Theorem 3.8 of Leviathan et al. 2023 is the case
+    of independent positions and of a verification that costs one step of the target.
     """
     speedups = 1.0, *_speedups(plain_seconds, round_seconds, expected_tokens)
     best = int(np.argmax(speedups))
@@ -80,10 +81,10 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
-    """Time `run` for plain decoding and for chains: of powers of two, the longest, and whichever then seems best."""
+    """Time `run` for plain decoding and for chains: powers of two, the longest, and the length that then seems best."""
     costs, outs = in_turns(run, (0, *doubling(max_draft_tokens)), max_new_tokens)
     found = _between(costs, outs, max_draft_tokens)
-    while (best := found.num_draft_tokens) not in costs:  # between two that were played: it is to prove itself
+    while (best := found.num_draft_tokens) not in costs:  # an interpolated length must prove itself
         again, texts = in_turns(run, (0, best), max_new_tokens)
         costs[best], outs[best] = again[best] * costs[0] / again[0], texts[best]
         found = _between(costs, outs, max_draft_tokens)
@@ -91,9 +92,9 @@ def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
 
 
 def _between(costs: dict[Setting, float], outs: dict[Setting, list[Output]], max_draft_tokens: int) -> Tuning:
-    """What the chains that were played say of all lengths."""
+    """Return the tuning of all lengths, from the chains that were measured."""
     every, played = range(1, max_draft_tokens + 1), sorted(k for k in costs if isinstance(k, int) and k)
-    rates = acceptance_rates(outs[max_draft_tokens])  # the longest tells the acceptance at every depth
+    rates = acceptance_rates(outs[max_draft_tokens])  # the longest gives the acceptance rate at every depth
     foreseen = np.array([theory.expected_tokens_from_rates(rates[:k]) for k in every])
     off = [weighed(float(foreseen[k - 1]), outs[k]) / foreseen[k - 1] for k in played]
     tokens = tuple((foreseen * np.interp(every, played, off)).tolist())
@@ -102,7 +103,7 @@ def _between(costs: dict[Setting, float], outs: dict[Setting, list[Output]], max
 
 
 def weighed(foreseen: float, outs: list[Output]) -> float:
-    """A row's tokens in one round, of what was foreseen and what was counted, each by how far it may be trusted."""
+    """Return a row's tokens in one round: the mean of prediction and count, weighted by their reliability."""
     rates = acceptance_rates(outs)
     if not rates.size:
         return 1.0
@@ -111,16 +112,16 @@ def weighed(foreseen: float, outs: list[Output]) -> float:
     texts = {np.asarray(out.tokens).tobytes(): out for out in outs}  # greedy trials are all the same
     rounds = max(1, sum(int(out.stats.rounds.sum()) for out in texts.values()))
     noise = max(float(((2 * depths - 1) * reached).sum() - reached.sum() ** 2), 0.0) / rounds
-    doubt = (_TRUST * foreseen) ** 2 + noise  # for what is foreseen was once counted, on about as many rounds
+    doubt = (_TRUST * foreseen) ** 2 + noise  # the prediction was itself counted, on about as many rounds
     return float(foreseen + (counted - foreseen) * doubt / (noise + doubt))
 
 
 def in_turns(
     run: Run, settings: Sequence[Setting], max_new_tokens: int
 ) -> tuple[dict[Setting, float], dict[Setting, list[Output]]]:
-    """Seconds a round of each setting, and its texts.
+    """Return the seconds per round of each setting, and its texts.
 
-    They take turns, so that each meets the same machine; medians of several trials.
+    Settings take turns, so that each meets the same conditions. The seconds are medians of several trials.
     """
     limit = min(max_new_tokens, _LONG)
     for number, setting in enumerate(settings, 1):
@@ -141,40 +142,42 @@ def in_turns(
 
 
 def _progress(done: int, in_trial: int, elapsed: float) -> str:
-    """What to say after `done` readings, `in_trial` of which make a trial, and `elapsed` seconds."""
+    """Return the message after `done` readings in `elapsed` seconds; `in_trial` readings make a trial."""
     said, total = f"Measuring, {done + 1} of {TRIALS * in_trial}", TRIALS * in_trial
     if done < in_trial:
-        return said  # the first reading alone tells little: lengths differ
+        return said  # the first reading alone says little, because lengths differ
     pace = elapsed / done
     left = min(pace * (total - done), max(_PATIENCE - elapsed, 0) + pace * in_trial)
     return f"{said}, at most {left:.0f} s to go"
 
 
 def _round_seconds(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, Output]:
-    """Seconds a round, and the longer text.
+    """Return the seconds per round, and the longer text.
 
-    By difference: one program under a short and a long limit, so that the prompt and the dispatch drop out.
+    The seconds are a difference: one program runs under a short and a long limit, so that prefill and dispatch cancel
+    out.
     """
     (few_seconds, few_rounds, _), (seconds, rounds, out) = (
         _timed(run, setting, tokens, trial) for tokens in (max(limit // 8, 1), limit)
     )
     if seconds > few_seconds and rounds > few_rounds:
         return (seconds - few_seconds) / (rounds - few_rounds), out
-    return seconds / rounds, out  # noise has swallowed the difference: an upper bound
+    return seconds / rounds, out  # noise exceeds the difference: return an upper bound
 
 
 def _timed(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, int, Output]:
-    """Seconds, rounds (the loop plays until the slowest row is done) and what came out."""
+    """Return the seconds, the rounds and the output; the loop runs until the slowest row is done."""
     began = perf_counter()
     out = jax.block_until_ready(run(setting, limit, trial))
     return perf_counter() - began, int(out.stats.rounds.max()), out
 
 
 def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
-    """How often draft k was accepted when those before it were, ``float64[K]``, from texts that only a limit ended.
+    """Return how often draft k was accepted if those before it were, ``float64[K]``.
 
-    Positions need not be alike or independent; where there was no guess none was accepted. The last round of a row may
-    be cut off by the limit, behind an accepted draft; what would have come next is not counted.
+    Only a limit may have ended the texts. Positions need not be alike or independent. A position without a guess counts
+    as not accepted. The limit may cut off the last round of a row after an accepted draft; the token after that is not
+    counted.
     """
     accepted = np.concatenate([out.stats.accepted_at for out in outs]).sum(0)
     reached = np.array([sum(out.stats.rounds.sum() for out in outs), *accepted[:-1]])
@@ -204,14 +207,15 @@ def remembered(models: Any, key: Any, find: Callable[[], Tuning]) -> Tuning:
 
 
 def _description(leaf: Any) -> Any:
-    """Return what of a leaf decides how long a program takes; of a plain number itself."""
+    """Return what decides, of a leaf, how long a program takes; a plain number counts by its value."""
     return (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) if hasattr(leaf, "shape") else leaf
 
 
 def tuning_key(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tuple:
-    """What, beside the models, decides cost and acceptance: batch size, length to a power of two, sampling.
+    """Return what decides cost and acceptance beside the models: batch size, length to a power of two, sampling.
 
-    Of sampling, a number for all requests counts as it is, an array by whether it is all 0; limits do not count.
+    A sampling parameter that is one number for all requests counts by its value, an array by whether it is all 0.
+    Limits do not count.
     """
     batch, width = tokens.shape
     fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}

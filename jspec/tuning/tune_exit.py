@@ -1,8 +1,9 @@
-"""Which of the target's own layers should draft for it: a search over what to leave out, scored on the target's texts.
+"""A search for the target's own layers that should draft for it, scored on texts that the target writes.
 
-A choice of layers drafts well where its laws are near the target's: a drafted token is accepted with probability
-``sum_x min(p(x), q(x))`` (Leviathan et al. 2023, theorem 3.5). That is read off one text, block by block, with the
-layers as data: one program scores every choice, and nothing is timed. What a draft costs is taken to be what it reads.
+A choice of layers drafts well if its distributions are close to the target's. A draft token is accepted with
+probability ``sum_x min(p(x), q(x))`` (Leviathan et al. 2023, theorem 3.5). That is computed on one text, block by
+block, with the layers as data, so one program scores every choice. Nothing is timed. The cost of a draft is taken to be
+the bytes it reads.
 """
 
 import functools
@@ -41,8 +42,8 @@ from jspec.tuning.tune_chain import TRIALS
 from jspec.tuning.validate_tuning import check_measurable, check_tuning
 
 log = logging.getLogger(__name__)
-_STEPS = 4  # of climbing, each of which scores as many choices as there are layers
-# Choices of layers, bool[C, L], to what each is worth, float64[C].
+_STEPS = 4  # climbing steps, each of which scores as many choices as there are layers
+# Maps choices of layers, bool[C, L], to the worth of each, float64[C].
 Worth = Callable[[np.ndarray], np.ndarray]
 
 
@@ -56,22 +57,24 @@ def best_exit(
     sampling: SamplingParams = SamplingParams(),
     max_draft_tokens: int = 8,
 ) -> EarlyExitDrafter:
-    """The layers that should draft fastest for `target`: where to leave it, and which layers to skip before.
+    """Return the layers that should draft fastest for `target`: where to exit, and which layers to skip before that.
 
-    The search of Draft & Verify (Zhang et al. 2024), made deterministic and small. It tries every exit; leaving out one
-    layer, then more and more of them in the order of what each alone has cost in acceptance; and from the best of these
-    it climbs, one layer more or less at a step, at most four steps. A choice is worth its speed-up by theorem 3.8 of
-    Leviathan et al. 2023 at the best draft length: acceptance as measured on texts that `target` writes, cost by the
-    bytes of weights that are read. Whether to draft with it at all, and how far, `jspec.tune` measures.
+    The search is that of Draft & Verify (Zhang et al. 2024), made deterministic and small. It tries every exit. Then it
+    skips one layer, and then more and more layers, in the order of the acceptance that each alone has cost. From the
+    best of these it climbs at most four steps; each step adds or removes one layer.
+
+    The worth of a choice is its speedup at the best draft length, by theorem 3.8 of Leviathan et al. 2023. Acceptance
+    is measured on texts that `target` writes, and cost is the bytes of weights that are read. `jspec.tune` measures
+    whether to draft with the choice at all, and how far.
 
     Args:
-        target: of at least two layers.
+        target: a model of at least two layers.
         tokens, lengths, keys, sampling: as for `tune`; no key is used as it is.
-        max_new_tokens: length of the texts that are written and scored.
+        max_new_tokens: the length of the texts to write and score.
         max_draft_tokens: the longest draft to consider.
 
     Raises:
-        ValueError, TypeError: as `tune`; the target has one layer only, or none that can be left out.
+        ValueError, TypeError: as `tune`; also if the target has only one layer, or none that can be left out.
     """
     check_layers(target, "jspec.best_exit")
     if len(target.layers) < 2:
@@ -99,7 +102,7 @@ def best_exit(
 
 
 def search(worth: Worth, num_layers: int) -> np.ndarray:
-    """The best ``bool[L]`` of what is tried, see `best_exit`. `worth` is always asked of L choices at once."""
+    """Return the best ``bool[L]`` that the search of `best_exit` tries. Each call of `worth` scores L choices."""
 
     numbers = itertools.count(1)
 
@@ -109,7 +112,7 @@ def search(worth: Worth, num_layers: int) -> np.ndarray:
         return [(float(value), one) for value, one in zip(worths, chosen, strict=True) if one.any() and not one.all()]
 
     def best(found: list[tuple[float, np.ndarray]]) -> tuple[float, np.ndarray]:
-        return max(found, key=lambda pair: pair[0])  # of equals the first
+        return max(found, key=lambda pair: pair[0])  # the first of equals
 
     exits = scored(np.tril(np.ones((num_layers, num_layers), bool)))
     singles = scored(~np.eye(num_layers, dtype=bool))
@@ -126,7 +129,10 @@ def search(worth: Worth, num_layers: int) -> np.ndarray:
 
 
 def pass_costs(target: Llama, chosen: np.ndarray) -> np.ndarray:
-    """``float64[C]``, bytes of weights that a pass through ``chosen[C, L]`` reads, over those of the whole target."""
+    """Return the bytes of weights that each choice of layers reads in a pass, over those of the whole target.
+
+    The choices are ``chosen[C, L]``, and the result is ``float64[C]``.
+    """
     layers = np.array([_bytes(layer) for layer in target.layers], float)
     head = _bytes(target.embed_tokens if target.lm_head is None else target.lm_head)
     return (chosen @ layers + head) / (layers.sum() + head)
@@ -149,16 +155,17 @@ def acceptance_rates(
     block: int,
     blocks: int,
 ) -> Array:
-    """How often a token that each choice of layers drafts would be accepted, ``float32[B, C]``.
+    """Return how often a draft token of each choice of layers would be accepted, ``float32[B, C]``.
 
     Args:
         target: the model.
         chosen: ``bool[C, L]``, which layers each choice runs.
-        tokens: ``int32[B, P + N]``, prompts and what `target` has written behind them.
-        lengths: ``int32[B]``, of the prompts.
-        transforms, drafter_transforms: of the target's and the drafts' laws.
-        block: a draft begins every so many tokens, and reads what all layers have made of the text before.
-        blocks: how many drafts; ``block * blocks <= N``.
+        tokens: ``int32[B, P + N]``, prompts and the texts that `target` wrote after them.
+        lengths: ``int32[B]``, the lengths of the prompts.
+        transforms, drafter_transforms: the sampling transforms of the target's and the drafts' distributions.
+        block: the distance between the starts of two drafts. A draft reads the states of all layers for the text before
+            it.
+        blocks: the number of drafts; ``block * blocks <= N``.
     """
     batch, width = tokens.shape
     own, drafts = broadcast_rows(transforms, batch), broadcast_rows(drafter_transforms, batch)
@@ -187,7 +194,10 @@ def acceptance_rates(
 
 
 def _through(target: Llama, chosen: Array, tokens: Array, start: Array, past: KVCache) -> Array:
-    """What `EarlyExitDrafter` makes of ``tokens[B, S]``, with layers that are data: those where ``chosen[L]``."""
+    """Return the output of an `EarlyExitDrafter` for ``tokens[B, S]``.
+
+    Its layers are data: those where ``chosen[L]`` is True.
+    """
     slots = start[:, None] + jnp.arange(tokens.shape[1])
     tables = rope_tables(slots, target.config.rope, target.config.head_dim)
     own = target.new_cache(*tokens.shape)

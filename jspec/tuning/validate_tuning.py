@@ -1,4 +1,4 @@
-"""Checks of the arguments of functions that measure, before anything is measured."""
+"""Checks of the arguments of functions that measure, made before any measurement."""
 
 import numbers
 from typing import Any
@@ -23,7 +23,7 @@ def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> 
 
 
 def check_measurable(*arguments: Any) -> None:
-    """Raise ValueError where there is nothing to time, or several hosts might come to several answers."""
+    """Raise ValueError if there is nothing to time, or if several hosts might find different results."""
     # Inside a caller's transformation even a new array is traced.
     leaves = jax.tree.leaves((arguments, jnp.zeros(())))
     if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):

@@ -1,4 +1,4 @@
-"""Trained heads that travel with jspec, each in a folder called as the known model that it was trained for."""
+"""Trained heads that ship with jspec, each in a folder named after the known model that it was trained for."""
 
 from pathlib import Path
 
@@ -6,7 +6,10 @@ _FOLDER = Path(__file__).parent
 
 
 def head_of(name: str) -> Path | None:
-    """The head for a model of that name, None where there is none; a path that exists is no name."""
+    """Return the folder of the head for the model `name`, or None if there is none.
+
+    A `name` that exists as a path is not the name of a model.
+    """
     folder = _FOLDER / name
     is_known = folder.parent == _FOLDER and (folder / "config.json").is_file()
     return folder if is_known and not Path(name).exists() else None

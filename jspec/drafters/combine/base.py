@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What drafters made of two have in common."""
+"""The base class of drafters that combine two others."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jspec.drafters.standalone.model import as_part
 
 @pytree
 class Duo:
-    """Two drafters, or models, for one vocabulary; what one of them asks the target for it is told."""
+    """Two drafters, or models, for one vocabulary. Each receives what it requests from the target."""
 
     first: Any
     second: Any
@@ -33,12 +33,12 @@ class Duo:
 
     @property
     def max_positions(self) -> int | None:
-        """The smaller of the two."""
+        """The smaller limit of the two."""
         return least(getattr(part, "max_positions", None) for part in (self.first, self.second))
 
     @property
     def reach(self) -> float:
-        """How many tokens in a row both can guess."""
+        """The number of tokens in a row that both can draft."""
         return min(reach_of(self.first), reach_of(self.second))
 
     @property
@@ -54,7 +54,7 @@ class Duo:
         return first, second
 
     def read(self, state: tuple[Any, Any], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, Any]:
-        """Both read, see `jspec.drafters.late_reading.read_on`."""
+        """Read with both, see `jspec.drafters.late_reading.read_on`."""
         first, second = (read_on(part, own, tokens, start, count, **self._told(part, told))
                          for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
         return first, second
@@ -62,7 +62,7 @@ class Duo:
     def commit(
         self, state: tuple[Any, Any], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, Any]:
-        """Both see the draft that was judged, whoever made it."""
+        """Pass the verified draft to both, whichever proposed it."""
         first, second = (part.commit(own, draft, verdict, hidden, **self._told(part, told))
                          for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
         return first, second

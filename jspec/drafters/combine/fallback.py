@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Two drafters, one of them for the rows in which the other has no guess."""
+"""Two drafters, the second of which drafts in the rows where the first has no guess."""
 
 import dataclasses
 from typing import Any
@@ -17,24 +17,27 @@ from jspec.drafters.standalone.ngram import NGramDrafter
 
 @pytree
 class FallbackDrafter(Duo):
-    """Drafts with `first` where it has a guess for the next token, else with `second`; drafters or models.
+    """A drafter that uses `first` if it has a guess for the next token, and else `second`; drafters or models.
 
-    Both run every round, each as far as it reaches; where drafts vary in length (`jspec.drafters.draft_length`)
-    `second` drafts nothing in rows that `first` has guessed.
+    Both run every round, each up to its reach. If drafts vary in length (`jspec.drafters.draft_length`), `second`
+    drafts nothing in rows where `first` has a guess.
     """
 
     @property
     def reach(self) -> float:
-        """How many tokens in a row one of them can guess."""
+        """The number of tokens in a row that at least one of the two can draft."""
         return max(map(reach_of, self.parts))
 
     @property
     def says_how_sure(self) -> bool:
-        """Whether one of them does; where the other drafts, its guesses are as many as it has."""
+        """Whether at least one of the two reports its confidence. The other one drafts as many tokens as it has."""
         return any(map(says_how_sure, self.parts))
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
-        """Row by row the one draft or the other. What a round commits, one of the two may never have read."""
+        """Return, for each row, the draft of one of the two.
+
+        The other may never have read the tokens that a round commits.
+        """
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         first, first_state = _asked(self.first, state[0], context, num_draft_tokens)
         guessed = first.probs[:, 0].sum(-1) > 0
@@ -49,12 +52,15 @@ class FallbackDrafter(Duo):
 
 
 def behind_lookup(drafter: Any) -> FallbackDrafter:
-    """Lookup of two or three tokens, which are seldom the same by chance, and `drafter` where there are none."""
+    """Return lookup of two or three tokens, with `drafter` as its fallback.
+
+    Matches of that length are seldom due to chance.
+    """
     return FallbackDrafter(NGramDrafter(3, 2), drafter)
 
 
 def _asked(part: Any, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
-    """What `part` drafts as far as it reaches, with tokens behind it that are no guesses; and its state."""
+    """Return the draft of `part` up to its reach, padded with tokens that are not guesses, and its state."""
     count = int(min(num_draft_tokens, reach_of(part)))
     asked = at_most(context, count)
     draft, state = part.propose(state, asked, count)

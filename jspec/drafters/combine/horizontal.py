@@ -20,13 +20,14 @@ from jspec.drafters.combine.base import Duo
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["at"])
 @dataclasses.dataclass(frozen=True)
 class HorizontalDrafter(Duo):
-    """Drafts `at` tokens with `first` and the rest with `second`; drafters or models.
+    """A drafter that drafts `at` tokens with `first` and the rest with `second`; drafters or models.
 
-    A token counts only where all before it were accepted, so that later ones are worth less and should cost less (the
-    horizontal cascade of Chen et al. 2024, Cascade Speculative Drafting). `second` may be a `HorizontalDrafter`, too.
+    A token counts only if all tokens before it were accepted. Later tokens are therefore worth less and should cost
+    less (the horizontal cascade of Chen et al. 2024, Cascade Speculative Drafting). `second` may be a
+    `HorizontalDrafter`, too.
 
     Attributes:
-        at: how many tokens `first` drafts, which may be all of a short draft.
+        at: the number of tokens that `first` drafts, which may be all of a short draft.
     """
 
     at: int
@@ -40,12 +41,15 @@ class HorizontalDrafter(Duo):
 
     @property
     def reach(self) -> float:
-        """What `first` is not asked for `second` guesses."""
+        """The reach of `first` if that is below `at`, and else `at` plus the reach of `second`."""
         first = reach_of(self.first)
         return first if first < self.at else self.at + reach_of(self.second)
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
-        """One draft behind the other. What `second` drafts `first` has never read, and the other way round."""
+        """Return the draft of `first`, followed by that of `second`.
+
+        Neither has ever read the tokens that the other drafts.
+        """
         at = min(self.at, num_draft_tokens)
         rest = num_draft_tokens - at
         context = dataclasses.replace(context, unread=context.unread + rest)
@@ -57,14 +61,14 @@ class HorizontalDrafter(Duo):
         behind = _behind(context, first, context.unread + at - rest)
         second, second_state = self.second.propose(state[1], behind, rest)
         second = as_draft(self.second, second, behind, rest)
-        # Behind a token that is no guess there can be none.
+        # No guess can follow a token that is not a guess.
         probs = jnp.where((num_guessed(first) == at)[:, None, None], second.probs, 0)
         tokens = jnp.concatenate([first.tokens, second.tokens], axis=1)
         return Draft(tokens, jnp.concatenate([first.probs, probs], axis=1)), (first_state, second_state)
 
 
 def _behind(context: Context, draft: Draft, unread: int) -> Context:
-    """`context` for a drafter that goes on behind `draft`."""
+    """Return `context` for a drafter that continues after `draft`."""
     size, counts = draft.tokens.shape[1], context.token_counts
     view = TargetView(context.target.model, context.target.cache, context.target.unread + size)
     return dataclasses.replace(

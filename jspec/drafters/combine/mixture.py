@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""A weighted mean of two drafters' laws."""
+"""A weighted mean of two drafters' distributions."""
 
 import numbers
 from collections.abc import Iterator
@@ -20,11 +20,12 @@ from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 @pytree
 class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]]):
-    """Drafts every token from ``weight * first + (1 - weight) * second``; drafters or models.
+    """A drafter that draws every token from ``weight * first + (1 - weight) * second``; drafters or models.
 
-    The laws are mixed as they are at temperature 1, and the sampling transforms then act on the mixture. Where one has
-    no guess the law is the other's. Both must give their law token by token (`jspec.drafters.AutoregressiveDrafter`),
-    for each has to go on behind a token which may be the other's idea.
+    The distributions are mixed at temperature 1, and the sampling transforms then act on the mixture. If one of the two
+    has no guess, the distribution is that of the other. Both must give their distribution token by token
+    (`jspec.drafters.AutoregressiveDrafter`), because each must continue after a token that the other may have
+    preferred.
 
     Attributes:
         weight: between 0 and 1; traced, so another weight compiles nothing.
@@ -46,24 +47,27 @@ class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]
 
     @property
     def unrolled(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether one of the two is."""
+        """Whether at least one of the two is unrolled."""
         return any(getattr(part, "unrolled", False) for part in (self.first, self.second))
 
     @property
     def vocab_size(self) -> int | None:
-        """As `Duo`; the weight is checked here too, for a pytree may hold anything while it is taken apart."""
+        """The vocabulary size, as for `Duo`.
+
+        This also checks the weight, because a pytree may hold anything while JAX takes it apart.
+        """
         _check_weight(self.weight)
         return super().vocab_size
 
     def begin(self, state: tuple[Any, Any], context: Context, tree: Tree) -> tuple[Array, tuple[Any, Any]]:
-        """Both begin."""
+        """Begin with both, and mix their logits."""
         first, second = (part.begin(own, context, tree) for part, own in self._parts(state))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
     def extend(
         self, carry: tuple[Any, Any], tokens: Array, level: Level, context: Context
     ) -> tuple[Array, tuple[Any, Any]]:
-        """Both read the tokens, whoever proposed them."""
+        """Read the tokens with both, whichever proposed them, and mix their logits."""
         first, second = (part.extend(own, tokens, level, context) for part, own in self._parts(carry))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
@@ -88,7 +92,7 @@ class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]
 
 
 def _check_weight(weight: Any) -> None:
-    """Raise ValueError unless `weight` is a number between 0 and 1; of one that is being traced, only a scalar."""
+    """Raise ValueError unless `weight` is a number between 0 and 1. A traced `weight` only has to be a scalar."""
     scalar = getattr(weight, "shape", ()) == ()
     if scalar and isinstance(weight, jax.core.Tracer):
         return

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""Several drafters, one tree: a chain of each, all of them behind the last committed token."""
+"""Several drafters, one tree: a chain of each drafter, all of them after the last committed token."""
 
 import dataclasses
 import functools
@@ -29,17 +29,20 @@ _KIND = "several"  # in config.json
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts"], meta_fields=["num_draft_tokens"])
 @dataclasses.dataclass(frozen=True)
 class MultiDrafter:
-    """Drafts a chain with each of several drafters, or models, which the target verifies in one pass as one tree.
+    """A drafter that drafts a chain with each of several drafters or models; one pass verifies them as one tree.
 
-    SpecInfer's merge-based speculation (Miao et al. 2024, section 3), without the merge: two that begin with the same
-    token are two branches, each of which is judged by the law that it was drawn from. Where the first is refused the
-    second is judged by what that has left of the target's law. So put the best one first: of branches that begin alike
-    "rejection" and "traversal" follow the eldest only, which greedily is often so, and may end where that one goes
-    wrong. Under "coupled", where all draw with the target's noise, the one that goes on longest is followed.
+    This is the merge-based speculation of SpecInfer (Miao et al. 2024, section 3), without the merge. Two chains that
+    begin with the same token stay two branches, each verified by the distribution that it was drawn from. If the first
+    is rejected, the second is verified by what that has left of the target's distribution. So put the best drafter
+    first.
+
+    If branches begin alike, "rejection" and "traversal" follow the eldest only, and may end where that one goes wrong.
+    In greedy decoding branches often begin alike. Under "coupled" all drafters draw with the target's noise, and the
+    rule follows the branch that continues longest.
 
     Attributes:
-        drafts: drafters of chains, heads too, or models; any that share the target's vocabulary.
-        num_draft_tokens: K, tokens that each of them guesses.
+        drafts: drafters of chains, heads too, or models, which share the target's vocabulary.
+        num_draft_tokens: K, the number of tokens that each of them drafts.
     """
 
     drafts: Sequence[Any]
@@ -56,10 +59,10 @@ class MultiDrafter:
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
-        """What `save` wrote; `dtype` as for `jspec.load`, and `target` is not looked at.
+        """Load what `save` wrote; `dtype` is as for `jspec.load`, and `target` is not used.
 
         Raises:
-            convert.CheckpointError: these are no such files, or damaged ones.
+            convert.CheckpointError: the files have another format, or are damaged.
         """
         raw = head_files.read_own(path := Path(path), _KIND)
         drafts = [ModelDrafter.load(path / str(i), target, dtype) for i in range(integer(raw, "num_drafts"))]
@@ -70,7 +73,7 @@ class MultiDrafter:
 
         Raises:
             convert.CheckpointError: `path` exists or cannot be written.
-            TypeError: one of the drafters is no model.
+            TypeError: one of the drafters is not a model.
         """
         fields = {"num_drafts": len(self.drafts), "num_draft_tokens": self.num_draft_tokens}
         for draft in self.drafts:
@@ -84,7 +87,7 @@ class MultiDrafter:
 
     @property
     def tree(self) -> Tree:
-        """By depth: the tokens of all drafters beside each other."""
+        """The chains of all drafters beside each other, numbered by depth."""
         count = len(self.drafts)
         return Tree((0,) * count + tuple(range(1, count * (self.num_draft_tokens - 1) + 1)))
 
@@ -94,7 +97,7 @@ class MultiDrafter:
 
     @property
     def max_positions(self) -> int | None:
-        """The smallest of all."""
+        """The smallest limit of all drafters."""
         return least(getattr(part, "max_positions", None) for part in self.drafts)
 
     @property
@@ -113,12 +116,15 @@ class MultiDrafter:
         return tuple(part.init(tokens, num_slots, **told_to(part, self.features, told)) for part in self.drafts)
 
     def read(self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, ...]:
-        """All read, see `jspec.drafters.late_reading.read_on`."""
+        """Read with all drafters, see `jspec.drafters.late_reading.read_on`."""
         return tuple(read_on(part, own, tokens, start, count, **told_to(part, self.features, told))
                      for part, own in zip(self.drafts, state, strict=True))  # fmt: skip
 
     def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
-        """One after another, each with noise of its own. What a round commits, all but one may never have read."""
+        """Draft with one drafter after another, each with noise of its own.
+
+        All but one may never have read the tokens that a round commits.
+        """
         length = self.num_draft_tokens
         context = dataclasses.replace(context, unread=context.unread + length - 1)
         drafts: list[Draft] = []
@@ -135,9 +141,10 @@ class MultiDrafter:
     def commit(
         self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, ...]:
-        """Each is told of its own chain: accepted are those tokens with which the text begins.
+        """Pass to each drafter its own chain, of which the tokens with which the text begins are accepted.
 
-        Those that read states of the target need them of the whole text, and are told of the path, whosever it is.
+        A drafter that reads states of the target needs them for the whole text. It receives the accepted path instead,
+        whichever drafter proposed it.
         """
         assert verdict.path is not None, "a rule that takes no trees is refused"
         text, before = tokens_along(draft, verdict), prefix_mask(verdict.num_accepted, self.num_draft_tokens)
@@ -161,7 +168,7 @@ class MultiDrafter:
 
 
 def _chain(draft: Draft, which: int, count: int) -> Draft:
-    """Chain number `which` of the `count` that a draft has beside each other."""
+    """Return chain number `which` of the `count` chains that a draft has beside each other."""
 
     def part(leaf: Array) -> Array:
         return leaf[:, which::count]
@@ -170,11 +177,11 @@ def _chain(draft: Draft, which: int, count: int) -> Draft:
 
 
 def _judged(values: Array, which: int, count: int) -> Array:
-    """Of ``values[B, N + 1, ...]`` behind node 0 and every guess those of chain number `which`."""
+    """Return the values of node 0 and chain number `which`, from ``values[B, N + 1, ...]`` of all nodes."""
     return jnp.concatenate([values[:, :1], values[:, 1 + which :: count]], axis=1)
 
 
 def _beside(chains: Sequence[Array]) -> Array:
-    """``[B, K * n, ...]`` from n arrays ``[B, K, ...]``: by depth, those of each depth in turn."""
+    """Return ``[B, K * n, ...]`` from n arrays ``[B, K, ...]``: by depth, the entries of each depth in turn."""
     stacked = jnp.stack(chains, axis=2)
     return stacked.reshape(len(stacked), -1, *stacked.shape[3:])

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-"""What drafters share that guess from the target's last state, with heads that were trained beside its own."""
+"""Base classes of drafters that draft from the target's last hidden state, with trained heads beside its own."""
 
 from typing import Any, cast
 
@@ -16,11 +16,11 @@ from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 @pytree
 class LastState:
-    """What the target made of the last token that it has read.
+    """The target's hidden state at the last token that it has read.
 
     Attributes:
         hidden: ``[B, E]``, before the final norm.
-        known: ``bool[B]``; not before the first round of a prompt of one token, which nothing comes before.
+        known: ``bool[B]``; False before the first round of a one-token prompt, because no token comes before that one.
     """
 
     hidden: Array
@@ -28,10 +28,10 @@ class LastState:
 
 
 class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
-    """Drafts with heads, each of which guesses a token further than the one before.
+    """A drafter with heads, each of which drafts a token one position further than the one before.
 
-    They read the state behind the last token but one: the target's own head has drawn the last token from it, so that
-    the first of these guesses the first token of a draft. The text is verified anyway, so the state costs no pass.
+    The heads read the state at the last token but one. The target's own head has drawn the last token from it, so the
+    first of these heads drafts the first token of a draft. Verification computes the state anyway, so it costs no pass.
     """
 
     features = (-1,)
@@ -39,7 +39,7 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
 
     @property
     def num_heads(self) -> int:
-        """H, how many tokens in a row they can guess."""
+        """H, the number of tokens in a row that the heads can draft."""
         raise NotImplementedError
 
     @property
@@ -48,15 +48,18 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
 
     @property
     def hidden_size(self) -> int:
-        """E of the target that they were made for."""
+        """E of the target that the heads were made for."""
         raise NotImplementedError
 
     def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
-        """Logits ``[B, V]`` of the first head of normed states ``[B, 1, E]``, and what `extend` needs for `depth`."""
+        """Return logits ``[B, V]`` of the first head, and the data that `extend` needs for a draft of `depth`.
+
+        ``x`` is the normed states ``[B, 1, E]``.
+        """
         raise NotImplementedError
 
     def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> LastState:
-        """The state at the last token but one of every prompt: the last has not been answered yet."""
+        """Return the state at the last token but one of every prompt, because nothing has followed the last one yet."""
         check_hidden_size(type(self).__name__, self.hidden_size, target)
         before = jnp.maximum(lengths - 2, 0)[:, None, None]
         return LastState(jnp.take_along_axis(features[:, :, 0], before, axis=1)[:, 0], lengths > 1)
@@ -64,7 +67,7 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     def read(
         self, state: LastState, tokens: Array, start: Array, count: Array, *, features: Array, target: Any
     ) -> LastState:
-        """The state at the last token of a piece, see `jspec.drafters.late_reading.read_on`."""
+        """Return the state at the last token of a piece, see `jspec.drafters.late_reading.read_on`."""
         last = jnp.maximum(count - 1, 0)[:, None, None]
         hidden = jnp.take_along_axis(features[:, :, 0], last, axis=1)[:, 0]
         return where_read(count, LastState(hidden, jnp.ones_like(state.known)), state)
@@ -84,16 +87,16 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     def commit(
         self, state: LastState, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
     ) -> LastState:
-        """The state behind the last accepted token."""
+        """Return the state after the last accepted token."""
         last = verdict.num_accepted[:, None, None]
         return LastState(jnp.take_along_axis(at_path(hidden, verdict), last, axis=1)[:, 0], jnp.ones_like(state.known))
 
 
 class ParallelHeadsDrafter(HeadsDrafter):
-    """Heads that see the state alone: the law of a token depends on its depth, and not on those before it."""
+    """A drafter whose heads see the state alone: a token's distribution depends only on its depth."""
 
     def logits(self, x: Array, target: Any, depth: int) -> Array:
-        """``float32[B, S, depth, V]`` of the first `depth` heads, of normed states ``[B, S, E]``."""
+        """Return ``float32[B, S, depth, V]`` of the first `depth` heads, for normed states ``[B, S, E]``."""
         raise NotImplementedError
 
     def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
@@ -107,13 +110,16 @@ class ParallelHeadsDrafter(HeadsDrafter):
 
 
 def at_depth(logits: Array, level: Level, tokens: Array) -> Array:
-    """``[B, S, V]`` behind the ``tokens[B, S]`` of a level, of ``logits[B, K, V]`` that depend on the depth alone."""
+    """Return ``[B, S, V]`` after the ``tokens[B, S]`` of a level.
+
+    The source is ``logits[B, K, V]``, which depend on the depth alone.
+    """
     here = cast(Array, lax.dynamic_index_in_dim(logits, level.depth, axis=1))
     return jnp.broadcast_to(here, (*tokens.shape, here.shape[-1]))
 
 
 def check_hidden_size(user: str, size: int, target: Any) -> None:
-    """Raise ValueError unless the target's hidden size is that for which `user` was made."""
+    """Raise ValueError unless the target's hidden size is the one that `user` was made for."""
     if size != target.config.hidden_size:
         raise ValueError(f"{user} was made for a hidden size of {size}, and the target's is "
                          f"{target.config.hidden_size}; use one that was trained for this target.")  # fmt: skip

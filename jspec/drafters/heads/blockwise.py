@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Blockwise parallel decoding: one layer behind the target's last makes several states, all read by its own head."""
+"""Blockwise parallel decoding: one layer after the target's last makes several states for the target's own head."""
 
 from typing import Any, ClassVar
 
@@ -17,11 +17,11 @@ from jspec.models.layers import Linear
 
 
 class BlockwiseLayer(nnx.Module):
-    """``x + W2 relu(W1 x + b1) + b2``, H times E of it: every output depends on all that is between the two.
+    """A layer ``x + W2 relu(W1 x + b1) + b2`` with H times E outputs, each of which depends on all inner units.
 
     Args:
         num_heads: H.
-        inner_size: between the two matrices; the authors use H times the target's own.
+        inner_size: the size between the two matrices; the authors use H times the target's own.
     """
 
     def __init__(self, config: LlamaConfig, num_heads: int, inner_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -29,7 +29,7 @@ class BlockwiseLayer(nnx.Module):
         self.down = Linear(inner_size, num_heads * config.hidden_size, True, dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
-        """``[B, S, H, E]`` of the target's states behind its final norm, ``[B, S, E]``."""
+        """Return ``[B, S, H, E]`` for the target's states after its final norm, ``[B, S, E]``."""
         assert self.up.bias is not None
         x = x.astype(self.up.bias[...].dtype)
         made = self.down(jax.nn.relu(self.up(x)))
@@ -38,12 +38,12 @@ class BlockwiseLayer(nnx.Module):
 
 @pytree
 class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
-    """Drafts with one feed-forward layer on the target's last state, and the target's own output head.
+    """A drafter with one feed-forward layer on the target's last state, and the target's own output head.
 
-    Stern et al. 2018, "Blockwise Parallel Decoding": the target is p_1, which draws the next token, and head i is
-    p_{i + 2} of section 6, which guesses the token i + 1 behind that. Drafts are verified as all of jspec's are, by any
-    rule; that is also where a round predicts: the pass that verifies a draft has the states from which the next one is
-    guessed (section 4, which saves every other pass of section 3).
+    Stern et al. 2018, "Blockwise Parallel Decoding": the target is p_1, which draws the next token. Head i is p_{i + 2}
+    of section 6, which drafts the token i + 1 positions after that. Drafts are verified like all drafts of jspec, by
+    any rule. The pass that verifies a draft also computes the states for the next one (section 4, which saves every
+    other pass of section 3).
 
     Attributes:
         layer: a `BlockwiseLayer`.
@@ -58,7 +58,10 @@ class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
     def untrained(
         cls, target: Any, num_heads: int = 4, inner_size: int | None = None, *, rngs: nnx.Rngs
     ) -> "BlockwiseDrafter":
-        """A random layer, to be trained for `target` or to be given weights; None is the authors' inner size."""
+        """Return a drafter with a random layer, to train for `target` or to fill with weights.
+
+        An `inner_size` of None is the authors' inner size.
+        """
         check_count("num_heads", num_heads)
         inner = num_heads * target.config.intermediate_size if inner_size is None else inner_size
         return cls(BlockwiseLayer(target.config, num_heads, inner, target.dtype, rngs))

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""EAGLE: a trained layer that reads the target's states of the text, and goes on with its own."""
+"""EAGLE: a trained layer that reads the target's states of the text, and continues with its own states."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -20,13 +20,13 @@ from jspec.models.kv_cache import KVCache, enlarged
 
 @pytree
 class _Read:
-    """What the head has read: the text, or within a draft some of that too.
+    """The tokens that the head has read: the text, and within a draft some of that too.
 
     Attributes:
         cache: the token at position i, with the state before it, is in slot i - 1; the first token is in none.
-        states: ``[B, S, E]`` of the newest tokens, of which what follows them is guessed.
-        known: ``bool[B]``, not where a text has one token only.
-        lengths: ``int32[B]``, of the text.
+        states: ``[B, S, E]`` of the newest tokens, from which the head drafts the tokens after them.
+        known: ``bool[B]``; False if a text has only one token.
+        lengths: ``int32[B]``, the lengths of the text.
     """
 
     cache: KVCache
@@ -37,11 +37,11 @@ class _Read:
 
 @pytree
 class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
-    """Drafts with an EAGLE head (`jspec.drafters.heads.eagle_module`), which was trained for this target.
+    """A drafter with an EAGLE head (`jspec.drafters.heads.eagle_module`), which was trained for this target.
 
-    After every round it reads the accepted tokens with the target's own states, in place of those it had guessed (Li et
-    al. 2024, section 3). On a static tree (`jspec.TreeDrafter`) weights of generation 1 are EAGLE, on one that grows
-    (`jspec.DynamicTreeDrafter`) EAGLE-2; weights of generation 3 are EAGLE-3.
+    After every round it reads the accepted tokens with the target's own states, in place of those it had predicted (Li
+    et al. 2024, section 3). Weights of generation 1 are EAGLE on a static tree (`jspec.TreeDrafter`), and EAGLE-2 on
+    one that grows (`jspec.DynamicTreeDrafter`). Weights of generation 3 are EAGLE-3.
 
     Attributes:
         head: a `jspec.drafters.heads.eagle_module.Eagle`.
@@ -52,36 +52,36 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
-        """A head from its files: config.json and safetensors, as EAGLE, SpecForge, SGLang and speculators name them.
+        """Load a head from config.json and safetensors, with the names of EAGLE, SpecForge, SGLang and speculators.
 
         Args:
             path: a directory, or a Hugging Face hub id.
-            target: the `jspec.Llama` that it was trained for. Sizes are then checked at once. It is needed where
-                config.json does not say which layers the head reads, and where the files have a reduced vocabulary but
-                no output head for it: the rows of the target's own are that.
+            target: the `jspec.Llama` that the head was trained for. If given, sizes are checked at once. The target is
+                required if config.json does not say which layers the head reads. It is also required if the files have
+                a reduced vocabulary without an output head: rows of the target's output head then serve as one.
             dtype: of weights, activations and cache; as for `jspec.load`.
 
         Raises:
-            convert.CheckpointError: these are no files of an EAGLE head of one layer, or damaged ones, or pickles; says
-                what was found and expected.
+            convert.CheckpointError: the files are not those of an EAGLE head of one layer, or are damaged, or are
+                pickles. The message says what was found and expected.
             ValueError: the head was made for a target of other sizes.
         """
         return cls(eagle_weights.load(path, target, dtype))
 
     def save(self, path: str | Path, format: str = "speculators", own_head: bool | None = None) -> Path:
-        """Write config.json, every flag in it, and model.safetensors to a new directory.
+        """Write config.json, with every flag, and model.safetensors to a new directory.
 
-        What was loaded from the same layout is written as it was, in the dtype of its files unless another was asked
-        for or they would lose by it.
+        A head that was loaded from the same layout is written as it was. It keeps the dtype of its files, unless
+        another was requested or that dtype would lose precision.
 
         Args:
             format: "speculators", as vLLM reads it, or "sglang", for a head of generation 3; "eagle" for one of
                 generation 1.
-            own_head: false leaves the output head out, for heads whose own is a part of the target's; true writes it.
-                By default it is written where the files it came from had one.
+            own_head: False omits the output head, if it is a part of the target's; True writes it. By default it is
+                written if the files it came from had one.
 
         Raises:
-            convert.CheckpointError: who reads this layout would not compute what the head does, or `path` exists or
+            convert.CheckpointError: readers of this layout would not compute what the head does, or `path` exists or
                 cannot be written.
         """
         return eagle_weights.save(self._head, path, format, own_head)
@@ -102,11 +102,11 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
             )
         return self.head
 
-    # It asks for more than others, and is told so (`jspec.drafters.base.AskingDrafter`).
+    # It takes more arguments than other drafters (`jspec.drafters.base.AskingDrafter`).
     def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any
     ) -> _Read:
-        """The prompts, read with the target's states.
+        """Read the prompts with the target's states.
 
         Raises:
             ValueError: the head was made for a target of other sizes.
@@ -124,7 +124,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         return _Read(cache, states, lengths > 1, lengths)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
-        """The next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        """Read the next piece of the text, see `jspec.drafters.late_reading.read_on`."""
         head = self._head
         pairs = head.embed(tokens[:, 1:], target), head.fuse(features, target)
         found, cache = head.forward(*pairs, state.cache, start)
@@ -133,7 +133,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         return _Read(cache, *where_read(count, new, (state.states, state.known, state.lengths)))
 
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Read]:
-        """All of the text has been read."""
+        """Return the logits after the text, all of which has been read."""
         logits = self._head.logits(state.states, context.target.model)[:, 0]
         carry = _Read(state.cache, state.states, state.known, context.lengths)
         return jnp.where(state.known[:, None], logits, -jnp.inf), carry
@@ -152,7 +152,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     def commit(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: _Read, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
     ) -> _Read:
-        """Read the new tokens with the target's states; what the draft has left in their slots is gone."""
+        """Read the new tokens with the target's states, over what the draft has left in their slots."""
         head = self._head
         pairs = head.embed(tokens_along(draft, verdict), target), head.fuse(at_path(features, verdict), target)
         found, cache = head.forward(*pairs, state.cache, state.lengths - 1)

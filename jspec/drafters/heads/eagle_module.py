@@ -1,8 +1,9 @@
-"""EAGLE heads: a layer that guesses what the target will say next from what it makes of the text.
+"""EAGLE heads: a layer that predicts the target's next tokens from the target's states of the text.
 
-Of every token it reads the embedding together with the target's states of the token before, so that what it computes
-there belongs to the token after. Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights EAGLE-2 uses too), and
-Li et al. 2025, "EAGLE-3", section 3 (generation 3); the flags of generation 3 are those of published checkpoints.
+The layer reads the embedding of every token together with the target's states of the token before. So its output there
+belongs to the token after. The papers are Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights EAGLE-2 uses
+too), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The flags of generation 3 are those of published
+checkpoints.
 """
 
 from typing import Any
@@ -26,10 +27,10 @@ class Eagle(nnx.Module):
     Args:
         config: sizes and flags.
         dtype: of weights, activations and cache.
-        rngs: random initial weights.
+        rngs: the source of random initial weights.
 
     Attributes:
-        origin: what the files said that it was loaded from; None if it was not.
+        origin: the description in the files that it was loaded from; None if it was not loaded.
     """
 
     def __init__(self, config: EagleConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
@@ -57,35 +58,35 @@ class Eagle(nnx.Module):
         self.embed_tokens = Embed(layer.vocab_size, size, dtype, rngs) if config.own_embedding else None
         vocab = config.draft_vocab_size or layer.vocab_size
         self.lm_head = Embed(vocab, size, dtype, rngs) if config.own_head else None
-        # Of every token of the target its number among those it can guess, D of others.
+        # Maps every token of the target to its number among those that the head can draft, and the others to D.
         known = None if config.draft_vocab_size is None else jnp.minimum(jnp.arange(layer.vocab_size), vocab)
         self.draft_ids = None if known is None else nnx.Variable(known)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations and cache."""
+        """The dtype of activations and cache."""
         return self.post_attention_layernorm.weight.dtype
 
     @property
     def target_ids(self) -> Array | None:
-        """``int32[D]``: the target's ids of the tokens it can guess, in its own order; None for all of them."""
+        """The target's ids of the tokens that the head can draft, in the head's order, ``int32[D]``; None for all."""
         if self.draft_ids is None:
             return None
         return jnp.argsort(self.draft_ids[...], stable=True)[: self.config.draft_vocab_size]
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache of `slots` positions for `batch` rows."""
+        """Return an empty cache of `slots` positions for `batch` rows."""
         layer = self.config.layer
         return empty_cache(1, (batch, layer.num_key_value_heads, slots, layer.head_dim), self.dtype)
 
     def embed(self, tokens: Array, target: Any) -> Array:
-        """``[B, S, E]`` of ``int32[B, S]``, by the head's own embedding or the target's."""
+        """Return ``[B, S, E]`` for ``int32[B, S]``, by the head's own embedding or the target's."""
         return (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
 
     def fuse(self, features: Array, target: Any) -> Array:
-        """One state ``[B, S, E]`` of those that the target tells, ``features[B, S, F, E']``.
+        """Return one state ``[B, S, E]`` from the target's states ``features[B, S, F, E']``.
 
-        Of generation 1 it is the state behind the target's final norm, which its own output then imitates.
+        In generation 1 it is the state after the target's final norm, which the head's own output then imitates.
         """
         if self.config.generation == 1:
             return target.norm(features[:, :, 0]).astype(self.dtype)
@@ -102,11 +103,12 @@ class Eagle(nnx.Module):
 
         Args:
             embeddings: ``[B, S, E]``.
-            states: ``[B, S, E]``, from `fuse` where the target has read the token before, else from here.
-            cache, start, branches: as for `jspec.Llama.forward`; the second token of a text stands in slot 0.
+            states: ``[B, S, E]``, from `fuse` if the target has read the token before, else from this method.
+            cache, start, branches: as for `jspec.Llama.forward`; the second token of a text is in slot 0.
 
         Returns:
-            States ``[B, S, E]`` for the tokens after, of which `logits` and the next `forward` are made; and the cache.
+            States ``[B, S, E]`` for the tokens after, which are inputs of `logits` and the next `forward`; and the
+            cache.
         """
         slots, positions = Branches.places(start, embeddings.shape[1], branches)
         layer = self.config.layer
@@ -117,13 +119,13 @@ class Eagle(nnx.Module):
         return self.out_of_layer(x, mixed), KVCache((keys,), (values,), cache.rows)
 
     def out_of_layer(self, x: Array, mixed: Array) -> Array:
-        """What `forward` returns, of the residual stream and what attention has mixed."""
+        """Return the result of `forward`, from the residual stream and the output of attention."""
         x = x + self.self_attn.o_proj(mixed)
         x = x + self.mlp.down_proj(self.mlp(self.post_attention_layernorm(x)))
         return self.norm(x) if self.norm is not None and self.config.norm_output else x
 
     def into_layer(self, embeddings: Array, states: Array) -> tuple[Array, Array]:
-        """The residual stream, and what attention reads."""
+        """Return the residual stream, and the input of attention."""
         if self.input_layernorm is None or self.hidden_norm is None:
             x = self.fc(jnp.concatenate([embeddings, states], axis=-1))
             return x, x
@@ -132,7 +134,7 @@ class Eagle(nnx.Module):
         return normed if self.config.norm_before_residual else states, read
 
     def logits(self, states: Array, target: Any) -> Array:
-        """``float32[B, S, V]`` of what `forward` returns; -inf for tokens that it cannot guess."""
+        """Return ``float32[B, S, V]`` for the states from `forward`; -inf for tokens that the head cannot draft."""
         found = self.draft_logits(states, target)
         if self.draft_ids is None:
             return found
@@ -140,14 +142,14 @@ class Eagle(nnx.Module):
         return jnp.take(room, self.draft_ids[...], axis=-1)
 
     def draft_logits(self, states: Array, target: Any) -> Array:
-        """``float32[B, S, D]``: of the tokens that it can guess."""
+        """Return ``float32[B, S, D]``: the logits of the tokens that the head can draft."""
         if self.norm is not None and not self.config.norm_output:
             states = self.norm(states)
         return (self.lm_head or target.head).logits(states)
 
 
 def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
-    """Of queries, keys and values."""
+    """Return the widths of queries, keys and values."""
     size = layer.head_dim
     return layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.num_key_value_heads * size
 

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Hydra: heads as Medusa's, each of which reads what those before it have drafted."""
+"""Hydra: heads like Medusa's, each of which reads the tokens that the heads before it have drafted."""
 
 from typing import Any, ClassVar
 
@@ -20,12 +20,12 @@ from jspec.models.layers import Embed, Linear
 
 
 class HydraHead(nnx.Module):
-    """Reads a state and n embeddings side by side: ``R z + c + silu(W z + b)``, residual blocks, an output head.
+    """A head on a state and n embeddings side by side: ``R z + c + silu(W z + b)``, residual blocks, an output head.
 
     Args:
         num_tokens: n.
-        num_blocks: layers in all, with the one that reads z.
-        own_head: whether it has an output head, with a bias; if not, it uses the target's.
+        num_blocks: the number of layers, including the one that reads z.
+        own_head: whether it has an output head, with a bias; otherwise it uses the target's.
     """
 
     def __init__(
@@ -39,7 +39,10 @@ class HydraHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype)) if own_head else None
 
     def __call__(self, z: Array, target: Any) -> Array:
-        """``float32[B, S, V]`` of ``z[B, S, (n + 1) E]``: the state behind the target's final norm comes first."""
+        """Return ``float32[B, S, V]`` for ``z[B, S, (n + 1) E]``.
+
+        The state after the target's final norm comes first in `z`.
+        """
         assert self.linear.bias is not None
         z = z.astype(self.linear.bias[...].dtype)
         x = self.residual(z) + jax.nn.silu(self.linear(z))
@@ -52,16 +55,16 @@ class HydraHead(nnx.Module):
 
 @pytree
 class HydraDrafter(HeadsDrafter, InOwnFiles):
-    """Drafts with H heads, one after another: head i reads the target's last state and the i + 1 tokens behind it.
+    """A drafter with H heads, one after another: head i reads the target's last state and the i + 1 tokens after it.
 
-    Ankner et al. 2024, "Hydra", section 3: of the tokens, the text's last one first, it reads the target's own
-    embeddings. The heads are those that its authors published: the first layer goes from ``(i + 2) E`` to E, with a
-    linear residual; then come Medusa's blocks, which the authors' code ties to each other, and an output head with a
-    bias. Without the prefix layer of Hydra++. In a tree every node has what is on its own branch. Of drafts that vary
-    in length all heads are run.
+    Ankner et al. 2024, "Hydra", section 3: the heads read the tokens, the text's last one first, by the target's own
+    embeddings. The heads are those that its authors published. The first layer goes from ``(i + 2) E`` to E, with a
+    linear residual. Medusa's blocks follow, which the authors' code ties to each other, and an output head with a bias.
+    The prefix layer of Hydra++ is not supported. In a tree every node reads the tokens of its own branch. If drafts
+    vary in length, all heads are run.
 
     Attributes:
-        heads: `HydraHead` of each depth.
+        heads: a `HydraHead` for each depth.
     """
 
     heads: tuple[HydraHead, ...]
@@ -74,7 +77,10 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
     def untrained(
         cls, target: Any, num_heads: int = 4, num_blocks: int = 1, own_head: bool = True, *, rngs: nnx.Rngs
     ) -> "HydraDrafter":
-        """Random heads, to be trained for `target` or to be given weights; `num_blocks` counts the first layer."""
+        """Return a drafter with random heads, to train for `target` or to fill with weights.
+
+        `num_blocks` counts the first layer.
+        """
         check_count("num_heads", num_heads)
         check_count("num_blocks", num_blocks)
         made = [HydraHead(target.config, i + 1, num_blocks, own_head, target.dtype, rngs) for i in range(num_heads)]
@@ -112,7 +118,7 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
         return jnp.where(state.known[:, None, None], logits, -jnp.inf), (state, read)
 
     def _next(self, read: Array, tokens: Array, head: int, context: Context) -> tuple[Array, Array]:
-        """Logits behind ``tokens[B, S]``, and what has been read with them, ``[B, S, (head + 2) E]``."""
+        """Return logits after ``tokens[B, S]``, and the inputs read up to them, ``[B, S, (head + 2) E]``."""
         target = context.target.model
         read = jnp.concatenate([read, target.embed_tokens(tokens).astype(read.dtype)], axis=-1)
         return self.heads[head](read, target), read

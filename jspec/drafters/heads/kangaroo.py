@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-"""Kangaroo: the target's first layers and a small attention of its own, trained to stand for all the others."""
+"""Kangaroo: the target's first layers and a small trained attention, which stands for all the other layers."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ class Adapter(nnx.Module):
     """A decoder layer without an MLP, and a norm: ``norm(x + attention(norm(x)))``.
 
     Args:
-        config: of the target, whose hidden size it has; heads and rope may be its own.
+        config: of the target, with the same hidden size; heads and rope may differ.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -45,20 +45,20 @@ class Adapter(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights, activations and cache."""
+        """The dtype of weights, activations and cache."""
         return self.norm.weight[...].dtype
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache of `slots` positions for `batch` rows."""
+        """Return an empty cache of `slots` positions for `batch` rows."""
         return empty_cache(1, (batch, self.config.num_key_value_heads, slots, self.config.head_dim), self.dtype)
 
     def __call__(
         self, x: Array, cache: KVCache, start: Array, branches: Branches | None = None
     ) -> tuple[Array, KVCache]:
-        """Normed states ``[B, S, E]``, for the target's output head, and the cache.
+        """Return normed states ``[B, S, E]``, for the target's output head, and the cache.
 
         Args:
-            x: ``[B, S, E]``, what leaves the layer of the exit.
+            x: ``[B, S, E]``, the output of the exit layer.
             cache, start, branches: as for `jspec.Llama.forward`.
         """
         x = x.astype(self.dtype)
@@ -72,7 +72,7 @@ class Adapter(nnx.Module):
 
 @pytree
 class _Read:
-    """The adapter's cache of the text but its last token, and ``int32[B]``, where the last draft began."""
+    """The adapter's cache of the text but its last token, and ``int32[B]``, the start of the last draft."""
 
     cache: KVCache
     start: Array
@@ -80,7 +80,7 @@ class _Read:
 
 @pytree
 class _Drafting:
-    """Within a draft: the adapter's cache, the target's first layers' of the draft alone, and where that begins."""
+    """The state within a draft: the adapter's cache, the first layers' cache of the draft alone, and its start."""
 
     cache: KVCache
     own: KVCache
@@ -90,16 +90,17 @@ class _Drafting:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["adapter"], meta_fields=["num_layers"])
 @dataclasses.dataclass(frozen=True)
 class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
-    """Drafts with the target's first layers, a trained adapter and the target's output head.
+    """A drafter with the target's first layers, a trained adapter and the target's output head.
 
-    Liu et al. 2024, "Kangaroo", section 3: the adapter, one attention and two norms, makes of what leaves a shallow
-    layer what the last norm would have. The target's cache of the text serves its first layers; the adapter's own holds
-    what the target itself has had there, as soon as it has read a token. Verification runs the first layers again, as
-    one pass of the target. The paper's second exit, at a guess that the draft is unsure of, is `jspec.WhileConfident`.
+    See Liu et al. 2024, "Kangaroo", section 3. The adapter, one attention and two norms, turns the output of a shallow
+    layer into what the last norm would have returned. The target's cache of the text serves its first layers. The
+    adapter's own cache comes from the target's own states at that layer, as soon as the target has read a token.
+    Verification runs the first layers again, as one pass of the target. The paper's second exit, at a token that the
+    draft is unsure of, is `jspec.WhileConfident`.
 
     Attributes:
         adapter: an `Adapter`.
-        num_layers: how many layers of the target come before it.
+        num_layers: the number of the target's layers before the adapter.
     """
 
     adapter: Adapter
@@ -114,11 +115,11 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
 
     @classmethod
     def untrained(cls, target: Any, num_layers: int, *, rngs: nnx.Rngs) -> "KangarooDrafter":
-        """A random adapter, to be trained for `target` or to be given weights."""
+        """Return a drafter with a random adapter, to train for `target` or to fill with weights."""
         return cls(Adapter(target.config, target.dtype, rngs), num_layers)
 
     def described(self) -> Fields:
-        """The adapter's attention is the target's: its heads, norms and rope."""
+        """Return the drafter's sizes. The adapter's attention is the target's: its heads, norms and rope."""
         fields = llama_json.fields(self.adapter.config)
         return {"num_layers": self.num_layers} | {name: fields[name] for name in _ATTENTION}
 
@@ -127,7 +128,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         return (self.num_layers,)
 
     def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> _Read:
-        """The prompts' states, read by the adapter."""
+        """Read the prompts' states with the adapter."""
         check_layers(target, type(self).__name__)
         check_hidden_size(type(self).__name__, self.adapter.config.hidden_size, target)
         batch, width = tokens.shape
@@ -136,11 +137,11 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         return _Read(enlarged(self.adapter.new_cache(batch, num_slots), read), start)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
-        """The next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        """Read the next piece of the text, see `jspec.drafters.late_reading.read_on`."""
         return _Read(self.adapter(features[:, :, 0], state.cache, start)[1], state.start)
 
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Drafting]:
-        """Reads the last token, which the target has not read yet."""
+        """Read the last token, which the target has not read yet."""
         start = context.lengths - 1
         last = jnp.take_along_axis(context.tokens, start[:, None], axis=1)
         own = context.target.model.new_cache(start.size, tree.size)
@@ -156,10 +157,11 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     def commit(
         self, state: _Read, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
     ) -> _Read:
-        """The adapter reads what the target had at the accepted tokens; what else is there is overwritten unseen.
+        """Read the target's states at the accepted tokens with the adapter.
 
-        That is what it had there when it drafted, but for rounding, of a chain's last guess, which it has not read, of
-        guesses that stood elsewhere in a tree, and of those that another drafter made.
+        Other slots are overwritten before they are read. The slots change only by rounding, except for a chain's last
+        token, which the adapter has not read. Tokens that stood elsewhere in a tree, and those of another drafter,
+        change too.
         """
         _, cache = self.adapter(at_path(features, verdict)[:, :, 0], state.cache, state.start)
         return dataclasses.replace(state, cache=cache)
@@ -167,7 +169,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     def _read(
         self, tokens: Array, carry: _Drafting, at: Array, branches: Branches | None, context: Context
     ) -> tuple[Array, _Drafting]:
-        """Logits behind ``tokens[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`)."""
+        """Return logits after ``tokens[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`)."""
         model = context.target.model
         x, own = run_layers(range(self.num_layers), tokens, carry.own, at, carry.start, context, branches)
         x, cache = self.adapter(x, carry.cache, at, branches)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Medusa: heads beside the target's own guess the tokens behind the next one, all from one state of it."""
+"""Medusa: heads beside the target's own draft the tokens after the next one, all from one state of the target."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from jspec.models.layers import Embed, Linear
 
 
 class ResBlock(nnx.Module):
-    """``x + silu(W x + b)``, in the dtype of b."""
+    """A block ``x + silu(W x + b)``, in the dtype of b."""
 
     def __init__(self, size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.linear = Linear(size, size, True, dtype, rngs)
@@ -33,7 +33,7 @@ class MedusaHead(nnx.Module):
     """Residual blocks, then an output head of its own.
 
     Attributes:
-        origin: what the files said that all heads were loaded from; None if they were not.
+        origin: the description in the files that all heads were loaded from; None if they were not loaded.
     """
 
     def __init__(self, config: LlamaConfig | MedusaConfig, num_blocks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -42,7 +42,7 @@ class MedusaHead(nnx.Module):
         self.lm_head = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
-        """``float32[B, S, V]`` of the target's states behind its final norm, ``[B, S, E]``."""
+        """Return ``float32[B, S, V]`` for the target's states after its final norm, ``[B, S, E]``."""
         for block in self.blocks:
             x = block(x)
         return self.lm_head.logits(x)
@@ -50,40 +50,40 @@ class MedusaHead(nnx.Module):
 
 @pytree
 class MedusaDrafter(ParallelHeadsDrafter):
-    """Drafts with H heads on the target's last state: head i guesses the token i + 1 behind the next one.
+    """A drafter with H heads on the target's last state: head i drafts the token i + 1 positions after the next one.
 
-    Cai et al. 2024, "Medusa", section 2.1.1: ``logits_i = U_i(x + silu(W_i x + b_i))``, x the state after the target's
-    final norm. A head does not see what the others have drawn. Heads that were trained together with their target
-    (Medusa-2) draft for that target, whose weights they have changed.
+    Cai et al. 2024, "Medusa", section 2.1.1: ``logits_i = U_i(x + silu(W_i x + b_i))``, with x the state after the
+    target's final norm. A head does not see the tokens that the others have drawn. Heads that were trained together
+    with their target (Medusa-2) draft for that target, whose weights the training has changed.
 
     Attributes:
-        heads: `MedusaHead` of each depth.
+        heads: a `MedusaHead` for each depth.
     """
 
     heads: tuple[MedusaHead, ...]
 
     @classmethod
     def untrained(cls, target: Any, num_heads: int = 4, num_blocks: int = 1, *, rngs: nnx.Rngs) -> "MedusaDrafter":
-        """Random heads, to be trained for `target` or to be given weights."""
+        """Return a drafter with random heads, to train for `target` or to fill with weights."""
         check_count("num_heads", num_heads)
         made = [MedusaHead(target.config, num_blocks, target.dtype, rngs) for _ in range(num_heads)]
         return cls(tuple(made))
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
-        """Heads from their files, config.json and safetensors, as Medusa and vLLM name them.
+        """Load heads from config.json and safetensors, with the names of Medusa and vLLM.
 
-        Of a checkpoint that holds the target, too (Medusa-2), the heads are read; `jspec.load` reads the target.
+        If a checkpoint also holds the target (Medusa-2), this reads the heads; `jspec.load` reads the target.
 
         Args:
             path: a directory, or a Hugging Face hub id.
-            target: the `jspec.Llama` that they were trained for, whose sizes are then checked at once.
+            target: the `jspec.Llama` that the heads were trained for. If given, sizes are checked at once.
             dtype: of weights; as for `jspec.load`.
 
         Raises:
-            convert.CheckpointError: these are no files of Medusa heads, or damaged ones, or pickles; says what was
-                found and expected.
-            ValueError: they were made for a target of other sizes.
+            convert.CheckpointError: the files are not those of Medusa heads, or are damaged, or are pickles. The
+                message says what was found and expected.
+            ValueError: the heads were made for a target of other sizes.
         """
 
         def make(config: MedusaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> MedusaHead:
@@ -95,7 +95,9 @@ class MedusaDrafter(ParallelHeadsDrafter):
         return cls(heads)
 
     def save(self, path: str | Path, format: str = "vllm") -> Path:
-        """Write config.json and the heads to a new directory; what was loaded from the same layout as it was.
+        """Write config.json and the heads to a new directory.
+
+        Heads that were loaded from the same layout are written as they were.
 
         Args:
             format: "vllm", or "medusa" for the names that were published with the paper.

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Drafters that no other program reads, in files of jspec's own: config.json and model.safetensors."""
+"""Files in jspec's own format, config.json and model.safetensors, for drafters that no other program reads."""
 
 import math
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from jspec.models.load import default_dtype
 
 
 class InOwnFiles:
-    """A drafter that can be saved and loaded: its arrays by their names in it, its sizes beside them.
+    """A drafter that can be saved and loaded: its arrays by their names in it, with its sizes beside them.
 
     Attributes:
-        KIND: what config.json calls it, and `jspec.train_drafter` too.
+        KIND: the drafter's name in config.json, and in `jspec.train_drafter`.
         SIZES: arguments of ``untrained(target, ..., rngs=)`` and their types, int or bool.
-        PARTS: those of them that multiply to a number of parts, each of which has arrays of its own.
+        PARTS: the sizes whose product is the number of parts, each of which has arrays of its own.
     """
 
     KIND: ClassVar[str]
@@ -38,12 +38,12 @@ class InOwnFiles:
     PARTS: ClassVar[tuple[str, ...]] = ()
 
     def described(self) -> Fields:
-        """Its sizes, and all of the target that it depends on, as JSON has them."""
+        """Return the drafter's sizes, and all properties of the target that it depends on, as JSON values."""
         raise NotImplementedError
 
     @classmethod
     def untrained(cls, target: Any, *, rngs: nnx.Rngs) -> Self:
-        """One of these sizes, to be given weights."""
+        """Return a drafter of these sizes, to fill with weights."""
         raise NotImplementedError
 
     def save(self, path: str | Path) -> Path:
@@ -59,16 +59,16 @@ class InOwnFiles:
 
     @classmethod
     def load(cls, path: str | Path, target: Any, dtype: Any = None) -> Self:
-        """What `save` wrote.
+        """Load what `save` wrote.
 
         Args:
             path: a directory, or a Hugging Face hub id.
-            target: the `jspec.Llama` that it was trained for.
-            dtype: of its weights; as for `jspec.load`.
+            target: the `jspec.Llama` that the drafter was trained for.
+            dtype: of the drafter's weights; as for `jspec.load`.
 
         Raises:
-            convert.CheckpointError: these are no such files, or damaged ones.
-            ValueError: it was made for another target.
+            convert.CheckpointError: the files have another format, or are damaged.
+            ValueError: the drafter was made for another target.
         """
         directory = head_files.find(path, "pytorch_model.bin")
         raw = head_files.read_own(directory, cls.KIND)
@@ -92,7 +92,10 @@ def _named(drafter: Any) -> Iterator[tuple[str, Array]]:
 
 
 def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> None:
-    """Refuses more than there can be, which a damaged config would have made one by one."""
+    """Raise CheckpointError if there are more parts than tensors.
+
+    A damaged config would otherwise make `load` create them one by one.
+    """
     if math.prod(parts.values()) > num_tensors:
         told = ", ".join(f"{name} {size}" for name, size in parts.items())
         raise CheckpointError(f"{directory} has {num_tensors} tensors, but its config.json says {told}; restore the "

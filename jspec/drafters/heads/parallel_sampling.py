@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""PaSS: behind the text the target reads vectors in place of tokens, and guesses what stands there."""
+"""PaSS: after the text the target reads vectors in place of tokens, and predicts the tokens there."""
 
 import functools
 import numbers
@@ -24,11 +24,11 @@ from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 @pytree
 class _Ahead:
-    """What the target made of the vectors behind the last token that it has read.
+    """The target's states at the vectors after the last token that it has read.
 
     Attributes:
         hidden: ``float32[B, M, E]``, before the final norm.
-        known: ``bool[B]``; from the first round on.
+        known: ``bool[B]``; True from the first commit on.
     """
 
     hidden: Array
@@ -58,13 +58,13 @@ class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
 
 @pytree
 class PassDrafter(InOwnFiles, ReadsNothing):
-    """Drafts what the target itself says of the M places behind the next token, where it reads vectors for tokens.
+    """A drafter of the target's own predictions for the M places after the next token, where it reads vectors.
 
-    Monea et al. 2023, "PaSS: Parallel Speculative Sampling": all that is trained are these look-ahead embeddings. The
-    paper guesses in one pass and verifies in another; here both are one. Behind the last token and behind each of the M
-    guesses the target reads the M vectors, so that whatever is accepted, the next guesses are there: M + (M + 1) M
-    tokens besides the last one, of which M can be accepted. The first round after the prompt has no guess. A guess does
-    not depend on those before it.
+    Monea et al. 2023, "PaSS: Parallel Speculative Sampling": only these look-ahead embeddings are trained. The paper
+    drafts in one pass and verifies in another; here both are one. The target reads the M vectors after the last token
+    and after each of the M guesses, so the next guesses are there whatever is accepted. A pass has M + (M + 1) M tokens
+    besides the last one, and M of them can be accepted. The first round after the prompt has no guess. A guess does not
+    depend on those before it.
 
     Attributes:
         embeddings: ``[M, E]``.
@@ -78,7 +78,7 @@ class PassDrafter(InOwnFiles, ReadsNothing):
 
     @classmethod
     def untrained(cls, target: Any, num_vectors: int = 2, *, rngs: nnx.Rngs) -> "PassDrafter":
-        """Vectors that begin as the mean of all embeddings, and a little apart."""
+        """Return a drafter whose vectors begin at the mean of all embeddings, and a little apart."""
         check_count("num_vectors", num_vectors)
         weight = target.embed_tokens.wide()
         noise = 0.1 * weight.std() * jax.random.normal(rngs.params(), (num_vectors, len(weight)))
@@ -86,7 +86,9 @@ class PassDrafter(InOwnFiles, ReadsNothing):
 
     @classmethod
     def of_token(cls, target: Any, token_id: int, count: int) -> "PassDrafter":
-        """`count` times the target's own embedding of one token, such as its padding: without any training.
+        """Return a drafter with `count` times the target's embedding of one token, such as its padding.
+
+        It needs no training.
 
         Raises:
             ValueError: the target has no such token.
@@ -102,16 +104,16 @@ class PassDrafter(InOwnFiles, ReadsNothing):
 
     @property
     def tree(self) -> Tree:
-        """A chain of M guesses; then behind each of its nodes, from the last token on, the vectors in a row."""
+        """A chain of M guesses, then the vectors in a row after each of its nodes, beginning with the last token."""
         return _layout(len(self.embeddings))[0]
 
     def init(self, tokens: Array, num_slots: int) -> _Ahead:
-        """Nothing yet: in the prompt there were no vectors."""
+        """Return an empty state: the prompt has no vectors."""
         hidden = jnp.zeros((len(tokens), *self.embeddings.shape), jnp.float32)
         return _Ahead(hidden, jnp.zeros(len(tokens), bool))
 
     def propose(self, state: _Ahead, context: Context, num_draft_tokens: int) -> tuple[Draft, _Ahead]:
-        """Guesses, drawn from the laws of their places, and the vectors for those of the next round."""
+        """Draw guesses from the distributions of their places, and add the vectors for those of the next round."""
         count = len(self.embeddings)
         tree, nodes = _layout(count)
         guesses, state = _Guesses().propose(state, context, count)
@@ -120,7 +122,7 @@ class PassDrafter(InOwnFiles, ReadsNothing):
         return Draft(tokens, jnp.pad(guesses.probs, ((0, 0), (0, nodes.size), (0, 0))), tree), state
 
     def commit(self, state: _Ahead, draft: Draft, verdict: Verdict, hidden: Array) -> _Ahead:
-        """What the vectors have become behind the last accepted token."""
+        """Return the target's states at the vectors after the last accepted token."""
         assert verdict.path is not None, "a rule that takes no trees is refused"
         vectors = jnp.asarray(_layout(len(self.embeddings))[1])[end_of(verdict.num_accepted, verdict.path)]
         ahead = jnp.take_along_axis(hidden, vectors[..., None], axis=1)
@@ -129,7 +131,7 @@ class PassDrafter(InOwnFiles, ReadsNothing):
 
 @functools.cache
 def _layout(count: int) -> tuple[Tree, np.ndarray]:
-    """The tree of a round, and the nodes of the vectors behind each node of its chain, ``int[M + 1, M]``."""
+    """Return the tree of a round, and the nodes of the vectors after each node of its chain, ``int[M + 1, M]``."""
     nodes = np.arange(count + 1, (count + 1) ** 2).reshape(count + 1, count)
     above = np.concatenate([np.arange(count + 1)[:, None], nodes[:, :-1]], axis=1)
     return Tree((*range(count), *above.ravel().tolist())), nodes

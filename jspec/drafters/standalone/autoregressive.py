@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Drafting token after token: what all drafters share whose law for a token depends on the tokens before it."""
+"""Drafting token by token: the base class of drafters whose distributions depend on the tokens before."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
@@ -20,7 +20,7 @@ Carry = TypeVar("Carry")
 
 @pytree
 class _Drawn:
-    """A token ``[B]`` and its law ``[B, V]``, the counts that include it, and whether a row goes on after it."""
+    """A token ``[B]``, its distribution ``[B, V]``, the counts that include it, and whether the row continues."""
 
     token: Array
     probs: Array
@@ -33,46 +33,48 @@ _Loop = tuple[Array | int, _Carried[Carry], tuple[Array, Array]]
 
 
 class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
-    """A drafter that says what law the next token has: `begin` and `extend`; `propose` draws a chain from those.
+    """A drafter that gives the distribution of the next token: `begin` and `extend`. `propose` draws a chain from them.
 
-    `jspec.TreeDrafter` draws a tree from them. `carry`, a pytree, is what it remembers within a draft. One that
-    remembers more, from round to round, has an `init`, an `end` and a `keep` of its own. For a type checker
-    ``AutoregressiveDrafter[State, Carry]`` says of which types they are; a state of nothing is ``tuple[()]``.
+    `jspec.TreeDrafter` draws a tree from them. `carry`, a pytree, is what the drafter remembers within a draft. A
+    drafter that remembers more, from round to round, defines its own `init`, `end` and `keep`. For a type checker,
+    ``AutoregressiveDrafter[State, Carry]`` gives the types of both; an empty state is ``tuple[()]``.
 
     Attributes:
         unrolled: whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with
-            it; for few steps that differ. All of them are run then, whatever the row's draft length.
+            it. This is for few steps that differ. All of them then run, whatever the row's draft length.
     """
 
     unrolled = False
 
     def begin(self, state: State, context: Context, tree: Tree) -> tuple[Array, Carry]:
-        """Logits ``[B, V]`` of the tokens that follow the text, and the carry, with room for a draft that is `tree`.
+        """Return logits ``[B, V]`` of the tokens after the text, and the carry, with room for a draft of shape `tree`.
 
-        Logits of -inf alone stand for "no guess".
+        A row of logits that are all -inf means "no guess".
         """
         raise NotImplementedError
 
     def extend(self, carry: Carry, tokens: Array, level: Level, context: Context) -> tuple[Array, Carry]:
-        """Read the drafted ``int32[B, S]`` of one level; logits ``[B, S, V]`` of what follows each, and the carry."""
+        """Read the draft tokens ``int32[B, S]`` of a level; return logits ``[B, S, V]`` after each, and the carry."""
         raise NotImplementedError
 
     def end(self, carry: Carry) -> State:
-        """The state after the draft."""
-        return cast(State, ())  # one with another state has its own `end`
+        """Return the state after the draft."""
+        return cast(State, ())  # a drafter with another state has its own `end`
 
     def keep(self, state: State, start: Array, path: Array) -> State:
-        """The state with what belongs to an accepted path only, as `jspec.models.kv_cache.keep` does it with a cache.
+        """Return the state with the entries of an accepted path only.
+
+        `jspec.models.kv_cache.keep` does the same with a cache.
 
         Args:
-            state: from `end`.
+            state: the result of `end`.
             start: ``int32[B]``, the position of node 0.
-            path: ``int32[B, K]``, by depth the numbers of its nodes in the order in which `extend` has read them.
+            path: ``int32[B, K]``, the numbers of its nodes by depth, in the order in which `extend` has read them.
         """
         return state
 
     def propose(self, state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
-        """Draw a draft, each token from the law its logits have after the sampling transforms."""
+        """Draw a draft, each token from the distribution of its logits after the sampling transforms."""
 
         def advance(carried: _Carried[Carry], k: Array | int) -> tuple[_Carried[Carry], tuple[Array, Array]]:
             carry, last = carried
@@ -90,7 +92,10 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
 
 
 def _starts(logits: Array, context: Context) -> Array:
-    """The rows that draft at all. Their laws decide and nothing that is drawn, so that no draft is discarded."""
+    """Return the rows that draft at all.
+
+    Only their distributions decide, and no drawn token, so that no draft is discarded.
+    """
     starts = getattr(context.draft_length, "starts", None)
     if starts is None:
         return jnp.ones(context.lengths.size, bool)
@@ -101,7 +106,7 @@ def _starts(logits: Array, context: Context) -> Array:
 def _draw(
     logits: Array, token_counts: TokenCounts | None, continues: Array, k: Array | int, context: Context
 ) -> _Drawn:
-    """Draft token k; without a law in rows whose draft ends before it."""
+    """Draw draft token k; rows whose draft ends before it get a distribution of zeros."""
     logits = fit_vocabulary(logits, context.vocab_size)
     probs = token_probs(logits[:, None], context.transforms, token_counts)[:, 0]
     token = context.draw(k, probs)
@@ -125,7 +130,7 @@ def _unrolled(
     carried: _Carried[Carry],
     ks: Array,
 ) -> tuple[_Carried[Carry], tuple[Array, Array]]:
-    """`lax.scan` over 1, 2, ..., without a loop."""
+    """Run `lax.scan` over 1, 2, ..., without a loop."""
     first, drawn = carried[1], list[tuple[Array, Array]]()
     for k in range(1, ks.size + 1):
         carried, one = advance(carried, k)
@@ -140,7 +145,7 @@ def _scan_while_continued(
     carried: _Carried[Carry],
     ks: Array,
 ) -> tuple[_Carried[Carry], tuple[Array, Array]]:
-    """`lax.scan` over 1, 2, ..., but it ends when no row goes on; what it does not reach is 0."""
+    """Run `lax.scan` over 1, 2, ..., but stop when no row continues; outputs that it does not reach are 0."""
     first = carried[1]
     outputs = _zeros(ks.size, first.token), _zeros(ks.size, first.probs)
     if ks.size == 0:  # nothing can be stored in an empty array, not even in a loop that never runs

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""Self-drafting: some of the target's own layers guess for all of them."""
+"""Self-drafting: some of the target's own layers draft for all of them."""
 
 import dataclasses
 import functools
@@ -21,15 +21,15 @@ from jspec.models.kv_cache import KVCache
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_layers", "skipped"])
 @dataclasses.dataclass(frozen=True)
 class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
-    """Drafts with the target's own first layers and its head, without weights or a cache of its own.
+    """A drafter with the target's own first layers and its head, without weights or a cache of its own.
 
-    It reads the target's cache of the text; keys and values of the draft itself are kept beside it until the round
-    ends. Early exit after Elhoushi et al. 2024, LayerSkip; with `skipped`, after Zhang et al. 2024, Draft & Verify.
-    A model that was not trained to be left early agrees with itself only when few layers are missing.
+    It reads the target's cache of the text. Keys and values of the draft itself are kept beside it until the round
+    ends. Early exit follows Elhoushi et al. 2024, LayerSkip; `skipped` follows Zhang et al. 2024, Draft & Verify. A
+    model that was not trained for early exit agrees with itself only if few layers are missing.
 
     Attributes:
-        num_layers: how many of the first layers are run; at most all of the target's.
-        skipped: indices of layers among them that are left out.
+        num_layers: the number of first layers to run; at most all of the target's.
+        skipped: indices of the layers among them to leave out.
     """
 
     num_layers: int
@@ -50,11 +50,14 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the layers that are run."""
+        """The indices of the layers to run."""
         return tuple(i for i in range(self.num_layers) if i not in self.skipped)
 
     def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[KVCache, Array]]:
-        """Reads what the target has not read yet; the carry is a small cache, and the position of its first slot."""
+        """Read the tokens that the target has not read yet.
+
+        The carry is a small cache, and the position of its first slot.
+        """
         view = context.target
         check_layers(view.model, type(self).__name__)
         depth = len(view.model.layers)
@@ -85,11 +88,13 @@ def run_layers(
     context: Context,
     branches: Branches | None = None,
 ) -> tuple[Array, KVCache]:
-    """What leaves the last of some of the target's layers, ``[B, S, E]``, and `own`, a cache of the draft alone.
+    """Run some of the target's layers; return the output of the last, ``[B, S, E]``, and `own`.
+
+    `own` is a cache of the draft alone.
 
     Args:
         tokens: ``int32[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`).
-        start: ``int32[B]``, the position of the first slot of `own`; what comes before is in the target's cache.
+        start: ``int32[B]``, the position of the first slot of `own`; the target's cache holds everything before it.
     """
     view = context.target
     return view.model.forward(tokens, own, at, layers=layers, past=(view.cache, start),
@@ -97,7 +102,7 @@ def run_layers(
 
 
 def check_layers(model: Any, user: str) -> None:
-    """Raise TypeError unless `model` has layers that can be run one by one, as `user` does."""
+    """Raise TypeError unless `model` has layers that can be run one by one, as `user` needs."""
     if not hasattr(model, "layers"):
         raise TypeError(f"{user} runs layers of a jspec.Llama, and {type(model).__name__} has no `layers`; "
                         "use another drafter.")  # fmt: skip

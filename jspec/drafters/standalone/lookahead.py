@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Lookahead decoding: while the target verifies, it also guesses on from where it guessed before, and is quoted."""
+"""Lookahead decoding: the target extends its earlier predictions while it verifies, and later drafts quote them."""
 
 import dataclasses
 import functools
@@ -16,18 +16,18 @@ from jspec.drafters.base import Context, certain
 from jspec.drafters.late_reading import ReadsNothing
 from jspec.drafters.standalone.ngram import NGramDrafter, trie
 
-# N-grams that a row remembers: of a window of 5 those of some 800 rounds.
+# The number of n-grams that a row remembers: those of about 800 rounds with a window of 5.
 _POOL = 4096
 
 
 @pytree
 class _State:
-    """What a row has of earlier rounds.
+    """The memory of earlier rounds in each row.
 
     Attributes:
-        window: ``int32[B, N - 1, W]``, what the target said in the last N - 1 rounds, each column about one position
-            further, each row about one position later; -1 before the first round.
-        pool: ``int32[B, M, N]``, the n-grams that came of it, the last first, -1 where there are none.
+        window: ``int32[B, N - 1, W]``, the target's predictions of the last N - 1 rounds, each column about one
+            position further, each row about one position later; -1 before the first round.
+        pool: ``int32[B, M, N]``, the n-grams from these predictions, the last first, -1 where there are none.
     """
 
     window: Array
@@ -37,19 +37,21 @@ class _State:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["window", "ngram", "guesses"])
 @dataclasses.dataclass(frozen=True)
 class LookaheadDrafter(ReadsNothing):
-    """Drafts without a model what the target wrote beyond the text, all positions of it at once (Fu et al. 2024).
+    """A drafter without a model: it drafts what the target predicted beyond the text, at all positions at once.
 
-    The pass that verifies also reads a window of tokens at the W positions to come, N - 1 at each, which are no
-    guesses: those that the target itself took for the next ones in the last N - 1 rounds (Jacobi iteration, section
-    3.1). What it says behind them are the window's newest tokens; each of its columns is an n-gram, which goes to a
-    pool (section 3.2). The n-grams of the pool that begin with the text's last token, then what followed that token
-    in the text, are the guesses. All of them depend on what came before the round alone: they have one-hot laws, under
+    Fu et al. 2024: the pass that verifies also reads a window of tokens, N - 1 at each of the W positions to come.
+    These are not guesses. They are the tokens that the target itself predicted in the last N - 1 rounds (Jacobi
+    iteration, section 3.1). Its predictions after them are the window's newest tokens. Each column of the window is an
+    n-gram, which goes to a pool (section 3.2).
+
+    The guesses are the n-grams of the pool that begin with the text's last token, then the tokens that followed that
+    token in the text. All of them depend only on what came before the round. So they have one-hot distributions, under
     any rule for trees but "k-seq".
 
     Attributes:
-        window: W, positions that are thought ahead.
-        ngram: N, tokens of an n-gram: N - 1 are guessed at once.
-        guesses: G, n-grams that are verified in one pass. It has ``(W + G) (N - 1)`` tokens.
+        window: W, the number of positions to look ahead.
+        ngram: N, the tokens of an n-gram, of which N - 1 are drafted at once.
+        guesses: G, the number of n-grams that one pass verifies. The pass has ``(W + G) (N - 1)`` tokens.
     """
 
     window: int = 5
@@ -67,22 +69,22 @@ class LookaheadDrafter(ReadsNothing):
 
     @property
     def tree(self) -> Tree:
-        """The guesses, then the window: a chain of the first row's tokens, behind each the rest of its column."""
+        """The guesses, then the window: a chain of its first row's tokens, and after each the rest of its column."""
         return _layout(self)[0]
 
     def init(self, tokens: Array, num_slots: int) -> _State:
-        """An empty window and an empty pool."""
+        """Return an empty window and an empty pool."""
         rows = max(self.window, min(_POOL, num_slots * self.window))
         window = jnp.full((len(tokens), self.ngram - 1, self.window), -1, jnp.int32)
         return _State(window, jnp.full((len(tokens), rows, self.ngram), -1, jnp.int32))
 
     def propose(self, state: _State, context: Context, num_draft_tokens: int) -> tuple[Draft, _State]:
-        """What the pool and the text have behind the last token, and the window."""
+        """Draft the tokens that the pool and the text have after the last token, and add the window."""
         tree, nodes = _layout(self)
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         tokens, found = self._guesses(state.pool, last, context)
         count = (self.ngram - 1) * self.window
-        places = jnp.arange(count)[None] * context.lengths[:, None] // count  # of the text, evenly: any tokens will do
+        places = jnp.arange(count)[None] * context.lengths[:, None] // count  # evenly spread: any tokens will do
         some = jnp.take_along_axis(context.tokens, places, axis=1).reshape(state.window.shape)
         window = jnp.where(state.window < 0, some, state.window)
         window = jnp.where(nodes[None] == 0, last[..., None], window)
@@ -92,7 +94,7 @@ class LookaheadDrafter(ReadsNothing):
         return certain(tokens, found, context, tree), dataclasses.replace(state, window=window)
 
     def _guesses(self, pool: Array, last: Array, context: Context) -> tuple[Array, Array]:
-        """Nodes of the guesses' branches, and which of them there are."""
+        """Return the nodes of the guesses' branches, and which of them exist."""
         count = min(4 * self.guesses, pool.shape[1])  # some begin alike
         same = pool[:, :, 0] == last
         order = lax.top_k(jnp.where(same, pool.shape[1] - jnp.arange(pool.shape[1])[None], 0), count)[1]
@@ -104,11 +106,14 @@ class LookaheadDrafter(ReadsNothing):
         return jnp.where(guessed, tokens, 0), guessed
 
     def commit(self, state: _State, draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array) -> _State:
-        """The window's columns go to the pool, with what came behind them; it moves on as far as the text has."""
+        """Move the window's columns, with the predictions after them, to the pool, and advance the window.
+
+        The window moves as far as the text has.
+        """
         newest = likeliest[:, _layout(self)[1][-1], 0]
         columns = jnp.concatenate([state.window, newest[:, None]], axis=1)
         grams = jnp.swapaxes(columns, 1, 2)
-        again = (state.pool[:, :, None] == grams[:, None]).all(-1).any(-1)  # those are remembered once
+        again = (state.pool[:, :, None] == grams[:, None]).all(-1).any(-1)  # keep these only once
         pool = jnp.concatenate([grams, jnp.where(again[..., None], -1, state.pool)], axis=1)
         further = positions_from(verdict.num_accepted, self.window) % self.window
         window = jnp.take_along_axis(columns[:, 1:], further[:, None], axis=2)
@@ -116,13 +121,13 @@ class LookaheadDrafter(ReadsNothing):
 
 
 def _branches(drafter: LookaheadDrafter) -> Tree:
-    """The guesses: G that follow the last token, and a chain behind each."""
+    """Return the tree of the guesses: G that follow the last token, and a chain after each."""
     return Tree.branching((drafter.guesses, *[1] * (drafter.ngram - 2)))
 
 
 @functools.cache
 def _layout(drafter: LookaheadDrafter) -> tuple[Tree, np.ndarray]:
-    """The tree of a round, and which node each token of the window is, ``int[N - 1, W]``."""
+    """Return the tree of a round, and the node of each token of the window, ``int[N - 1, W]``."""
     parents = list(_branches(drafter).parents)
     nodes = np.zeros((drafter.ngram - 1, drafter.window), int)
     for (row, column), _ in np.ndenumerate(nodes):

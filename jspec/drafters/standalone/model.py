@@ -19,13 +19,13 @@ from jspec.models.load import load, save
 
 @pytree
 class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
-    """Drafts with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
+    """A drafter with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
 
     model: Any
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
-        """The model of a directory, or of a hub id, as `jspec.load` reads it; `target` is not looked at."""
+        """Load the model from a directory or a hub id, as `jspec.load` does; `target` is not used."""
         return cls(load(path, dtype))
 
     def save(self, path: str | Path, tokenizer: str | Path | None = None) -> Path:
@@ -35,8 +35,9 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
             tokenizer: a directory, GGUF file or hub id whose tokenizer files are copied, such as the target's.
 
         Raises:
-            convert.CheckpointError: `path` exists or cannot be written, or no config.json means the model (Qwen2).
-            ValueError: it is int8.
+            convert.CheckpointError: `path` exists or cannot be written, or no config.json can describe the model
+                (Qwen2).
+            ValueError: the model is int8.
         """
         return save(self.model, path, tokenizer)
 
@@ -51,21 +52,21 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         return self.model.config.max_position_embeddings
 
     def init(self, tokens: Array, num_slots: int) -> KVCache:
-        """The prompt, read into a cache of `num_slots`."""
+        """Prefill the prompt into a cache of `num_slots`."""
         return prefill(self.model, tokens, num_slots)
 
     def read(self, state: KVCache, tokens: Array, start: Array, count: Array) -> KVCache:
-        """The next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        """Read the next piece of the text, see `jspec.drafters.late_reading.read_on`."""
         return self.model.forward(tokens[:, :-1], state, start)[1]
 
     def begin(self, state: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
-        """The first pass reads all that may be unread.
+        """Read all tokens that may be unread, in one pass.
 
-        Where the whole draft was accepted, the cache lacks its last token, which was drawn but never read. That costs a
-        few more rows, where a pass for it would cost all the weights again.
+        If the whole draft was accepted, the cache lacks its last token, which was drawn but never read. Reading it here
+        costs a few more rows. A pass of its own would cost all the weights again.
         """
         block, start, last = last_tokens(context.tokens, context.lengths, context.unread)
-        # A row that is shorter than that writes slots past its end; the next steps overwrite them unseen.
+        # A row that is shorter than that writes slots past its end; the next steps overwrite them before they are read.
         hidden, cache = self.model.forward(block, state, start)
         return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
 
@@ -81,31 +82,31 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         return keep(state, start, path)
 
     def commit(self, state: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
-        """Nothing to do: the cache rolls back with the row's length."""
+        """Return `state` unchanged: the cache rolls back with the row's length."""
         return state
 
 
 def as_drafter(draft: Any) -> Any:
-    """The drafter that `draft` is, or that drafts with the model it is; TypeError for a class."""
+    """Return `draft` if it is a drafter, or a `ModelDrafter` if it is a model; raise TypeError for a class."""
     if isinstance(draft, type):
         raise TypeError(f"draft is the class {draft.__name__}; pass an object of it, such as {draft.__name__}(...).")
     return ModelDrafter(draft) if isinstance(draft, Llama) else draft
 
 
 def positions(target: Any, draft: Any) -> int:
-    """How many tokens a text may have in all."""
+    """Return the largest number of tokens that a text may have in all."""
     limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
     return min(limit for limit in limits if limit is not None)
 
 
 def as_part(name: str, draft: Any, told: bool = False) -> Any:
-    """`as_drafter` of what is called `name` in a drafter that combines chains.
+    """Return `as_drafter` of `draft`, which is called `name` in a drafter that combines chains.
 
     Args:
-        told: whether the whole passes on what it is told of the target.
+        told: whether the combination passes on what it receives from the target.
 
     Raises:
-        TypeError: it drafts a tree, or wants of the target what it would not get.
+        TypeError: `draft` drafts a tree, or requests from the target what it would not receive.
     """
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Prompt lookup: what followed the last time the text read like this (Leviathan et al. 2023, section 3.6, "copy")."""
+"""Prompt lookup: copy the tokens after an earlier match in the text (Leviathan et al. 2023, section 3.6, "copy")."""
 
 import dataclasses
 import functools
@@ -17,21 +17,21 @@ from jspec.drafters.base import Context, Stateless, as_tree, certain
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["max_ngram", "min_ngram", "tree"])
 @dataclasses.dataclass(frozen=True)
 class NGramDrafter(Stateless):
-    """Copies what followed the most recent of the longest earlier matches of the row's last tokens.
+    """A drafter that copies the tokens after the most recent of the longest earlier matches of the row's last tokens.
 
-    The match may run into the draft: text that repeats with a period is copied on and on. A row without a match makes
-    no guess. The law of a copied token is one-hot, so it is accepted with probability p(x).
+    The match may run into the draft: text that repeats with a period is copied on and on. A row without a match has no
+    guess. The distribution of a copied token is one-hot, so it is accepted with probability p(x).
 
-    With a `tree` the draft is a trie of what followed several matches: a node's children are the different tokens by
-    which the matches that agree with its branch went on, in the order of these matches, longest first, then the most
-    recent. What a node is depends on the text alone, so it has a one-hot law here too, under any rule for
-    trees but "k-seq".
+    With a `tree` the draft is a trie of the tokens after several matches. A node's children are the different tokens
+    with which the matches that agree with its branch continued. They are in the order of these matches: longest first,
+    then the most recent. A node depends on the text alone, so it has a one-hot distribution here too, under any rule
+    for trees but "k-seq".
 
     Attributes:
-        max_ngram: tokens that are compared at most.
-        min_ngram: tokens that must match at least.
-        tree: a `jspec.Tree`, whose nodes are numbered anew, by depth; those for which too few matches went on in
-            different ways are no guess. None for a chain.
+        max_ngram: the largest number of tokens to compare.
+        min_ngram: the smallest number of tokens that must match.
+        tree: a `jspec.Tree`, whose nodes are renumbered by depth; None for a chain. A node is not a guess if too few
+            matches continued in different ways.
     """
 
     max_ngram: int = 3
@@ -49,29 +49,32 @@ class NGramDrafter(Stateless):
             object.__setattr__(self, "tree", as_tree(self.tree))
 
     def propose(self, state: tuple[()], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[()]]:
-        """The tokens behind the match, each with a one-hot law; laws of zeros in a row without a match."""
+        """Draft the tokens after the match with one-hot distributions, or zeros in a row without a match."""
         if self.tree is None:
             followed, found = self.matches(context, 1, num_draft_tokens)
             return certain(followed[:, 0], found, context), state
-        # Some matches go on alike: more of them than the tree has branches.
+        # Some matches continue alike, so compare more of them than the tree has branches.
         followed, found = self.matches(context, 4 * self.tree.max_width, num_draft_tokens)
         return certain(*trie(self.tree, followed, found), context, self.tree), state
 
     def matches(self, context: Context, count: int, num_draft_tokens: int) -> tuple[Array, Array]:
-        """What followed the best matches, ``int32[B, M, K]`` of at most `count`; which there are, ``bool[B, M]``."""
+        """Return the tokens after the best matches, ``int32[B, M, K]``, and which of them exist, ``bool[B, M]``.
+
+        M is at most `count`.
+        """
         count = min(count, context.tokens.shape[1])
         copy = functools.partial(self._copy, count=count, num_draft_tokens=num_draft_tokens)
         return jax.vmap(copy)(context.tokens, context.lengths)
 
     def _copy(self, tokens: Array, length: Array, count: int, num_draft_tokens: int) -> tuple[Array, Array]:
-        """For one row, unbatched: what followed its best matches, ``int32[count, K]``, and which of them there are."""
+        """Return the tokens after one row's best matches, ``int32[count, K]``, and which of them exist; unbatched."""
         ends = jnp.arange(tokens.size)
         same, matched = (ends < length - 1), jnp.zeros(tokens.size, jnp.int32)
         for back in range(self.max_ngram):
             same &= (jnp.roll(tokens, back) == tokens[length - 1 - back]) & (ends >= back)
             matched += same.astype(jnp.int32)
         matched = jnp.where(matched >= self.min_ngram, matched, 0)
-        scores = matched * tokens.size + ends  # the longest, and of those the last
+        scores = matched * tokens.size + ends  # the longest, and the last of those
         best = jnp.argmax(scores)[None] if count == 1 else lax.top_k(scores, count)[1]
         period = jnp.maximum(length - 1 - best, 1)[:, None]
         source = best[:, None] + 1 + jnp.arange(num_draft_tokens)[None] % period
@@ -79,16 +82,16 @@ class NGramDrafter(Stateless):
 
 
 def trie(tree: Tree, followed: Array, found: Array) -> tuple[Array, Array]:
-    """The nodes of `tree`, ``int32[B, N]``, and which of them are guesses.
+    """Return the nodes of `tree`, ``int32[B, N]``, and which of them are guesses.
 
     Args:
-        tree: numbered by depth.
-        followed: ``int32[B, M, max_depth]``, the tokens behind every match.
-        found: ``bool[B, M]``, which matches there are.
+        tree: a tree that is numbered by depth.
+        followed: ``int32[B, M, max_depth]``, the tokens after every match.
+        found: ``bool[B, M]``, which matches exist.
     """
     tokens: list[Array] = []
     guessed: list[Array] = []
-    agree = found[:, None]  # with every node of a level, [B, S, M]
+    agree = found[:, None]  # which matches agree with every node of a level, [B, S, M]
     for depth in range(tree.max_depth):
         following, left = followed[:, None, :, depth], agree
         children: list[tuple[Array, Array, Array]] = []

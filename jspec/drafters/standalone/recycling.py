@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Token recycling: what the target once thought likely behind a token is guessed when that token comes again."""
+"""Token recycling: when a token comes again, draft the tokens that the target once found likely after it."""
 
 import dataclasses
 import functools
@@ -15,16 +15,16 @@ from jspec.drafters.base import Context, certain
 from jspec.drafters.late_reading import ReadsNothing
 from jspec.theory.tree_yield import best_tree
 
-# How often the target's token was that of each rank, roughly: of 96 rounds of greedy answers of SmolLM2.
+# The rough frequency with which the target's token had each rank, in 96 rounds of greedy answers of SmolLM2.
 _ACCEPTANCE = (0.45, 0.13, 0.05, 0.03, 0.015, 0.01, 0.01, 0.005)
 _MAX_DEPTH = 6
-# Rows of the table that are kept: of 32 nodes those of 124 rounds.
+# The number of table rows to keep: those of 124 rounds with 32 nodes.
 _ROWS = 4096
 
 
 @pytree
 class _Table:
-    """Which tokens the target thought likely behind which, what it said last first.
+    """The tokens that the target found likely after each token, the newest rows first.
 
     Attributes:
         tokens: ``int32[B, M]``, -1 where the table is empty.
@@ -38,17 +38,18 @@ class _Table:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_nodes"])
 @dataclasses.dataclass(frozen=True)
 class TokenRecyclingDrafter(ReadsNothing):
-    """Drafts a tree without a model: behind a token what the target last found likely there (Luo et al. 2024).
+    """A drafter of trees without a model: after a token it drafts what the target last found likely there.
 
-    Every pass of the target says, behind each node of the tree, kept or not, which eight tokens are likeliest. That is
-    a row of an adjacency matrix of tokens, from which the next tree is read: a node's child of rank r has the token of
-    rank r (sections 3.2 and 3.3). Here the matrix is a list of the rows that were written last, at most 4,096, which
-    each request has for itself. It starts empty, and where it has no row the child is what last followed in the text.
-    So all nodes depend on what came before the round alone: they have one-hot laws, under any rule for
-    trees but "k-seq".
+    Luo et al. 2024: every pass of the target gives the eight likeliest tokens after each node of the tree, accepted or
+    not. They are a row of an adjacency matrix of tokens. The next tree is read from the matrix: a node's child of rank
+    r has the token of rank r (sections 3.2 and 3.3).
+
+    Here the matrix is a list of the rows that were written last, at most 4,096 for each request. The list starts empty.
+    If it has no row for a token, the child is what last followed that token in the text. So all nodes depend only on
+    what came before the round. They have one-hot distributions, under any rule for trees but "k-seq".
 
     Attributes:
-        num_nodes: N, guesses that the target verifies in one pass.
+        num_nodes: N, the number of draft tokens that the target verifies in one pass.
     """
 
     num_nodes: int = 32
@@ -61,11 +62,11 @@ class TokenRecyclingDrafter(ReadsNothing):
 
     @property
     def tree(self) -> Tree:
-        """That which brings most for the acceptance of ranks that was measured."""
+        """The tree that yields most for the measured acceptance of ranks."""
         return _best(int(self.num_nodes))
 
     def init(self, tokens: Array, num_slots: int) -> tuple[_Table, Array]:
-        """An empty table, and ``int32[B]``, the token at node 0 of the last tree."""
+        """Return an empty table, and ``int32[B]``, the token at node 0 of the last tree."""
         nodes = self.tree.size + 1
         rows = len(tokens), max(nodes, min(_ROWS, num_slots * nodes))
         empty = _Table(jnp.full(rows, -1, jnp.int32), jnp.full((*rows, self.num_likeliest), -1, jnp.int32))
@@ -74,7 +75,7 @@ class TokenRecyclingDrafter(ReadsNothing):
     def propose(
         self, state: tuple[_Table, Array], context: Context, num_draft_tokens: int
     ) -> tuple[Draft, tuple[_Table, Array]]:
-        """Level by level: what the table has behind every node."""
+        """Draft level by level what the table has after every node."""
         tree, table = self.tree, state[0]
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         token, guess = last, jnp.ones(last.shape, bool)
@@ -91,10 +92,10 @@ class TokenRecyclingDrafter(ReadsNothing):
     def commit(
         self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array
     ) -> tuple[_Table, Array]:
-        """The rows of all nodes come before those of earlier rounds; of equal tokens the first node's counts."""
+        """Put the rows of all nodes before those of earlier rounds; the first node of equal tokens counts."""
         table, last = state
         tokens = jnp.concatenate([last[:, None], jnp.where(is_guess(draft), draft.tokens, -1)], axis=1)
-        missing = self.num_likeliest - likeliest.shape[-1]  # of a small vocabulary
+        missing = self.num_likeliest - likeliest.shape[-1]  # if the vocabulary is small
         new = _Table(tokens, jnp.pad(likeliest, ((0, 0), (0, 0), (0, missing)), constant_values=-1))
         kept = table.tokens.shape[1]
 
@@ -110,7 +111,10 @@ def _best(num_nodes: int) -> Tree:
 
 
 def _followers(table: _Table, tokens: Array, context: Context) -> Array:
-    """What comes behind ``tokens[B, S]``, ``int32[B, S, R]``: as the table says, else as the text last went on."""
+    """Return the tokens after ``tokens[B, S]``, ``int32[B, S, R]``: from the table, or else from the text.
+
+    The text gives the one token that last followed.
+    """
     same = tokens[..., None] == table.tokens[:, None]
     row = jnp.take_along_axis(table.followers, jnp.argmax(same, axis=-1)[..., None], axis=1)
     places = jnp.arange(context.tokens.shape[1])[None, None]

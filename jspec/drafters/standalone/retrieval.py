@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Retrieval: what followed wherever a corpus reads as the text does now (He et al. 2023, "REST")."""
+"""Retrieval: draft what followed in a corpus where it matches the text's last tokens (He et al. 2023, "REST")."""
 
 import dataclasses
 import functools
@@ -31,17 +31,17 @@ _SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order"], meta_fields=_SIZES)
 @dataclasses.dataclass(frozen=True)
 class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
-    """Drafts what followed the longest matches of the row's last tokens in a corpus; `from_tokens` makes one.
+    """A drafter of what followed the longest matches of the row's last tokens in a corpus; see `from_tokens`.
 
-    The law of a token is how often it followed, among the matches that agree with the draft so far; where none is
-    left there is no guess. Of more than `num_matches` matches, a sample is looked at.
+    The distribution of a token is how often it followed, among the matches that agree with the draft so far. If none is
+    left, there is no guess. If there are more than `num_matches` matches, a sample of them is used.
 
     Attributes:
         tokens: ``int32[N]``, the corpus.
         order: ``int32[N]``, its positions sorted by the tokens before them, the nearest first; ties at random.
-        max_ngram: tokens that are compared at most.
-        min_ngram: tokens that must match at least.
-        num_matches: M, positions that are looked at: those where the row's last tokens belong in `order`.
+        max_ngram: the largest number of tokens to compare.
+        min_ngram: the smallest number of tokens that must match.
+        num_matches: M, the number of positions to examine: those around the place of the row's last tokens in `order`.
     """
 
     tokens: Array
@@ -64,10 +64,10 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     def from_tokens(
         cls, tokens: Any, vocab_size: int, max_ngram: int = 8, min_ngram: int = 2, num_matches: int = 16
     ) -> "RetrievalDrafter":
-        """Sort the corpus ``tokens int[N]``, its documents best parted by the end-of-text token.
+        """Sort the corpus ``tokens int[N]``, whose documents are best separated by the EOS token.
 
         Raises:
-            ValueError: no tokens, tokens outside the vocabulary, or impossible sizes.
+            ValueError: there are no tokens, tokens are outside the vocabulary, or sizes are impossible.
         """
         check_count("vocab_size", vocab_size)
         check_count("max_ngram", max_ngram)
@@ -76,9 +76,10 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return cls(tokens, order, vocab_size, max_ngram, min_ngram, num_matches)
 
     def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, Array]:
-        """The carry is ``int32[B, S, M, K]``: what followed each match, -1 where it is ruled out or the corpus ends.
+        """Return logits and the carry.
 
-        Of each of the S tokens of a level, for the tokens before them differ.
+        The carry is ``int32[B, S, M, K]``: the tokens after each match, -1 where it is ruled out or the corpus ends. It
+        has an entry for each of the S tokens of a level, because the tokens before them differ.
         """
         at = context.lengths[:, None] - 1 - jnp.arange(self.max_ngram)[None]
         last = jnp.where(at >= 0, jnp.take_along_axis(context.tokens, jnp.maximum(at, 0), axis=1), -1)
@@ -87,7 +88,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return self._law(followed[:, :, 0]), followed[:, None]
 
     def extend(self, carry: Array, tokens: Array, level: Level, context: Context) -> tuple[Array, Array]:
-        """Rule out the matches that went on otherwise."""
+        """Rule out the matches that continued differently."""
         carry = level.of_parents(carry)
         agree = cast(Array, lax.dynamic_index_in_dim(carry, level.depth - 1, axis=3)) == tokens[:, :, None, None]
         carry = jnp.where(agree, carry, -1)
@@ -95,13 +96,13 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return jax.vmap(self._law, in_axes=1, out_axes=1)(following), carry
 
     def _law(self, tokens: Array) -> Array:
-        """Log-frequencies ``float32[B, V]`` of ``tokens[B, M]``, of which those that are -1 do not count."""
+        """Return log-frequencies ``float32[B, V]`` of ``tokens[B, M]``; tokens that are -1 do not count."""
         counted = (tokens >= 0).astype(jnp.float32)
         counts = tally(jnp.zeros((len(tokens), self.vocab_size), jnp.float32), tokens, counted)
         return jnp.log(counts / jnp.maximum(counted.sum(-1, keepdims=True), 1))
 
     def _matches(self, last: Array) -> Array:
-        """For one row, unbatched: the positions ``int32[M]`` behind its longest matches, and N to fill up.
+        """Return the positions ``int32[M]`` after the longest matches of one row, filled up with N; unbatched.
 
         Args:
             last: ``int32[max_ngram]``, the row's last tokens, the nearest first, -1 where there are none.
@@ -114,7 +115,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return jnp.where((matched == longest) & (longest >= self.min_ngram), positions, size)
 
     def _rank(self, last: Array) -> Array:
-        """How many positions are sorted before `last`, by bisection: what matches best is next to that place."""
+        """Return how many positions are sorted before `last`, by bisection; the best matches are next to that place."""
         steps, index = self.order.size.bit_length(), jnp.arange(self.max_ngram)
 
         def try_bit(i: Array, rank: Array) -> Array:
@@ -126,7 +127,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return cast(Array, lax.fori_loop(0, steps, try_bit, vary_like(jnp.int32(0), last)))
 
     def _before(self, positions: Array) -> Array:
-        """The tokens before ``positions[...]``, the nearest first: ``int32[..., max_ngram]``."""
+        """Return the tokens before ``positions[...]``, the nearest first: ``int32[..., max_ngram]``."""
         back = lax.broadcast_to_rank(jnp.arange(self.max_ngram), positions.ndim + 1)
         return _read(self.tokens, positions[..., None] - 1 - back)
 
@@ -134,7 +135,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         """Write a safetensors file, which appears whole or not at all.
 
         Raises:
-            FileNotFoundError: there is no such directory.
+            FileNotFoundError: the directory does not exist.
         """
         path = Path(path)
         if not path.parent.is_dir():
@@ -149,16 +150,16 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RetrievalDrafter":
-        """What `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
-            ValueError: the file is another, or damaged.
-            FileNotFoundError: there is none.
+            ValueError: the file has another format, or is damaged.
+            FileNotFoundError: the file does not exist.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is no file; build a datastore with `jspec index`.")
         try:
-            with cast(Any, safe_open(path, "numpy")) as file:  # whose own types say nothing
+            with cast(Any, safe_open(path, "numpy")) as file:  # it has no useful types
                 notes: dict[str, str] = file.metadata() or {}
                 if notes.get("format") != _FORMAT:
                     raise ValueError(f"its format is {notes.get('format')!r}, not {_FORMAT!r}")
@@ -176,21 +177,22 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
 
 def _read(tokens: Array, positions: Array) -> Array:
-    """``tokens[positions]``, and -1 where a position is outside."""
+    """Return ``tokens[positions]``, and -1 where a position is outside."""
     inside = (positions >= 0) & (positions < tokens.size)
     return jnp.where(inside, tokens[jnp.clip(positions, 0, tokens.size - 1)], -1)
 
 
 def _common(before: Array, last: Array) -> Array:
-    """How many tokens ``before[..., n]`` and ``last[n]`` have in common at their start; -1 is no token."""
+    """Return how many tokens ``before[..., n]`` and ``last[n]`` have in common at their start; -1 is not a token."""
     index, last = (lax.broadcast_to_rank(part, before.ndim) for part in (jnp.arange(last.size), last))
     return jnp.min(jnp.where((before != last) | (last < 0), index, last.size), axis=-1)
 
 
 def _sorted(tokens: np.ndarray, max_ngram: int) -> np.ndarray:
-    """`RetrievalDrafter.order`, by doubling: the order by the last w tokens gives that by 2 w (Manber, Myers 1990).
+    """Return `RetrievalDrafter.order`, by doubling (Manber, Myers 1990).
 
-    Alike contexts come in random order, so that the few which are looked at are a fair sample of many.
+    The order by the last w tokens gives that by 2 w. Equal contexts come in random order, so that the few to examine
+    are a fair sample of many.
     """
     rank = np.pad(tokens[:-1].astype(np.int64) + 1, (1, 0))
     width = 1

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Laws from counts: the next token whatever came before, or given the last one (Leviathan et al. 2023, 3.6 and 4.2)."""
+"""Drafters from token counts: unigrams, or bigrams given the last token (Leviathan et al. 2023, 3.6 and 4.2)."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _MOST_BYTES = 2**30
 
 @pytree
 class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
-    """Drafts from one law, whatever came before.
+    """A drafter with one distribution, whatever the text.
 
     Attributes:
         logits: ``float32[V]``, log-probabilities.
@@ -28,10 +28,12 @@ class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
     @classmethod
     def from_tokens(cls, tokens: Any, vocab_size: int, smoothing: float = 1.0) -> "UnigramDrafter":
-        """The frequencies of ``tokens int[N]``, and of `smoothing` more tokens that are spread over the vocabulary.
+        """Return a drafter with the frequencies of ``tokens int[N]``.
+
+        `smoothing` is a number of additional tokens that are spread over the vocabulary.
 
         Raises:
-            ValueError: no tokens, tokens outside the vocabulary, or smoothing that is not positive.
+            ValueError: there are no tokens, tokens are outside the vocabulary, or smoothing is not positive.
         """
         return cls(jnp.log(_unigram(checked_tokens(tokens, vocab_size, 1), vocab_size, smoothing)))
 
@@ -40,7 +42,7 @@ class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
         return self.logits.shape[-1]
 
     def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[()]]:
-        """The same law at every position, but for penalties."""
+        """Return the same distribution at every position, except for penalties."""
         return jnp.broadcast_to(self.logits, (context.lengths.size, self.vocab_size)), state
 
     def extend(self, carry: tuple[()], tokens: Array, level: Level, context: Context) -> tuple[Array, tuple[()]]:
@@ -49,7 +51,7 @@ class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
 @pytree
 class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
-    """Drafts from a law for each last token.
+    """A drafter with a distribution for each last token.
 
     Attributes:
         logits: ``float32[V, V]``, log-probabilities of the next token after each token.
@@ -60,13 +62,13 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
     @classmethod
     def from_tokens(cls, tokens: Any, vocab_size: int, smoothing: float = 1.0) -> "BigramDrafter":
-        """The frequencies of what follows each token in ``tokens int[N]``.
+        """Return a drafter with the frequencies of what follows each token in ``tokens int[N]``.
 
-        After each come `smoothing` more tokens, spread as tokens are in all (`UnigramDrafter`).
+        `smoothing` is a number of additional tokens after each token, distributed as all tokens are (`UnigramDrafter`).
 
         Raises:
-            ValueError: fewer than two tokens, tokens outside the vocabulary, smoothing that is not positive, or a
-                vocabulary whose table would not fit in 1 GiB.
+            ValueError: there are fewer than two tokens, tokens are outside the vocabulary, smoothing is not positive,
+                or the table of the vocabulary would not fit in 1 GiB.
         """
         if 4 * vocab_size**2 > _MOST_BYTES:
             raise ValueError(f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
@@ -83,7 +85,7 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
         return self.logits.shape[-1]
 
     def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[()]]:
-        """One row of the table a token."""
+        """Return one row of the table for each text."""
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
         return self.logits[last], state
 
@@ -92,7 +94,7 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
 
 def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarray:
-    """``float64[V]``, summing to 1."""
+    """Return the frequencies ``float64[V]``, summing to 1."""
     if not (np.isfinite(smoothing) and smoothing > 0):
         raise ValueError(f"smoothing must be a positive number; got {smoothing!r}.")
     counts = np.bincount(tokens, minlength=vocab_size) + smoothing / vocab_size
@@ -100,10 +102,10 @@ def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarra
 
 
 def checked_tokens(tokens: Any, vocab_size: int, least: int) -> np.ndarray:
-    """`tokens` as a NumPy array ``int[N]``.
+    """Return `tokens` as a NumPy array ``int[N]``.
 
     Raises:
-        ValueError: fewer than `least` tokens, or ids outside the vocabulary.
+        ValueError: there are fewer than `least` tokens, or ids outside the vocabulary.
     """
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < least:

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""A tree of guesses from any drafter that says what law the next token has."""
+"""A static tree of draft tokens, from any drafter that gives the distribution of the next token."""
 
 import dataclasses
 import functools
@@ -24,16 +24,17 @@ from jspec.drafters.standalone.model import as_drafter
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["tree", "replacement"])
 @dataclasses.dataclass(frozen=True)
 class TreeDrafter(Around):
-    """Drafts a tree of one shape with `draft`: every node's children from the law that it gives behind that node.
+    """A drafter of a tree of one shape: the children of every node are drawn from the distribution of `draft` there.
 
-    Children are drawn one after another, each from what its elder siblings have left of the law, renormalised (without
-    replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024, Sequoia). Where nothing is left, as
-    in greedy decoding, the likeliest of the other tokens follows, and its law is certain. Under the rule "coupled" all
-    siblings are drawn with the target's own noise, so that they are the tokens it is likeliest to draw.
+    Children are drawn one after another. Each is drawn from what its elder siblings have left of the distribution,
+    renormalised (without replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024, Sequoia). If
+    nothing is left, as in greedy decoding, the likeliest of the other tokens follows, with a one-hot distribution.
+    Under the rule "coupled" all siblings are drawn with the target's own noise, so that they are the tokens it is
+    likeliest to draw.
 
     Attributes:
         draft: an `AutoregressiveDrafter`, or a model.
-        tree: a `jspec.Tree`, static; its nodes are numbered anew, by depth.
+        tree: a `jspec.Tree`, static; its nodes are renumbered by depth.
         replacement: draw children independently of each other (Miao et al. 2024, SpecInfer); not under "coupled".
     """
 
@@ -48,19 +49,19 @@ class TreeDrafter(Around):
             raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
 
     def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array]:
-        """The state of `draft`, and ``int32[B]``, where the last tree began."""
+        """Return the state of `draft`, and ``int32[B]``, the start of the last tree."""
         return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
 
     def read(
         self, state: tuple[Any, Array], tokens: Array, start: Array, count: Array, **told: Any
     ) -> tuple[Any, Array]:
-        """`draft` reads, see `jspec.drafters.late_reading.read_on`."""
+        """Read with `draft`, see `jspec.drafters.late_reading.read_on`."""
         return read_on(self.draft, state[0], tokens, start, count, **told), state[1]
 
     def propose(
         self, state: tuple[Any, Array], context: Context, num_draft_tokens: int
     ) -> tuple[Draft, tuple[Any, Array]]:
-        """Level by level: a pass of `draft` over one, then the next one is drawn."""
+        """Draft level by level: read one level with a pass of `draft`, then draw the next."""
         tree = self.tree
         logits, carry = self.draft.begin(state[0], context, tree)
         tokens, probs = self._draw(logits[:, None], 0, None, context)
@@ -74,13 +75,13 @@ class TreeDrafter(Around):
     def commit(
         self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, Array]:
-        """Of what `draft` remembers of the tree only the accepted path is kept."""
+        """Keep only the accepted path in what `draft` remembers of the tree."""
         inner, start = state
         inner = inner if verdict.path is None else self.draft.keep(inner, start, verdict.path)
         return self.draft.commit(inner, draft, verdict, hidden, **told), start
 
     def _draw(self, logits: Array, depth: int, tokens: Array | None, context: Context) -> tuple[Array, Array]:
-        """The next level, ``[B, S']`` and their laws, from ``logits[B, S, V]`` behind the nodes of `depth`.
+        """Draw the next level ``[B, S']`` and its distributions, from ``logits[B, S, V]`` after the nodes of `depth`.
 
         Args:
             tokens: ``int32[B, n]``, the tree so far.
@@ -102,22 +103,25 @@ class TreeDrafter(Around):
 
 
 def as_branching(draft: Any) -> Any:
-    """`as_drafter` of one that can branch; TypeError for another."""
+    """Return `as_drafter` of a drafter that can branch; raise TypeError for another."""
     drafter = as_drafter(draft)
     if hasattr(drafter, "propose") and not isinstance(drafter, AutoregressiveDrafter):
         raise TypeError(f"draft is of type {type(drafter).__name__}, which cannot branch, for it does not say what law "
                         "follows a token; use a jspec.drafters.AutoregressiveDrafter.")  # fmt: skip
-    # Behind isinstance it is taken for one of unknown state.
+    # After isinstance the type checker takes it for a drafter of unknown state.
     return drafter  # pyright: ignore[reportUnknownVariableType]
 
 
 def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replacement: bool) -> tuple[Array, Array]:
-    """The children of every node of a level and their laws given the elder ones, ``[B, S, count]`` and ``[.., V]``.
+    """Return the children of every node of a level ``[B, S, count]`` and their distributions given the elder ones.
 
     Args:
         noise: ``float32[B, S, count, 2, W]``.
-        law: ``float32[B, S, V]``.
-        spare: the same without filters: what is likeliest where the law has nothing left.
+        law: ``float32[B, S, V]``, the distribution after every node.
+        spare: `law` without filters, for the likeliest tokens after `law` has nothing left.
+
+    Returns:
+        ``int32[B, S, count]``, and ``float32[B, S, count, V]``.
     """
     if count == 1 or spare is None:
         return sample_with_noise(noise[:, :, 0], law)[:, :, None], law[:, :, None]
@@ -130,7 +134,7 @@ def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replace
         certain = jnp.where((index == likeliest[..., None]) & (spare > 0), 1.0, 0.0)
         drawn = sample_with_noise(noise[:, :, rank], left)
         tokens.append(jnp.where(mass[..., 0] > 0, drawn, likeliest))
-        # The eldest has the law as it is: a division by almost 1 would change its rounding.
+        # The eldest has the distribution as it is: a division by almost 1 would change its rounding.
         laws.append(jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1) if rank else left, certain))
         if not replacement:
             taken = index == tokens[-1][..., None]
