@@ -1,8 +1,9 @@
-"""Drafters that learn while they serve: what requests turned out to say is what the next ones are guessed from.
+"""Drafters that learn while they serve: the texts of finished requests train the drafter for the next ones.
 
-Liu et al. 2023, "Online Speculative Decoding", section 3. Within a request the drafter stays as it is, so that nothing
-it has learned from a text can decide how that text is judged: every text has exactly the target's law, if no text has a
-key of an earlier one. What was learned from a text depends on the noise of its key, and must not meet that noise again.
+The method is that of Liu et al. 2023, "Online Speculative Decoding", section 3. The drafter does not change within a
+request, so nothing that it learned from a text can decide how that text is verified. Every text has exactly the
+target's distribution, if no text reuses the key of an earlier one. The lesson of a text depends on the noise of the
+text's key, and must not meet that noise again.
 """
 
 from collections.abc import Sequence
@@ -25,24 +26,24 @@ from jspec.training.objective import Score
 class Learner:
     """A drafter and what it has learned so far.
 
-    `pickle` saves and restores all of it, the target and the texts that wait for a step included.
+    `pickle` saves and restores all of it, including the target and the texts that wait for a step.
 
     Attributes:
-        drafter: for the next request; a new object after every step.
-        scores: the `Score` of every batch of texts by the drafter as it was before it learned from them.
+        drafter: the drafter for the next request; a new object after every step.
+        scores: the `Score` of the drafter on every batch of texts, before it learned from that batch.
 
     Args:
         target: a `jspec.Llama`.
-        drafter: one that can be trained (`jspec.train_drafter`); it stays as it is.
+        drafter: a trainable drafter (`jspec.train_drafter`). The learner does not modify it.
         rate: learning rate.
-        depth: tokens in a row that it learns to draft.
+        depth: how many consecutive tokens the drafter learns to draft.
         loss: a name of `jspec.training.losses.LOSSES`.
-        batch: texts of one step; a step is made as soon as so many have been told.
-        length: the longest text, in tokens; longer ones are learned from in parts.
+        batch: how many texts one step takes. A step runs as soon as this many texts wait.
+        length: the longest text, in tokens. Longer texts are split into parts.
 
     Raises:
         TypeError: the drafter has nothing to learn.
-        ValueError: an argument is out of range, or the drafter is one for another target.
+        ValueError: an argument is out of range, or the drafter is for another target.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Learner:
         self._batch, self._length, self._waiting = batch, length, list[Row]()
 
     def _prepare(self) -> None:
-        """Make the functions that train, which a pickle leaves out."""
+        """Create the training functions, which a pickle omits."""
         self._trainee = trainee_of(self.drafter)
         self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, self.drafter)
         self._training = begin(self._trainee, self._schedule)
@@ -83,13 +84,14 @@ class Learner:
         self._prepare()
 
     def learn(self, prompts: Sequence[Sequence[int]], out: Output) -> None:
-        """Learn from finished requests: the target reads each text once, in one pass, and its laws are the lesson.
+        """Learn from finished requests.
 
-        From a text in which the target's states are not finite nothing is learned.
+        The target reads each text once, in one pass, and the drafter learns from the target's distributions. It learns
+        nothing from a text in which the target's states are not finite.
 
         Args:
-            prompts: token ids of every row of `out`, without padding.
-            out: what `speculative_generate` returned for them.
+            prompts: the prompt's token ids for every row of `out`, without padding.
+            out: the output of `speculative_generate` for these prompts.
         """
         tokens, lengths = jax.device_get((out.tokens, out.lengths))
         if len(prompts) != len(tokens):
@@ -102,7 +104,7 @@ class Learner:
 
     @explicit_transfers()
     def _step(self, rows: list[Row]) -> None:
-        batch = side_by_side(rows, self._batch, self._length)  # as wide as texts may be: one program
+        batch = side_by_side(rows, self._batch, self._length)  # of maximum width, so that there is one program
         self._state, score = self._training.scored_step(self._state, self._target, batch.tokens, batch.learned, None)
         self.scores.append(jax.device_get(score))
         learned = self._trainee.drafter(self._state["weights"])

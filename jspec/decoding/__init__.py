@@ -1,1 +1,1 @@
-"""One program from prompts to tokens: validation, the round, verification and output buffers."""
+"""The program from prompts to tokens: validation, the round, verification and output buffers."""

@@ -1,4 +1,4 @@
-"""What comes of all rounds: buffers into which each writes its output, and the result that is cut out of them."""
+"""Output buffers, into which every round writes its output, and the result that is cut from them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from jspec.decoding.state import DecodeState, RoundOutput
 
 @pytree
 class OutputBuffers:
-    """What people want to know afterwards; no round reads it. Shapes are those of `Output`, with K + 1 spare slots.
+    """The output of all rounds so far. Rounds never read it. Shapes are those of `Output`, with K + 1 spare columns.
 
     Attributes:
-        strange: ``bool[B]``, whether any round was, see `RoundOutput`.
-        record: None where nobody asks for one.
+        strange: ``bool[B]``, whether any round was strange, see `RoundOutput`.
+        record: None unless a record was requested.
     """
 
     logprobs: Array
@@ -29,7 +29,7 @@ class OutputBuffers:
 
 
 def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int, num_recorded: int | None) -> OutputBuffers:
-    """Before the first round; `num_recorded` guesses of each are to be recorded, or None."""
+    """Return the buffers before the first round. `num_recorded` is the number of draft tokens to record, or None."""
     zeros, no = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     by_depth = jnp.zeros((batch, num_draft_tokens), jnp.int32)
     stats = Stats(zeros, zeros, zeros, by_depth, by_depth, no, jnp.zeros(batch, jnp.float32))
@@ -40,7 +40,7 @@ def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int, num_re
 
 
 def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Array) -> OutputBuffers:
-    """`buffers` after a round, before which ``written[B]`` tokens were there and the rows ``done[B]`` had stopped."""
+    """Add a round to `buffers`. Before it, rows had ``written[B]`` new tokens, and the rows ``done[B]`` had stopped."""
     record = buffers.record
     if record is not None and new.record is not None:
         record = with_round(record, new.record, buffers.stats.rounds)
@@ -55,7 +55,7 @@ def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Arra
 
 
 def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
-    """`stats` after a round in rows that were not done."""
+    """Return `stats` after a round; rows that were done do not count it."""
     depths = stats.accepted_at.shape[1]
     return Stats(
         rounds=stats.rounds + (~done).astype(jnp.int32),
@@ -71,7 +71,7 @@ def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
 def cut_to_size(
     state: DecodeState, buffers: OutputBuffers, prompt_lengths: Array, pad_id: Array, max_new_tokens: int
 ) -> Output:
-    """The new tokens out of the text, and what lies past each row's end blanked."""
+    """Cut the new tokens out of the text, and blank everything after each row's end."""
     new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
     lengths = state.lengths - prompt_lengths
     kept = prefix_mask(lengths, max_new_tokens)

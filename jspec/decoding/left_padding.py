@@ -1,4 +1,4 @@
-"""Prompts that are padded on the left, as for transformers: `generate` would read the padding as text."""
+"""Detection of prompts padded on the left, as for transformers: `generate` would read the padding as text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ _REPEATED = 4  # text rarely begins with this many equal tokens
 
 
 def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> None:
-    """Raise ValueError if a row looks padded on the left. Rows of one repeated id pass: they fill up a batch.
+    """Raise ValueError if a row looks padded on the left. Rows of one repeated id pass, because they fill up a batch.
 
     Args:
         tokens: ``int[B, P]``.
@@ -37,17 +37,17 @@ def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> 
 def _begins_with_padding(
     first: np.ndarray, run: np.ndarray, pad: int | None, bos: int | None, ends: Sequence[int]
 ) -> np.ndarray:
-    """Return which rows begin with an id that pads, more often than text does.
+    """Return which rows begin with a padding id, repeated more often than in text.
 
-    A text may begin with EOS, with BOS twice (where a tokenizer adds it to a text that has it), and with the pad id
-    where that is a word, as "!" is token 0 of many vocabularies.
+    A text may begin with EOS. It may begin with BOS twice, if a tokenizer adds BOS to a text that has it. It may begin
+    with the pad id if that is a word, as "!" is token 0 of many vocabularies.
     """
     usual = [i for i in (pad, *ends) if i is not None]
     return np.isin(first, usual) & (run >= np.where(first == bos, 3, 2))
 
 
 def _begins_with_one_pad(tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, pad: int | None) -> np.ndarray:
-    """Return which rows begin with one pad id that the lengths show to be padding.
+    """Return which rows begin with a single pad id that the lengths show to be padding.
 
     All lengths are then the width, and another row begins with text; or the length leaves out one token of text.
     """
@@ -62,8 +62,8 @@ def _starts_later(
 ) -> np.ndarray:
     """Return which rows have BOS after a run of one other id, if all rows have BOS and one of them begins with it.
 
-    A run of one token is padding only where its id usually pads or the length leaves out one token. Otherwise it may
-    be text, such as a line break before BOS.
+    A run of one token is padding only if its id usually pads or the length leaves out one token. Otherwise it may be
+    text, such as a line break before BOS.
     """
     width, starts = tokens.shape[1], tokens[:, 0] == bos
     if bos is None or not starts.any() or starts.all():
@@ -79,9 +79,9 @@ def _starts_later(
 def _is_measured_by_mask(
     tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, usual: Sequence[int | None]
 ) -> np.ndarray:
-    """Return which rows have text after their length, and begin with as many equal ids as that length leaves out.
+    """Return which rows have text after their length, and begin with as many equal ids as the length leaves out.
 
-    Such lengths are sums of an attention mask of prompts that are padded on the left.
+    Such lengths are sums of the attention mask of prompts padded on the left.
     """
     width = tokens.shape[1]
     left_out = width - lengths

@@ -1,4 +1,4 @@
-"""The program: one XLA program from prompts to tokens, in which rounds are played until every row is done."""
+"""The XLA program from prompts to tokens, which runs rounds until every row is done."""
 
 import contextlib
 import functools
@@ -49,17 +49,17 @@ def run_program(
     rule: Rule,
     record: bool = False,
 ) -> Output:
-    """Decode what has been checked, and hold the drafts to their contract as far as that is asked for.
+    """Decode validated arguments. Check the drafter's contract if `jax_enable_checks` is set.
 
     Raises:
-        ValueError: a drafter from outside jspec has drafted ids that are no tokens.
+        ValueError: a drafter from outside jspec drafted ids that are not tokens.
     """
     if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
     with contextlib.ExitStack() as stack:
         if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # else the guard is for these, too
             stack.enter_context(explicit_transfers())
-        if not rule.exact:  # without a receipt its distortion is NaN
+        if not rule.exact:  # its distortion is NaN if it does not report one
             stack.enter_context(jax.debug_nans(False))
         out, strange = decode_program(
             target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
@@ -73,7 +73,7 @@ def run_program(
 def traced(
     sampling: SamplingParams, eos_ids: Any, pad_id: Any
 ) -> tuple[LogitsTransforms, LogitsTransforms, Any, Any, Any, Any]:
-    """What may change from call to call without compiling again."""
+    """Return the arguments that may change from call to call without compiling again."""
 
     def int32(value: Any) -> Any:
         return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
@@ -105,7 +105,7 @@ def decode_program(
     rule: Rule,
     record: bool = False,
 ) -> tuple[Output, Array]:
-    """The program: read the prompts, play rounds until every row is done, cut the result to size.
+    """Prefill the prompts, run rounds until every row is done, and cut the result to size.
 
     Returns:
         The result, and `OutputBuffers.strange`.
@@ -145,7 +145,7 @@ def start(
     draft_length: DraftLength,
     record: bool = False,
 ) -> tuple[DecodeState, OutputBuffers]:
-    """All storage, allocated once, with the prompts read in. No token is drawn here: the first round does that."""
+    """Allocate all storage, and prefill the prompts. This samples no token; the first round does that."""
     batch, width = tokens.shape
     k = draft_length.max_draft_tokens
     spare, size = k + 1, tree_of(drafter, k).size

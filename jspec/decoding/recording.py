@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""All guesses of all rounds, for people to look at: `jspec.core.types.Record` as it grows, where it is asked for."""
+"""The record of all draft tokens of all rounds for display: `jspec.core.types.Record` as it grows, if requested."""
 
 import functools
 
@@ -14,11 +14,11 @@ from jspec.core.types import Draft, Record, Verdict
 
 
 def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> Record:
-    """A record of one round; of a row that gains no token, one of no guesses.
+    """Return the record of one round. Rows that gain no token have no draft tokens in it.
 
     Args:
-        accepted: ``int32[B]``, how many guesses are written.
-        count: ``int32[B]``, how many tokens.
+        accepted: ``int32[B]``, how many draft tokens are committed.
+        count: ``int32[B]``, how many tokens are committed.
     """
     batch, size = draft.tokens.shape
     nodes = jnp.arange(1, size + 1)[None]
@@ -32,12 +32,12 @@ def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> R
 
 
 def empty_record(batch: int, rounds: int, size: int) -> Record:
-    """Before the first round; with a spare one, which rows that are done write into."""
+    """Return the record before the first round, with a spare round for rows that are done to write into."""
     shape = batch, rounds + 1, size
     whole = jnp.zeros(shape, jnp.int32)
     return Record(whole, whole, jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:2], jnp.int32))
 
 
 def with_round(record: Record, new: Record, rounds: Array) -> Record:
-    """`record` with one more round behind the ``rounds[B]`` that each row has played."""
+    """Add one more round to `record`, after the ``rounds[B]`` that each row has run."""
     return jax.tree.map(functools.partial(write_rows, start=rounds), record, new)

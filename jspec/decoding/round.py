@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""One round: draft, verify, accept, commit. Every loop in jspec is this round, played until all rows are done."""
+"""One round: draft, verify, accept, commit. Every loop in jspec runs this round until all rows are done."""
 
 import dataclasses
 import functools
@@ -41,11 +41,11 @@ def play_round(
     num_top: int = 0,
     constrain: Allowed | None = None,
 ) -> tuple[DecodeState, RoundOutput]:
-    """Play one round for all rows; each row that is not done gains 1 to K + 1 tokens.
+    """Run one round for all rows. Each row that is not done gains 1 to K + 1 tokens.
 
-    Where K is 0 a drafter only reads, for it to go on in a later round; one that has nothing to read may be left out.
-    The `num_top` likeliest tokens of every law are told where a row asks for some. `constrain` says which tokens may
-    follow each guess, ``bool[B, N + 1, V]``.
+    If K is 0, the drafter only reads, so that it can draft in a later round. A drafter that has nothing to read may be
+    omitted. If a row requests likeliest tokens, the output has the `num_top` likeliest of every distribution.
+    `constrain` returns which tokens may follow each draft token, ``bool[B, N + 1, V]``.
     """
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
@@ -55,19 +55,19 @@ def play_round(
             asked = constrain(params, state, draft)
             allowed = asked if allowed is None else asked & allowed
         read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings, allowed)
-        if embeddings is not None:  # those are read; what follows knows tokens only
+        if embeddings is not None:  # the pass has read these; later steps accept vocabulary ids only
             draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
     with jax.named_scope("accept"):
         verdict = _by_row(rule, params, state, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
             raise TypeError(f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
                             "accepted nodes, or set branches to False.")  # fmt: skip
-        if verdict.distortion is None and not rule.exact:  # a lossy rule without a receipt
+        if verdict.distortion is None and not rule.exact:  # a lossy rule that does not report it
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None and draft_length.max_draft_tokens:
             drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(target, drafter, read))
-        elif drafter is not None:  # it does not draft, and goes on reading
+        elif drafter is not None:  # it does not draft, and continues to read
             block = jnp.stack([last_token(state), verdict.next_token], axis=1)
             drafter_state = read_on(drafter, drafter_state, block, state.lengths - 1, (~state.done).astype(jnp.int32),
                                     **_told_of_text(target, drafter, read))  # fmt: skip
@@ -84,7 +84,7 @@ def play_round(
 
 
 def _allowed(params: RequestParams, state: DecodeState, draft: Draft, vocab_size: int) -> Array | None:
-    """``bool[B, N + 1, V]``, without the ends of text where it is too early for one; None for all tokens."""
+    """Return the allowed tokens ``bool[B, N + 1, V]``: mask EOS tokens before `min_tokens`. None for all tokens."""
     if params.min_tokens is None:
         return None
     new = (state.lengths - params.prompt_lengths)[:, None] + jnp.atleast_2d(jnp.asarray(draft.topology.offsets))
@@ -100,7 +100,7 @@ def _propose(
     params: RequestParams,
     state: DecodeState,
 ) -> tuple[Draft, Array, Any]:
-    """The draft of this round, without a drafter one of no tokens; `RoundOutput.strange` of it; the drafter's state."""
+    """Return the draft (empty without a drafter), its `RoundOutput.strange`, and the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None or not draft_length.max_draft_tokens:
         empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
@@ -120,7 +120,7 @@ def _propose(
         if mended.probs is None and not rule.shares_noise:
             raise ValueError(f"{type(drafter).__name__} drafts tokens without their laws, by which "
                              f'{type(rule).__name__} judges; use accept="coupled".')  # fmt: skip
-        if is_foreign(drafter):  # it costs a look at all laws
+        if is_foreign(drafter):  # this check reads all distributions
             guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid
             strange = (outside(draft.tokens, vocab_size) & guessed).any(1) & ~state.done
         if state.drafts is not None:
@@ -129,7 +129,7 @@ def _propose(
 
 
 def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
-    """What `commit` is told of a drafter that asks for more than `hidden`."""
+    """Return the arguments of `commit` that a drafter requests in addition to `hidden`."""
     told = _told_of_text(target, drafter, read)
     if count := num_likeliest_of(drafter):
         told["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
@@ -137,12 +137,12 @@ def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
 
 
 def _told_of_text(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
-    """What one that reads the target's states is told of them."""
+    """Return the target's states as arguments, for a drafter that reads them."""
     return {"features": read.features, "target": target} if features_of(drafter) else {}
 
 
 def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
-    """What drafts are drawn with, ``float32[B, K, C, 2, W]``: every node with its own, or all with the target's."""
+    """Return the noise of drafting, ``float32[B, K, C, 2, W]``: independent for every node, or the target's for all."""
     own = None if rule.shares_noise else draft_noise(params.keys, positions, vocab_size, tree.max_width)
     if own is not None and params.coupled is None:
         return own
@@ -152,7 +152,7 @@ def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int,
 
 
 def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft, target_probs: Array) -> Verdict:
-    """The verdict of `rule`, and in the rows that are `coupled` that of "coupled"."""
+    """Return the verdict of `rule`; in rows that are `coupled`, the verdict of the rule "coupled"."""
 
     def by(rule: Rule) -> Verdict:
         return rule.accept(params.keys, state.lengths, draft, target_probs)
@@ -173,19 +173,19 @@ def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft,
 
 
 def _where_rows(chosen: Array, one: Array, other: Array) -> Array:
-    """``one[b]`` where ``chosen[b]``, else ``other[b]``."""
+    """Return ``one[b]`` if ``chosen[b]``, else ``other[b]``."""
     return jnp.where(chosen.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
 
 
 class _Stop(NamedTuple):
-    """Where each row stops, ``[B]``.
+    """The position at which each row stops, ``[B]``.
 
     Attributes:
-        gained: how many tokens.
-        limit: how many it still may.
-        to_eos: how many of the next tokens an end of text leaves, itself included; K + 1 where there is none.
-        ended: whether it has met its end of text or its limit.
-        invalid: whether it has met a law without mass.
+        gained: how many tokens the row gains.
+        limit: how many tokens the row may still gain.
+        to_eos: how many of the next tokens there are up to and including EOS; K + 1 without EOS.
+        ended: whether the row has reached EOS or its limit.
+        invalid: whether the row has met a distribution without mass.
     """
 
     gained: Array
@@ -196,9 +196,9 @@ class _Stop(NamedTuple):
 
 
 def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: Path) -> _Stop:
-    """How far the next tokens go: to the end of text, the row's limit, or where the target has no law."""
+    """Return how far the next tokens go: to EOS, to the row's limit, or to an invalid distribution of the target."""
     tokens, width = path.tokens, path.tokens.shape[1]
-    # Where the target's law has no mass (its logits were not finite) there is no next token.
+    # If the target's distribution has no mass (its logits were not finite), there is no next token.
     no_mass = ~(jnp.take_along_axis(path.target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
     limit = params.limits - (state.lengths - params.prompt_lengths)
     is_eos = (tokens[:, :, None] == params.eos_ids[:, None, :]).any(-1)
@@ -213,13 +213,13 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
 def _output(
     params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, told: dict[str, Any]
 ) -> tuple[RoundOutput, Array]:
-    """What the round brings, with what is `told` besides, and which rows have ended with it."""
+    """Return the output of the round, with the fields in `told`, and which rows it has ended."""
     num_accepted = verdict.num_accepted
     stop = _stop(params, state, num_accepted, path)
     accepted = jnp.minimum(num_accepted, stop.gained)
-    # Where the correction of a refused guess is written.
+    # One if the correction of a rejected draft token is committed.
     refused = ((num_accepted < path.num_guessed) & (num_accepted < stop.gained)).astype(jnp.int32)
-    # An accepted end of text ends the draft with it.
+    # An accepted EOS token ends the draft.
     depth = jnp.minimum(jnp.where(stop.to_eos <= accepted, stop.to_eos, stop.limit), path.guesses.shape[1] - 1)
     drafted = jnp.take_along_axis(path.guesses, depth[:, None], axis=1)[:, 0]
     output = RoundOutput(
@@ -238,7 +238,7 @@ def _output(
 
 
 def _top(params: RequestParams, state: DecodeState, logits: Array, num_top: int) -> tuple[Array, Array]:
-    """The likeliest tokens of ``logits[B, K + 1, V]``, where a row that moves asks for some."""
+    """Return the likeliest tokens of ``logits[B, K + 1, V]``, if an active row requests some; else zeros."""
 
     def found() -> tuple[Array, Array]:
         return top_logprobs(logits, num_top)
@@ -253,7 +253,7 @@ def _top(params: RequestParams, state: DecodeState, logits: Array, num_top: int)
 
 
 def _distortion(verdict: Verdict, count: Array) -> Array:
-    """That of the tokens a row has gained, ``float32[B]``."""
+    """Return the distortion of the tokens that each row has gained, ``float32[B]``."""
     if verdict.distortion is None:
         return jnp.zeros(count.shape, jnp.float32)
     kept = prefix_mask(count, verdict.distortion.shape[1])
@@ -261,7 +261,7 @@ def _distortion(verdict: Verdict, count: Array) -> Array:
 
 
 def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> DecodeState:
-    """The state with the new tokens in it."""
+    """Return the state with the new tokens."""
     counts = state.token_counts
     if counts is not None:
         counts = add_tokens(counts, new.tokens, prefix_mask(new.count, new.tokens.shape[1]))
@@ -275,7 +275,7 @@ def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> 
 
 
 def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
-    """Where the tokens of a `Path` come from, ``int8[B, K + 1]``."""
-    none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, where nothing was to be drafted
+    """Return the origins of the tokens of a `Path`, ``int8[B, K + 1]``."""
+    none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, which does not draft
     after = jnp.where(num_accepted < guessed, CORRECTED, jnp.where(guessed > 0, BONUS, none))
     return jnp.where(prefix_mask(num_accepted, width), ACCEPTED, after[:, None]).astype(jnp.int8)

@@ -1,7 +1,7 @@
-"""What `generate` and `speculative_generate` refuse, before any device work, and what they say.
+"""Validation of the arguments of `generate` and `speculative_generate`, before any device work.
 
-Values are checked where they are known. Inside a caller's `jax.jit` there are none yet, and a call must not wait for
-arrays that a device still computes; of those only shapes and dtypes are checked.
+Values are checked if they are known. Inside a caller's `jax.jit` there are no values yet, and a call must not wait for
+arrays that a device still computes. Only the shapes and dtypes of such arrays are checked.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jspec.core.types import same_but_for_padding
 from jspec.decoding.left_padding import check_right_padded
 from jspec.drafters.capabilities import embeddings_of, features_of, says_how_sure
 
-# Name: what is allowed, the test of a NumPy array of values.
+# Name: the allowed values in words, and a test for a NumPy array of values.
 RANGES = {
     "temperature": ("at least 0 and finite (0 is greedy)", lambda x: np.isfinite(x) & (x >= 0)),
     "draft_temperature": ("at least 0 and finite, or None for the target's", lambda x: np.isfinite(x) & (x >= 0)),
@@ -29,7 +29,7 @@ RANGES = {
     "top_k": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
     "top_p": ("above 0 and at most 1 (1 is off)", lambda x: (x > 0) & (x <= 1)),
     "min_p": ("between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
-    # Beyond these bounds a penalised logit could overflow, and the model would get the blame.
+    # Outside these bounds a penalised logit could overflow, and the error would blame the model.
     "repetition_penalty": ("between 0.001 and 1000 (1 is off)", lambda x: (x >= 1e-3) & (x <= 1e3)),
     "presence_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
     "frequency_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
@@ -50,9 +50,9 @@ def check_arguments(
     eos_ids: Any,
     pad_id: Any,
 ) -> None:
-    """Raise ValueError or TypeError with one sentence about the first argument that cannot be right.
+    """Raise ValueError or TypeError with one sentence about the first invalid argument.
 
-    Plain decoding has neither a drafter nor a number of draft tokens: both are None.
+    For plain decoding, `drafter` and `num_draft_tokens` are None.
     """
     check_target(target)
     vocab_size = target.config.vocab_size
@@ -69,7 +69,7 @@ def check_arguments(
 
 
 def _check_asked(target: Any, drafter: Any) -> None:
-    """Raise where a drafter reads states that the target has not, or has it read what it cannot."""
+    """Raise if a drafter needs states that the target does not have, or embeddings that the target cannot read."""
     kind, features, embeddings = type(drafter).__name__, features_of(drafter), embeddings_of(drafter)
     if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
         wants = "reads states of" if features else "has embeddings for"
@@ -87,7 +87,7 @@ def _check_asked(target: Any, drafter: Any) -> None:
 
 
 def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
-    """Raise ValueError where ``strange[B]`` says of a row that its drafts had ids outside the vocabulary."""
+    """Raise ValueError if ``strange[B]`` is true for a row, whose drafts then had ids outside the vocabulary."""
     rows = values(strange)
     if rows is not None and rows.any():
         raise ValueError(f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
@@ -95,7 +95,7 @@ def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
 
 
 def as_array(name: str, value: Any, remedy: str = "pad them on the right to one length") -> Any:
-    """`value` itself where it is an array; the NumPy array of a list, or where it holds traced values the JAX array."""
+    """Return an array as it is, and a list as a NumPy array, or as a JAX array if it holds traced values."""
     if isinstance(value, np.ndarray | jax.Array):
         return value
     try:
@@ -107,7 +107,7 @@ def as_array(name: str, value: Any, remedy: str = "pad them on the right to one 
 
 
 def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any, Any, Any, Any]:
-    """What users may pass as lists, as arrays; one end of text is a sequence of one."""
+    """Convert the arguments that users may pass as lists to arrays, and a single EOS id to a sequence of one."""
     eos_ids = as_array("eos_ids", eos_ids, "fill the shorter ones up with -1")
     if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
         eos_ids = eos_ids[None]
@@ -120,11 +120,11 @@ def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[A
 
 
 def check_rule(accept: Any) -> Rule:
-    """The acceptance rule that `accept` names or is.
+    """Return the acceptance rule that `accept` is or names.
 
     Raises:
-        ValueError: it is neither.
-        TypeError: it lacks a declaration, or cannot be hashed, which it must be as part of the compiled program.
+        ValueError: `accept` is not a rule and does not name one.
+        TypeError: the rule lacks a declaration, or cannot be hashed, although it is part of the compiled program.
     """
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
@@ -157,7 +157,7 @@ def check_whole(name: str, value: Any, or_else: str = "") -> None:
         if not isinstance(value, bool) and operator.index(value) >= 1:
             return
     except TypeError:
-        pass  # no whole number at all: that deserves the same sentence
+        pass  # not a whole number: the same message applies
     raise ValueError(f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; "
                      f"got {value!r}.")  # fmt: skip
 
@@ -176,7 +176,7 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
         )
     check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
-    if embeddings_of(drafter) is not None:  # what stands behind the guesses of the longest row is not read
+    if embeddings_of(drafter) is not None:  # tokens after the draft of the longest row are not read
         raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
                          f"number in place of {kind}, or a tree.")  # fmt: skip
     asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "starts")
@@ -187,7 +187,7 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
 
 
 def check_target(target: Any) -> None:
-    """Raise TypeError unless `target` has what decoding asks of it."""
+    """Raise TypeError unless `target` has the attributes that decoding needs."""
     missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
     if missing:
         raise TypeError(f"target is of type {type(target).__name__}, without {', '.join(missing)}; "
@@ -209,7 +209,7 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
 
 
 def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
-    """The batch size, if the prompts are as they should be."""
+    """Validate the prompts, and return the batch size."""
     if not all(isinstance(size, int) for size in (*tokens.shape, *lengths.shape)):
         raise ValueError(f"tokens has the symbolic shape {tokens.shape}, and a decoding program has one fixed shape; "
                          "export it once for each batch size and width.")  # fmt: skip
@@ -252,7 +252,7 @@ def _check_keys(keys: Any, batch: int) -> None:
 
 
 def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int, max_tokens: Any) -> None:
-    """Raise where a row may outgrow a model; what is not known yet counts as the least that it can be, one token."""
+    """Raise if a row may exceed a model's positions. An unknown value counts as the least possible one, one token."""
     lengths, wanted = values_if_known(lengths), values_if_known(max_tokens)
     known = np.ones(1, np.int64) if lengths is None else lengths.astype(np.int64)
     wanted = np.ones(1, np.int64) if wanted is None else wanted.astype(np.int64)
@@ -299,7 +299,7 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
 
 
 def _rounded(name: str, values: np.ndarray) -> np.ndarray:
-    """`values` as the program sees them, where 1e39 is infinite."""
+    """Return `values` in the dtype of the program, in which 1e39 is infinite."""
     with np.errstate(over="ignore"):
         return values.astype(np.int64 if name.endswith("_tokens") and values.dtype.kind in "iu" else np.float32)
 

@@ -1,4 +1,4 @@
-"""What is refused of drafters that draft trees, before any device work."""
+"""Validation of drafters that draft trees, before any device work."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from jspec.drafters.draft_length import DEFAULT
 
 
 def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rule) -> Any:
-    """K as it is given; of a drafter with a tree its depth.
+    """Return `num_draft_tokens` as it is; for a drafter with a tree, the depth of the tree.
 
     Raises:
-        ValueError: the tree cannot be judged or does not fit the target, or K is given beside it.
+        ValueError: the rule cannot verify the tree, the tree does not fit the target, or K was passed with a tree.
     """
     tree, kind = own_tree(drafter), type(drafter).__name__
     if tree is None:
@@ -49,7 +49,7 @@ def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rul
 
 
 def check_chain(name: str, drafter: Any) -> None:
-    """Raise TypeError where what is called `name` has no use for a drafter with a tree."""
+    """Raise TypeError if `drafter` has a tree, which the caller called `name` does not support."""
     if own_tree(drafter) is not None:
         raise TypeError(f"{name} takes drafters of chains, and {type(drafter).__name__} drafts a tree; pass what "
                         "draws the tree's tokens.")  # fmt: skip

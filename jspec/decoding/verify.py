@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Verification: one pass of the target over a draft."""
+"""Verification: one forward pass of the target over a draft."""
 
 import functools
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from jspec.models.kv_cache import KVCache, append
 
 
 class Reading(NamedTuple):
-    """What the target makes of the last token and every guess, ``[B, N + 1, ...]``.
+    """The output of the target at the last token and at every draft token, ``[B, N + 1, ...]``.
 
     Attributes:
-        hidden: ``[.., E]``, before the final norm.
-        features: ``[.., F, E]``, other states, those that were asked for.
+        hidden: ``[.., E]``, states before the final norm.
+        features: ``[.., F, E]``, other states, if requested.
         logits: ``float32[.., V]``.
-        probs: ``float32[.., V]``, the laws after all transforms.
+        probs: ``float32[.., V]``, the distributions after all transforms.
     """
 
     hidden: Array
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
 
 def last_token(state: DecodeState) -> Array:
-    """``int32[B]``, the newest token of each row, which the target has not read yet."""
+    """Return ``int32[B]``, the newest token of each row, which the target has not read yet."""
     return jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
 
 
@@ -49,11 +49,11 @@ def verify(
     embeddings: Array | None,
     allowed: Array | None = None,
 ) -> tuple[Reading, KVCache]:
-    """The target's reading of a draft, and its cache with all of it.
+    """Return the target's output for a draft, and its KV cache with the whole draft.
 
     Args:
-        features: as for `jspec.Llama.forward_with_features`; of a model that has no such method none.
-        embeddings: as for `jspec.Llama.forward`; of a model whose method has no such argument None.
+        features: as for `jspec.Llama.forward_with_features`; empty for a model without this method.
+        embeddings: as for `jspec.Llama.forward`; None for a model whose method has no such argument.
         allowed: ``bool[B, N + 1, V]``, the tokens that may follow; None for all.
     """
     start = state.lengths - 1
@@ -77,7 +77,7 @@ def verify(
         return read(block, state.cache, **Branches.argument(branches))
 
     def up_to(k: int) -> tuple[Reading, KVCache]:
-        # The cache is only read here, for XLA would copy what one of several branches updates.
+        # Only read the cache here, because XLA would copy it if one of several branches updated it.
         reading, new = read(block[:, : k + 1], target.new_cache(*block.shape), past=(state.cache, start))
         missing = block.shape[1] - 1 - k
 

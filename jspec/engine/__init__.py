@@ -1,4 +1,4 @@
-"""Requests that come and go, decoded as one batch: continuous batching on the round of `speculative_generate`."""
+"""Continuous batching: requests join and leave one batch, decoded with the rounds of `speculative_generate`."""
 
 from jspec.engine.engine import Engine
 from jspec.engine.request import Request, Result

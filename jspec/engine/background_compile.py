@@ -1,4 +1,4 @@
-"""Programs that few need: compiled beside whatever runs, when somebody first does."""
+"""Background compilation of programs that few requests need, at their first use."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ _LOG = logging.getLogger("jspec")
 
 
 class Compiler:
-    """A thread that does one step after another; a process that ends waits for the one under way.
+    """A thread that runs one step after another. A process that exits waits for the running step.
 
     Args:
-        steps: tells them, when it begins.
-        notice: is called whenever one has ended.
+        steps: returns the steps; called when the compiler begins.
+        notice: called whenever a step has ended.
     """
 
     def __init__(self, steps: Callable[[], Sequence[Callable[[], Any]]], notice: Callable[[], None]):
@@ -24,7 +24,7 @@ class Compiler:
         self._under_way: list[Future[Any]] | None = None
 
     def begin(self) -> None:
-        """Do them, unless it is about it."""
+        """Run the steps, unless they are running already."""
         if self._under_way is None or self.is_done:
             steps = self._steps()
             self._under_way = [self._thread.submit(step) for step in (*steps, *[give_back] * bool(steps))]
@@ -33,12 +33,12 @@ class Compiler:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has begun and nothing is left to do."""
+        """Whether it has begun and no step is left."""
         return self._under_way is not None and all(one.done() for one in self._under_way)
 
     @property
     def error(self) -> str:
-        """What has gone wrong so far, or nothing."""
+        """The first error so far; empty if there is none."""
         found = [one.exception() for one in self._under_way or () if one.done() and not one.cancelled()]
         return next((f"{type(error).__name__}: {error}" for error in found if error), "")
 
@@ -48,5 +48,5 @@ class Compiler:
             _LOG.error("A program cannot be compiled.", exc_info=error)
 
     def close(self) -> None:
-        """Begin no other step; do not wait for the one under way."""
+        """Start no more steps. Do not wait for the running one."""
         self._thread.shutdown(wait=False, cancel_futures=True)

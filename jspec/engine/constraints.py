@@ -1,7 +1,7 @@
-"""Constraints on texts, such as a grammar: which tokens may follow, asked on the host between draft and verification.
+"""Constraints on texts, such as a grammar. The host computes the allowed tokens between draft and verification.
 
-The target's law is masked at every place of a draft by what may follow there, so the text has exactly the law of the
-constrained model, however far and by whom it was drafted.
+The allowed tokens mask the target's distribution at every position of a draft. The text therefore has exactly the
+distribution of the constrained model, whatever the drafter and the draft length.
 """
 
 import abc
@@ -22,25 +22,25 @@ from jspec.decoding.state import DecodeState, RequestParams
 from jspec.engine.grammar_worker import DeadEnd, tree_masks
 
 _LOG = logging.getLogger("jspec")
-_ALL = 0xFFFFFFFF  # 32 tokens that may follow
-# Those of all engines by numbers of this process: compiled programs, which engines share, find them here.
+_ALL = 0xFFFFFFFF  # 32 tokens, all allowed
+# Constraints of all engines, by number in this process. Compiled programs, which engines share, find them here.
 _asked: "weakref.WeakValueDictionary[int, _Followed]" = weakref.WeakValueDictionary()
 _process_numbers = itertools.count(1)
 
 
 class Matcher(Protocol):
-    """Where a text is in its constraint; at first before the first new token."""
+    """The state of a text in its constraint; initially before the first new token."""
 
     def allowed(self) -> Any:
-        """Which tokens may follow: ``uint32[ceil(V / 32)]``, token t at bit ``t % 32`` of word ``t // 32``."""
+        """Return a mask of allowed tokens: ``uint32[ceil(V / 32)]``, token t at bit ``t % 32`` of word ``t // 32``."""
         ...
 
     def consume(self, token: int) -> bool:
-        """Go on by a token; False, and nothing, if it may not follow."""
+        """Advance by `token`. Return False, and do not advance, if it may not follow."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Go back by so many tokens."""
+        """Undo the last `count` tokens."""
         ...
 
 
@@ -48,7 +48,7 @@ class ConstraintError(Exception):
     """A constraint that cannot be kept.
 
     Attributes:
-        code: a word for programs.
+        code: a machine-readable code.
     """
 
     def __init__(self, message: str, code: str):
@@ -57,31 +57,31 @@ class ConstraintError(Exception):
 
 
 class MaskSource(abc.ABC):
-    """Computes the masks of one text, possibly while other sources compute theirs."""
+    """A source of the masks of one text. Several sources may compute at the same time."""
 
     @abc.abstractmethod
     def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
-        """Begin to compute the masks after `text`, the new tokens, and after each drafted node.
+        """Start to compute the masks after `text`, the new tokens, and after each draft node.
 
         Args:
             text: all new tokens so far; begins with those of the previous call.
             drafted: the token of each node.
-            parents: of each node, 0 for the text and i for node i - 1.
+            parents: the parent of each node: 0 for the text and i for node i - 1.
         """
 
     @abc.abstractmethod
     def masks(self) -> np.ndarray:
-        """Wait for the masks, ``uint32[N + 1, ceil(V / 32)]``; all zeros if no token may follow the text.
+        """Wait for the masks, ``uint32[N + 1, ceil(V / 32)]``, and return them; zeros if no token may follow the text.
 
         Raises:
-            ConstraintError: they cannot be computed.
+            ConstraintError: the masks cannot be computed.
         """
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Release what the source holds."""
 
 
-Constraint = Callable[[], Matcher | MaskSource]  # for each text anew
+Constraint = Callable[[], Matcher | MaskSource]  # called once for each text
 
 
 class _InProcess(MaskSource):
@@ -123,7 +123,7 @@ class _InProcess(MaskSource):
 
 
 class _Followed:
-    """A constraint of a running text, its number in the process, and what has gone wrong with it."""
+    """The constraint of a running text, its number in the process, and its error."""
 
     def __init__(self, make: Constraint, vocab_size: int):
         made = make()
@@ -133,12 +133,12 @@ class _Followed:
         _asked[self.number] = self
 
     def attempt(self, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of `compute`; None, and keep the error, if it raises."""
+        """Return the result of `compute`. If it raises, keep the error and return None."""
         try:
             return compute(*arguments)
         except ConstraintError as error:
             self.error = error
-        except BaseException as error:  # in a thread of XLA's, which would end the call of all
+        except BaseException as error:  # in a thread of XLA, where it would end the call for all requests
             _LOG.exception("A constraint has failed; its request ends.")
             self.error = ConstraintError(f"The constraint has failed: {type(error).__name__}: {error}",
                                          "constraint_failed")  # fmt: skip
@@ -146,7 +146,7 @@ class _Followed:
 
 
 class Constraints:
-    """Those of an engine's running requests, by numbers of its own."""
+    """The constraints of an engine's running requests, by numbers within the engine."""
 
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
@@ -154,24 +154,24 @@ class Constraints:
         self._numbers = itertools.count(1)
 
     def add(self, make: Constraint) -> int:
-        """Follow another text; its number."""
+        """Follow the constraint of another text, and return its number."""
         followed = _Followed(make, self._vocab_size)
-        number = next(self._numbers)  # of those that could be made, as a journal has them
+        number = next(self._numbers)  # counts only the constraints that could be made, as a journal does
         self._followed[number] = followed
         return number
 
     def drop(self, number: int) -> None:
-        """No longer."""
+        """Stop following a constraint, and release it."""
         if followed := self._followed.pop(number, None):
             followed.source.close()
 
     def clear(self) -> None:
-        """None any longer."""
+        """Drop all constraints."""
         for number in [*self._followed]:
             self.drop(number)
 
     def error(self, number: int) -> ConstraintError | None:
-        """What has gone wrong with one; of 0, which is none, nothing."""
+        """Return the error of a constraint, if any. Number 0 means no constraint, and has no error."""
         return self._followed[number].error if number else None
 
     def why_nothing_follows(self, number: int, text: Sequence[int]) -> ConstraintError:
@@ -188,12 +188,12 @@ class Constraints:
                                "seed, or simplify the constraint.", "constraint_dead_end")  # fmt: skip
 
     def in_process(self, number: int) -> int:
-        """The number by which programs ask for one, which a row carries, for slots change hands; 0 is none."""
+        """Return the process-wide number of a constraint; 0 for none. Rows carry it, because slots change hands."""
         return self._followed[number].number if number else 0
 
 
 def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_size: int) -> Array:
-    """``bool[B, N + 1, V]``: which tokens may follow the text of each row, and each guess."""
+    """Return ``bool[B, N + 1, V]``: which tokens may follow the text of each row, and each draft token."""
     batch, nodes, size = state.lengths.shape[0], draft.tokens.shape[1] + 1, -(-vocab_size // 32)
     shape = jax.ShapeDtypeStruct((batch, nodes, size), jnp.uint32)
     numbers = jnp.where(state.done, 0, params.constraints)
@@ -218,11 +218,11 @@ def _bits(size: int, *arrays: Any) -> np.ndarray:
     for row in np.flatnonzero(numbers):
         followed = _asked.get(int(numbers[row]))
         if followed is None or followed.error:
-            continue  # it has been cancelled, or ends with its error
+            continue  # its request was cancelled, or ends with the error
         text = tokens[row, starts[row] : ends[row]].tolist()
         followed.attempt(followed.source.ask, text, drafted[row].tolist(), parents[row].tolist())
         waiting.append((int(row), followed))
-    for row, followed in waiting:  # all compute at once
+    for row, followed in waiting:  # all sources compute at once
         masks = None if followed.error else followed.attempt(followed.source.masks)
         if masks is not None:
             found[row] = masks

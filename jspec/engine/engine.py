@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the device, and a queue for everybody else."""
+"""The engine: one thread that owns the device, and a queue for requests from all other threads."""
 
 import asyncio
 import functools
@@ -33,31 +33,32 @@ from jspec.engine.warmup import rehearse
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.llama import Llama
 
-_MOST_TOP = 20  # log-probabilities of the likeliest tokens, as much as clients of others may ask for
+_MOST_TOP = 20  # log-probabilities of likeliest tokens: the most that clients of other servers may request
 
 
 class Engine:
-    """Decodes requests that come and go, all of them in one batch, with the rounds of `jspec.speculative_generate`.
+    """A continuous-batching engine: requests join and leave one batch, decoded as by `jspec.speculative_generate`.
 
     Args:
-        target: the model whose law the texts have.
-        draft: a model or a drafter; None for plain decoding. An engine reads the weights that both have when it is
-            made. After an update of either it refuses requests; make a new one, which finds its programs compiled.
-        slots: how many requests at once; others wait.
-        max_length: the longest text, prompt included; room for that is reserved in every slot. None: 1,024 tokens, or
-            what the models know where that is less.
-        num_draft_tokens: K; "auto" for that of 0, 1, 2, 4 and 8 which is worth most at a time, by what rounds cost
-            and drafts were worth lately. A drafter with a tree drafts all of it, or nothing.
+        target: the model whose distribution the texts have.
+        draft: a draft model or a drafter; None for plain decoding. The engine reads the weights that both models have
+            when it is created. After an update of either it refuses requests; create a new engine, which finds its
+            programs compiled.
+        slots: how many requests to decode at once. Others wait.
+        max_length: the longest text, prompt included. Every slot reserves memory for it. None: 1,024 tokens, or the
+            models' number of positions if that is less.
+        num_draft_tokens: K. "auto" chooses between 0, 1, 2, 4 and 8 during decoding, from the measured cost of rounds
+            and the recent acceptance of drafts. A drafter with a tree drafts all of it, or nothing.
         accept: the rule for requests without a key.
-        max_waiting: how many may wait.
-        chunks: numbers of tokens by which prompts are read, no more than `max_length`; fixes shapes.
-        read_tokens: about how many tokens of prompts are read between two calls of rounds, while others wait for these.
-        rounds: the most rounds that the device plays before it looks for new requests.
-        call_seconds: how long it should play; as many rounds as take about so long.
-        journal: whether `device.commands` is kept, to replay what the engine did.
+        max_waiting: how many requests may wait.
+        chunks: chunk sizes for prefill, in tokens, at most `max_length`; fixes shapes.
+        read_tokens: about how many prompt tokens to prefill between two calls, while other requests wait for rounds.
+        rounds: the most rounds in one call, before the device takes new requests.
+        call_seconds: the intended duration of a call. The engine chooses the number of rounds to match.
+        journal: whether to keep `device.commands`, to replay what the engine did.
 
     Raises:
-        ValueError, TypeError: as `jspec.speculative_generate`; or the slots are more than there is memory for.
+        ValueError, TypeError: as `jspec.speculative_generate`; or there is not enough memory for the slots.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Engine:
         self._sizes, self._max_waiting = sizes, max_waiting
         with explicit_transfers():
             self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
-        self._check(Request((0,), 1))  # what is wrong with the models
+        self._check(Request((0,), 1))  # validates the models
         arguments.check_one_device((target, drafter))
         check_room(target, drafter, sizes)
         self.device = Device(target, drafter, rule, sizes, journal)
@@ -103,9 +104,9 @@ class Engine:
         self._compiler = Compiler(self.device.later, self._look)  # for constrained requests
 
     def __enter__(self) -> Self:
-        """Compile the programs, which takes a while, measure what rounds cost, and begin.
+        """Compile the programs, which takes a while, measure the cost of rounds, and start the engine's thread.
 
-        Those of constrained requests are compiled when the first one comes, or with `expect_constraints`.
+        The first constrained request, or `expect_constraints`, compiles the programs of constrained requests.
         """
         self.device.compile()
         rehearse(self.device, self._loop.pace)
@@ -117,7 +118,7 @@ class Engine:
         self.close(cancel=kind is not None)
 
     def close(self, cancel: bool = False) -> None:
-        """Finish what has been submitted, or `cancel` it, and end."""
+        """Finish all submitted requests, or `cancel` them, and stop the engine."""
         with self._wake:
             self._closing = True
             self._loop.cancels |= cancel
@@ -129,11 +130,12 @@ class Engine:
             self._compiler.close()
 
     def expect_constraints(self) -> None:
-        """Compile the programs of constrained requests, beside what runs.
+        """Compile the programs of constrained requests in the background.
 
-        Those requests wait, in the queue, until they can be decoded without drafts, or with those of one length.
-        No persistent cache keeps them, for they ask the host which tokens may follow, so that a start need not wait.
-        They are traced in a thread of their own, which knows what `jax.config.update` has set, and no `with` statement.
+        Constrained requests wait in the queue until they can be decoded without drafts, or with drafts of one length.
+        No persistent cache keeps these programs, because they ask the host which tokens may follow. The engine starts
+        without waiting for them. They are traced in a thread of their own, which sees the settings of
+        `jax.config.update`, but not those of `with` statements.
         """
         with self._wake:
             if not self._closing and not (self._compiler.is_done and self.device.can_constrain):
@@ -144,14 +146,14 @@ class Engine:
             self._wake.notify()
 
     def submit(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
-        """Queue a request; `listen` is called in the engine's thread whenever there is more of its result.
+        """Queue a request. The engine's thread calls `listen` whenever the result has grown.
 
-        It should be quick, for all others wait. If it raises, the request is cancelled.
+        `listen` should return quickly, because all requests wait for it. If it raises, only its request is cancelled.
 
         Raises:
-            queue.Full: too many wait.
+            queue.Full: too many requests wait.
             RuntimeError: the engine is not running, or the models' weights have changed or were deleted.
-            ValueError, TypeError: something about the request cannot be; nothing was queued.
+            ValueError, TypeError: the request is invalid. It was not queued.
         """
         tenant = self._tenant(request, listen)
         self._queue(tenant)
@@ -159,16 +161,16 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
+        """The number of requests without a slot."""
         return len(self._arrived) + self._loop.num_waiting
 
     @property
     def seated(self) -> list[Tenant]:
-        """Requests with a slot."""
+        """The requests with a slot."""
         return self._loop.seated
 
     def trouble(self) -> str:
-        """Return why requests make no progress, as a sentence, or nothing. Compiling may take its time."""
+        """Return why requests make no progress, as a sentence; empty if all is well. Compilation may take any time."""
         if self._thread is not None and not self._thread.is_alive() and not self._closing:
             return "The engine's thread has ended."
         seconds = 0.0 if self.device.is_compiling else self._heartbeat.overdue
@@ -186,13 +188,13 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, tenant: Tenant) -> None:
-        """End a request where it is."""
+        """Cancel a request. Its result keeps the tokens decoded so far."""
         with self._wake:
             tenant.cancelled = True
             self._wake.notify()
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
-        """All of `requests`, in their order; waits for them."""
+        """Decode all `requests` and return their results in the same order. Block until all are finished."""
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def listen(i: int) -> Callable[[Result], None]:
@@ -208,19 +210,22 @@ class Engine:
                         left.popleft()
                         running += 1
                 except queue.Full:
-                    if not running:  # others wait
+                    if not running:  # other threads' requests fill the queue
                         time.sleep(0.01)
                         continue
                 done.get()
                 running -= 1
-        except BaseException:  # nobody will read what is under way
+        except BaseException:  # the caller will not read the results
             for tenant in tenants:
                 self.cancel(tenant)
             raise
         return [tenant.result for tenant in tenants]
 
     async def stream(self, request: Request) -> AsyncIterator[Result]:
-        """What there is of the result, whenever there is more; the same object, which grows. Leaving it cancels."""
+        """Yield the result whenever it has grown: the same object each time.
+
+        Breaking out of the iterator cancels the request.
+        """
         loop, grown = asyncio.get_running_loop(), asyncio.Event()
 
         def listen(_: Result) -> None:
@@ -240,18 +245,18 @@ class Engine:
                 self.cancel(tenant)
 
     def here(self, request: Request) -> Iterator[Result]:
-        """The same as `stream`, decoded in this thread while it is asked for more; of an engine that is not running.
+        """Yield as `stream` does, for an engine that is not running. This thread decodes while the caller iterates.
 
-        Of lengths of drafts it chooses between two at most, unless all programs have been compiled.
+        The engine chooses between at most two draft lengths, unless all programs have been compiled.
 
         Raises:
-            RuntimeError: it runs, or the models' weights have changed or were deleted.
-            ValueError, TypeError: something about the request cannot be.
+            RuntimeError: the engine is running, or the models' weights have changed or were deleted.
+            ValueError, TypeError: the request is invalid.
         """
         if self._thread is not None:
             raise RuntimeError("The engine runs in a thread of its own; use its `stream`, or do without `with`.")
         self.device.is_lazy = not self.device.is_compiled
-        self._loop.pace.away(math.inf)  # since another request
+        self._loop.pace.away(math.inf)  # the time since another request
         return self._here(self._tenant(request, lambda _: None))
 
     def _here(self, tenant: Tenant) -> Iterator[Result]:
@@ -319,15 +324,15 @@ class Engine:
             try:
                 with self._heartbeat.beat():
                     self._loop.turn()
-            except BaseException as worse:  # what has no other thread to end must not end this one
+            except BaseException as worse:  # even an exception that ends threads must not end this one
                 self._loop.failed(worse)
 
     def _ready(self) -> list[Tenant]:
-        """Who has arrived and need not wait for programs, or waits in vain."""
+        """Return the arrived requests that need not wait for programs, or that would wait in vain."""
         return [tenant for tenant in self._arrived if self._can_play(tenant) or self._compiler.is_done]
 
     def _can_play(self, tenant: Tenant) -> bool:
-        """Whether the programs that it needs are there, or it no longer needs any."""
+        """Return whether the programs that a request needs are compiled, or it no longer needs any."""
         is_over = tenant.cancelled or self._loop.cancels
         return is_over or tenant.request.needs < Needs.CONSTRAINED or self.device.can_constrain
 

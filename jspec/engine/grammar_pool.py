@@ -1,4 +1,4 @@
-"""Compiled grammars, each in processes of its own, with limits of time and memory (see `grammar_worker`)."""
+"""Compiled grammars, each in its own processes with limits on time and memory (see `grammar_worker`)."""
 
 import contextlib
 import json
@@ -17,16 +17,16 @@ import numpy as np
 from jspec.engine import grammar_worker as worker
 from jspec.engine.constraints import ConstraintError, MaskSource
 
-_COMPILE_SECONDS, _MASK_SECONDS, _START_SECONDS = 10.0, 5.0, 120.0  # of the clock; the worker limits CPU time
+_COMPILE_SECONDS, _MASK_SECONDS, _START_SECONDS = 10.0, 5.0, 120.0  # wall-clock time; the worker limits CPU time
 _NO_PROCESS = "No process for a grammar can be started now; try again later."
 
 
 class GrammarPool:
-    """A server of processes in which grammars are compiled and followed.
+    """A pool of processes that compile and follow grammars.
 
     Args:
         tokenizer: the text of a tokenizer.json.
-        vocab_size: V.
+        vocab_size: the vocabulary size V.
         eos_ids: tokens that may end a text.
 
     Raises:
@@ -40,10 +40,10 @@ class GrammarPool:
         self._server = _Server(self._setup)
 
     def compile(self, kind: str, text: str) -> "CompiledGrammar":
-        """Compile a "schema", "regular expression" or "grammar"; wait up to ten seconds.
+        """Compile a "schema", "regular expression" or "grammar". Wait up to ten seconds.
 
         Raises:
-            ValueError: llguidance refuses it, or it needs too much time or memory.
+            ValueError: llguidance refuses the grammar, or it needs too much time or memory.
             RuntimeError: the pool is closed, or no process can be started.
         """
         connection, server = self._connect()
@@ -61,7 +61,7 @@ class GrammarPool:
         raise ValueError(answer.decode())
 
     def _connect(self) -> tuple[socket.socket, "_Server"]:
-        """Return a connection to a new compiler and its server, which is started again if it has ended.
+        """Return a connection to a new compiler, and the server. Start the server again if it has ended.
 
         Raises:
             RuntimeError: the pool is closed, or the system refuses a process or a socket.
@@ -78,19 +78,19 @@ class GrammarPool:
                 raise RuntimeError(_NO_PROCESS) from error
 
     def close(self) -> None:
-        """End all processes at once; constraints that still run fail."""
+        """End all processes at once. Constraints that still run fail."""
         with self._lock:
             self._is_closed = True
             self._server.close()
 
 
 class _Server:
-    """The process that forks compilers. It computes nothing, so it is never stuck."""
+    """The process that forks compilers. It computes nothing itself, so it never hangs."""
 
     def __init__(self, setup: bytes):
         self.control, theirs = socket.socketpair()
         with theirs:
-            # A session of its own: Ctrl-C is for the parent, with which it ends.
+            # A session of its own, so that only the parent receives Ctrl-C. The server ends with the parent.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -110,7 +110,7 @@ class _Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can fork."""
+        """Whether the server runs and can fork."""
         return self._process.poll() is None
 
 
@@ -121,7 +121,7 @@ def _end_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> N
 
 
 def _connect(control: socket.socket) -> socket.socket:
-    """Return a connection to a process that is forked for it."""
+    """Return a connection to a process that the server forks for it."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -133,10 +133,10 @@ def _connect(control: socket.socket) -> socket.socket:
 
 
 def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
-    """Ask a compiler to compile; return its answer, or None if it has ended or takes too long.
+    """Ask a compiler to compile. Return its answer, or None if it has ended or takes too long.
 
     Raises:
-        RuntimeError: it has not begun.
+        RuntimeError: the compiler has not started.
     """
     process, end = None, time.monotonic() + _COMPILE_SECONDS
     connection.settimeout(_COMPILE_SECONDS)
@@ -148,7 +148,7 @@ def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
             return worker.receive(connection)
     except TimeoutError:
         _kill(process)
-    except OSError:  # it ended before it had read all
+    except OSError:  # the compiler ended before it had read all of the question
         pass
     if process is None:
         raise RuntimeError(_NO_PROCESS)
@@ -156,26 +156,30 @@ def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
 
 
 def _kill(process: bytes | None) -> None:
-    """End a process that still holds its end of a connection, so that the number is its own."""
+    """Kill a process that still holds its end of a connection, so that its process id is still valid."""
     if process:
         with contextlib.suppress(OSError):
             os.kill(int(process), signal.SIGKILL)
 
 
 class CompiledGrammar:
-    """Makes the mask sources of texts, each in a process of its own.
+    """A factory of mask sources, one for each text, each in its own process.
 
-    The processes end when it is closed, or when nobody holds it, and with the last source.
+    The processes end with the last source, after the grammar was closed or garbage collected.
     """
 
     def __init__(self, connection: socket.socket, size: int, server: _Server):
         self._connection, self._size = connection, size
-        self._server = server  # which ends when nobody holds it
+        self._server = server  # which ends when no reference to it is left
         self._lock, self._sources, self._is_closed = threading.Lock(), 0, False
         self._end = weakref.finalize(self, connection.close)
 
     def __call__(self) -> "GrammarMasks":
-        """Return the masks of another text. RuntimeError: the grammar is closed, or its process has ended."""
+        """Return a mask source for another text.
+
+        Raises:
+            RuntimeError: the grammar is closed, or its process has ended.
+        """
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the grammar is closed")
@@ -188,18 +192,18 @@ class CompiledGrammar:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server of its processes runs; they end with it."""
+        """Whether the server runs. The processes of the grammar end with it."""
         return self._server.is_alive
 
     def close(self) -> None:
-        """Make no more sources, and end the process with the last one."""
+        """Make no more sources. The process ends with the last existing source."""
         with self._lock:
             self._is_closed = True
             if not self._sources:
                 self._end()
 
     def leave(self) -> None:
-        """Count one source less."""
+        """Count one source fewer."""
         with self._lock:
             self._sources -= 1
             if self._is_closed and not self._sources:
@@ -207,7 +211,7 @@ class CompiledGrammar:
 
 
 class GrammarMasks(MaskSource):
-    """The masks of one text, computed in a process of its own."""
+    """A mask source of one text, computed in its own process."""
 
     def __init__(self, connection: socket.socket, grammar: CompiledGrammar, size: int):
         self._connection, self._grammar, self._size = connection, grammar, size
@@ -219,7 +223,7 @@ class GrammarMasks(MaskSource):
     def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
         question = json.dumps([[*text[self._asked :]], [*drafted], [*parents]]).encode()
         self._asked, self._count = len(text), len(drafted) + 1
-        with contextlib.suppress(OSError):  # it has ended, which `masks` explains
+        with contextlib.suppress(OSError):  # the process has ended, which `masks` reports
             worker.send(self._connection, question)
 
     def masks(self) -> np.ndarray:
@@ -238,7 +242,7 @@ class GrammarMasks(MaskSource):
         return np.frombuffer(answer, np.uint32, offset=1).reshape(self._count, self._size)
 
     def _answer(self) -> bytes | None:
-        """Return what the process answers; None if it has ended or takes too long."""
+        """Return the answer of the process, or None if it has ended or takes too long."""
         try:
             self._process = self._process or worker.receive(self._connection)
             return worker.receive(self._connection) if self._process else None
@@ -249,7 +253,7 @@ class GrammarMasks(MaskSource):
         return None
 
     def close(self) -> None:
-        """End the process; a call that still waits for it gets no answer."""
+        """End the process. A call that still waits for it gets no answer."""
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(OSError):

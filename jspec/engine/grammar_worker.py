@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The processes in which llguidance runs: this file is their script, and imports neither JAX nor jspec.
+"""The script of the processes that run llguidance. It imports neither JAX nor jspec.
 
 A server process forks a compiler for each grammar, and a compiler forks a matcher for each text. A grammar that hangs,
 fills its memory or overflows the stack therefore ends its own processes, and nothing else.
@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 COMPILE_CPU_SECONDS = 5.0
-MEMORY = 512 * 2**20  # bytes, beyond those of a process that has compiled nothing
-_SOON = 0.1  # seconds of compiling, after which others go first
+MEMORY = 512 * 2**20  # bytes, in addition to those of a process that has compiled nothing
+_SOON = 0.1  # seconds of compilation, after which other processes go first
 _PROBE_STEPS, _PROBE_SECONDS = 32, 0.1
-# CPU seconds: for all masks of a text, and what each mask adds to that. A usual mask takes less than a millisecond, and
-# the first ones with a fork about four; while one is computed, the other rows of the batch wait.
+# CPU seconds: the budget for all masks of a text, and what each mask adds to it. A typical mask takes less than a
+# millisecond. The first masks, with a fork, take about four. The other rows of the batch wait during the computation.
 _BURST, _EACH = 0.1, 0.002
 _SIZE = struct.Struct("!I")
 
@@ -36,7 +36,7 @@ def send(connection: socket.socket, message: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """Return the next message; None if the other end is closed."""
+    """Return the next message, or None if the other end is closed."""
     header = _receive_bytes(connection, _SIZE.size)
     return None if header is None else _receive_bytes(connection, _SIZE.unpack(header)[0])
 
@@ -53,15 +53,15 @@ def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
 
 def tree_masks(matcher: Any, drafted: Sequence[int], parents: Sequence[int], vocab_size: int,
                reset: Callable[[list[int]], Any]) -> list[Any]:  # fmt: skip
-    """Return the mask after the text and after each drafted node; None for a node that the text cannot reach.
+    """Return the masks after the text and after each draft node; None for a node that the text cannot reach.
 
     Args:
         matcher: a `jspec.engine.constraints.Matcher` at the end of the text.
         drafted: the token of each node.
-        parents: of each node, 0 for the text and i for node i - 1.
-        vocab_size: tokens from there on are not text.
-        reset: returns a matcher after the text and these drafted tokens. It replaces one that failed after a guess,
-            which is not a failure of the text; b"" is the mask of that node, and allows nothing.
+        parents: the parent of each node: 0 for the text and i for node i - 1.
+        vocab_size: ids from here on are not text.
+        reset: returns a matcher after the text and the given draft tokens. It replaces a matcher that failed after a
+            draft token, because that is not a failure of the text. The mask of that node is b"", which allows nothing.
     """
     masks: list[Any] = [None] * (len(drafted) + 1)
     children: list[list[int]] = [[] for _ in masks]
@@ -88,7 +88,7 @@ def tree_masks(matcher: Any, drafted: Sequence[int], parents: Sequence[int], voc
 
 
 class DeadEnd(Exception):
-    """No token may follow, not even the end of the text."""
+    """An error: no token may follow, not even EOS."""
 
 
 class LLGuidance:
@@ -98,7 +98,7 @@ class LLGuidance:
         self._matcher, self._num_bytes = matcher, num_bytes
 
     def copy(self) -> "LLGuidance":
-        """Return another one at the same place; both share what the lexer has computed."""
+        """Return a copy in the same state. Both share the results of the lexer."""
         return LLGuidance(self._matcher.deep_copy(), self._num_bytes)
 
     def allowed(self) -> bytes:
@@ -117,7 +117,11 @@ class LLGuidance:
         return bits
 
     def consume(self, token: int) -> bool:
-        """Advance by `token`; return False if it may not follow. RuntimeError: the grammar is too complex."""
+        """Advance by `token`. Return False if it may not follow.
+
+        Raises:
+            RuntimeError: the grammar is too complex.
+        """
         taken = self._matcher.try_consume_tokens([token]) == 1
         if self._matcher.is_error():
             raise RuntimeError(sentence(self._matcher.get_error()))
@@ -150,7 +154,7 @@ def compile_grammar(tokenizer: Any, kind: str, text: str, num_bytes: int) -> LLG
 
 
 def _probe(first: LLGuidance) -> None:
-    """Follow a random text for a while: some grammars hang or fail only after some tokens.
+    """Follow a random text for a while, because some grammars hang or fail only after some tokens.
 
     Raises:
         ValueError: the first mask cannot be computed.
@@ -171,13 +175,17 @@ def _probe(first: LLGuidance) -> None:
 
 
 def sentence(error: str) -> str:
-    """Return llguidance's message without the state of its parser; of a panic only that it occurred."""
+    """Return llguidance's message without the state of its parser. For a panic, say only that it occurred."""
     message = " ".join(re.split("<(?:state|backtrace)>", error)[0].split())
     return "llguidance does not understand it" if "panic: " in message else message
 
 
 def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:
-    """Return llguidance's form of a tokenizer.json. ValueError: it has more tokens than `vocab_size`."""
+    """Return llguidance's form of a tokenizer.json.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than `vocab_size`.
+    """
     from llguidance import LLTokenizer
 
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
@@ -202,7 +210,7 @@ def _main(control: socket.socket) -> None:
 
 def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None]) -> None:
     """Fork a child for each socket that arrives on `control`, until its other end is closed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the parent does not wait for children
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -222,14 +230,14 @@ def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None
 
 
 def _fork() -> int | None:
-    """Return the child's number, 0 in the child, or None where the system has no room for another process."""
+    """Return the child's process id, 0 in the child, or None if the system has no room for another process."""
     with contextlib.suppress(OSError):
         return os.fork()
-    return None  # the connection closes without an answer, which explains it to the other end
+    return None  # the other end sees that the connection closes without an answer
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent ends, even in the middle of a computation; on Linux only."""
+    """End this process when its parent ends. On Linux, this works even in the middle of a computation."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -259,16 +267,16 @@ def _limit_memory() -> None:
     pages = 0
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
-    if pages:  # elsewhere the limit counts what is reserved, not used
+    if pages:  # on other systems the limit counts reserved memory, not used memory
         most = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _behind_others(compute: Callable[[], Any]) -> Any:
-    """Return the result of `compute` or its exception; after a moment it gets only the time that others leave.
+    """Return the result of `compute`, or its exception. After a moment, run it at the lowest priority.
 
-    The priority is that of a thread, because a process cannot raise its own again.
+    The priority is set for a thread, because a process cannot raise its own again.
     """
     results: list[Any] = []
 
@@ -289,7 +297,7 @@ def _behind_others(compute: Callable[[], Any]) -> Any:
 
 
 def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int) -> None:
-    """Answer with masks until the other end is closed; end by SIGPROF when they take too long."""
+    """Answer with masks until the other end is closed. SIGPROF ends the process if they take too long."""
     text: list[int] = []
     matcher, left = first.copy(), _BURST
     send(connection, str(os.getpid()).encode())
@@ -323,7 +331,7 @@ def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int
 
 
 def _mask_bytes(mask: bytes | None, size: int) -> bytes:
-    """Return a mask of `size` bytes: everything where the text cannot come, nothing at the failure of a grammar."""
+    """Return a mask of `size` bytes: all tokens for an unreachable node, none if the grammar failed there."""
     return b"\xff" * size if mask is None else mask or bytes(size)
 
 

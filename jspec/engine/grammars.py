@@ -13,16 +13,16 @@ from jspec.engine.schema_limits import check_regex, check_schema
 
 
 class Grammars:
-    """Makes constraints for requests: ``Request(..., constraint=grammars.json_schema({...}))``.
+    """A factory of constraints for requests: ``Request(..., constraint=grammars.json_schema({...}))``.
 
-    Grammars are compiled and followed in processes of their own, which are limited in time and memory. A grammar that
-    exceeds the limits is refused, or ends its own request. (On Windows everything runs in this process, unlimited.)
-    The grammar ends a text with an end of text, which the request's `eos_ids` should have, too.
+    Separate processes with limits on time and memory compile and follow grammars. A grammar that exceeds the limits is
+    refused, or ends its own request. (On Windows everything runs in this process, without limits.) The grammar ends a
+    text with an EOS token, which the request's `eos_ids` should include.
 
     Args:
-        tokenizer: the target's, one of jspec's or a fast one of transformers.
-        vocab_size: that of the target.
-        eos_ids: with which a text may end; the tokenizer's, if there are none.
+        tokenizer: the target's tokenizer, from jspec or a fast one from transformers.
+        vocab_size: the vocabulary size of the target.
+        eos_ids: tokens that may end a text. If empty, the tokenizer's EOS token.
 
     Raises:
         ModuleNotFoundError: llguidance is not installed.
@@ -39,25 +39,29 @@ class Grammars:
         self._pool = make(tokenizer.backend_tokenizer.to_str(), vocab_size, ends)
 
     def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
-        """A JSON value for which `schema` holds, without needless white space.
+        """Constrain a text to a JSON value that satisfies `schema`, without unnecessary white space.
 
         Raises:
-            ValueError: it is not a schema, asks for what cannot be promised, or is too complex.
-            RuntimeError: the system refuses a process for it; try again later.
+            ValueError: `schema` is not a schema, demands what cannot be guaranteed, or is too complex.
+            RuntimeError: the system cannot start a process for it; try again later.
         """
         check_schema(schema)
         return self._compiled("schema", json.dumps(schema))
 
     def regex(self, pattern: str) -> Constraint:
-        """A text all of which matches. ValueError: it is not a regular expression, or it is too complex."""
+        """Constrain a text to match `pattern` as a whole.
+
+        Raises:
+            ValueError: `pattern` is not a regular expression, or it is too complex.
+        """
         check_regex(pattern)
         return self._compiled("regular expression", pattern)
 
     def lark(self, grammar: str) -> Constraint:
-        """A text of a grammar in Lark's notation, as llguidance reads it.
+        """Constrain a text to a grammar in Lark's notation, as llguidance reads it.
 
         Raises:
-            ValueError: it is not such a grammar, or it is too complex.
+            ValueError: `grammar` is not such a grammar, or it is too complex.
         """
         return self._compiled("grammar", grammar)
 
@@ -86,8 +90,12 @@ class _InProcess:
         self._num_bytes = 4 * -(-vocab_size // 32)
 
     def compile(self, kind: str, text: str) -> Constraint:
-        """Compile a grammar. ValueError: llguidance refuses it."""
+        """Compile a grammar.
+
+        Raises:
+            ValueError: llguidance refuses the grammar.
+        """
         return worker.compile_grammar(self._tokenizer, kind, text, self._num_bytes).copy
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no processes to end."""

@@ -1,22 +1,22 @@
-"""Heartbeats: whether work that ends soon, if all is well, does."""
+"""Heartbeats, which show whether short pieces of work end in time."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE = 60.0  # seconds for a piece of work
-_TIMES = 10  # as long as the longest piece so far
+PATIENCE = 60.0  # seconds that any piece of work may take
+_TIMES = 10  # multiples of the longest piece so far that a piece may take
 
 
 class Heartbeat:
-    """Times pieces of work. One thread or one loop of events does them; any may look."""
+    """A timer for pieces of work. One thread or one event loop does the work; any thread may read the timer."""
 
     def __init__(self) -> None:
         self._running, self._last, self._longest = 0, 0.0, 0.0
 
     @contextmanager
     def beat(self) -> Iterator[None]:
-        """Count the block as a piece of work. Pieces may overlap, if they end one after another."""
+        """Time the block as a piece of work. Pieces may overlap, if they end one after another."""
         if not self._running:
             self._last = time.monotonic()
         self._running += 1
@@ -29,6 +29,6 @@ class Heartbeat:
 
     @property
     def overdue(self) -> float:
-        """Seconds since the last piece has ended, if another should have ended by now; else 0."""
+        """The seconds since the last piece ended, if another should have ended by now; else 0."""
         seconds = time.monotonic() - self._last if self._running else 0.0
         return seconds if seconds > max(PATIENCE, _TIMES * self._longest) else 0.0

@@ -1,50 +1,50 @@
-"""How far to draft: by what rounds of each length have cost, and what drafts were worth lately, place by place."""
+"""The choice of the number of draft tokens, from the cost of rounds and the recent acceptance at each position."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-RECENT = 32  # rounds of a request, by which its drafts are judged
-_PRIOR = 4  # rounds that a request is taken to have had, with drafts as good as all others'
-_UNSEEN, _FEW = 0.9, 2  # a rate of what nobody has seen, in so many rounds: some are needed to know, bad ones soon tell
-_MEMORY = 0.99  # by call
-_MARGIN = 1.02  # by how much another length must be better
-_TRIAL, _PERIOD = 4, 256  # calls: another length is tried for so many, after so many at most; at first sooner
+RECENT = 32  # the last rounds of a request that estimate its acceptance
+_PRIOR = 4  # weight of the acceptance in all requests, in rounds of a request
+_UNSEEN, _FEW = 0.9, 2  # prior acceptance rate, and its weight in rounds: tries unseen positions, soon drops bad ones
+_MEMORY = 0.99  # decay of the statistics, per call
+_MARGIN = 1.02  # factor by which another length must be better
+_TRIAL, _PERIOD = 4, 256  # calls: the length of a trial of another length, and the most between trials, fewer at first
 
-Rounds = Sequence[Sequence[int]]  # two: of each, drafts accepted, and how many tokens it was to draft
+Rounds = Sequence[Sequence[int]]  # two lists, by round: accepted draft tokens, and the intended draft length
 
 
 class Choice:
-    """Chooses among numbers of tokens to draft, ascending.
+    """A policy that chooses between numbers of draft tokens.
 
-    A draft's token at some place counts if all before it were accepted; how often it then is, place by place, is all
-    that is asked. So texts of which some are easy and some hard are judged right, and so are trees, drafters that stop
-    early and those that seldom guess, of which one rate for all places would expect too much.
+    The policy estimates, for each position, how often a draft token is accepted if all tokens before it were accepted.
+    These estimates are also right for a mix of easy and hard texts, for trees, and for drafters that stop early or
+    seldom draft. A single rate for all positions would be too high for these.
 
-    Each length is tried at first, and sometimes a neighbour of the one that is best. It looks at rounds that have been
-    played, never at the noise of one to come, so what it chooses leaves the law of texts alone.
+    The policy tries each length at first, and sometimes a neighbour of the best length. It uses past rounds only,
+    never the noise of a future round, so its choices do not change the distribution of texts.
     """
 
     def __init__(self, most: int):
-        self._reached, self._accepted = np.zeros(most), np.zeros(most)  # of all requests
+        self._reached, self._accepted = np.zeros(most), np.zeros(most)  # in all requests
         self._best: int | None = None
         self._steps = itertools.cycle((1, -1))
         self._calls, self._period, self._trial = 0, 2 * _TRIAL, 0
 
     def saw(self, accepted: Sequence[int], num_draft_tokens: int) -> None:
-        """How many drafts a call has accepted, of each round of all rows in which it was to draft so many."""
+        """Record how many draft tokens each round of each row accepted, if it was meant to draft `num_draft_tokens`."""
         reached, new = _by_place((accepted, [num_draft_tokens] * len(accepted)), len(self._reached))
         self._reached = np.where(reached > 0, _MEMORY, 1) * self._reached + reached
         self._accepted = np.where(reached > 0, _MEMORY, 1) * self._accepted + new
 
     def next(self, lengths: Sequence[int], cost: Mapping[int, float], rows: Sequence[Rounds]) -> int:
-        """Of the next call.
+        """Return the number of draft tokens for the next call.
 
         Args:
-            lengths: those that it may have.
-            cost: seconds a round, of those that have been measured.
-            rows: of each that writes its last `RECENT` rounds.
+            lengths: the possible numbers, ascending.
+            cost: seconds per round, for each number that has been measured.
+            rows: the last `RECENT` rounds of each decoding request.
         """
         unknown = [k for k in lengths if k not in cost]
         if unknown or len(lengths) == 1:
@@ -63,7 +63,7 @@ class Choice:
         return self._trial if self._calls >= self._period and self._trial in lengths else self._best
 
     def _tokens(self, rows: Sequence[Rounds]) -> np.ndarray:
-        """Of a round that drafts 0, 1, ... tokens, how many it is expected to bring."""
+        """Return the expected number of new tokens in a round that drafts 0, 1, ... tokens."""
         rates, rate = np.empty(len(self._reached)), _UNSEEN
         for place, (reached, accepted) in enumerate(zip(self._reached, self._accepted, strict=True)):
             rates[place] = rate = (accepted + _FEW * rate) / (reached + _FEW)
@@ -75,7 +75,7 @@ class Choice:
 
 
 def _by_place(rounds: Rounds, places: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many rounds came to judge each place of a draft, and how many accepted it."""
+    """Return how many rounds verified each position of a draft, and how many accepted it."""
     accepted, lengths = (np.asarray(part, np.int32)[:, None] for part in rounds)
     place = np.arange(places)
     could = lengths > place

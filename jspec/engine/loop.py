@@ -1,4 +1,4 @@
-"""The loop: what the host does between two calls of the device. One thread runs it, and it never waits for sockets."""
+"""The loop that the host runs between two device calls. One thread runs it, and it never waits for sockets."""
 
 import dataclasses
 import itertools
@@ -15,20 +15,20 @@ from jspec.engine.slot_output import News, Packed, of_prompt, unpack
 from jspec.engine.slots import Needs
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 5  # failures that a request met, the last of them alone; three times as many in a row, whoever met them
+_PATIENCE = 5  # failures that end a request, if it was alone at the last; three times as many in a row end all
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call that is under way.
+    """A dispatched call of rounds.
 
     Attributes:
-        writing: for whom, by slot.
-        followed: what those had followed.
-        num_draft_tokens, needs, count: what is played, and how many slots.
-        at_once: whether another was under way when it began.
-        alone: whether nothing was read between the two.
-        rounds: how many make a whole call.
+        writing: the decoding requests, by slot.
+        followed: the `followed` of each request at dispatch, by slot.
+        num_draft_tokens, needs, count: the draft length, the needs, and the number of slots.
+        at_once: whether another call was running at dispatch.
+        alone: whether no prefill ran between the two calls.
+        rounds: how many rounds make a whole call.
     """
 
     packed: Packed
@@ -43,26 +43,26 @@ class _Call:
 
     @property
     def kind(self) -> tuple[int, Needs, int]:
-        """By which its cost is known."""
+        """The key under which the cost of the call is recorded."""
         return self.num_draft_tokens, self.needs, self.count
 
 
 class Loop:
-    """Admits, reads, plays, and hands on; never more than two calls of rounds ahead of what it has looked at."""
+    """A loop that admits, prefills, decodes and delivers. It never runs more than two calls ahead of their output."""
 
     def __init__(self, device: Device, read_tokens: int, call_seconds: float):
         self._device, self._sizes, self._read_tokens = device, device.sizes, read_tokens
         self.pace = Pace(self._sizes.rounds, call_seconds)
         self._choice = Choice(self._sizes.num_draft_tokens[-1])
         self._scheduler = Scheduler(self._sizes.slots)
-        self._reads = False  # since the last call of rounds
-        # Constraints of ended requests; a call that is under way may ask those that ended in this turn.
+        self._reads = False  # whether it has prefilled since the last call of rounds
+        # Constraints of ended requests. A running call may still ask those that ended in this turn.
         self._over: list[int] = []
         self._over_before: list[int] = []
         self._played: deque[_Call] = deque()
         self._stop = np.zeros(self._sizes.slots, bool)
         self._failures = 0
-        self.cancels = False  # everything
+        self.cancels = False  # all requests
 
     def submit(self, tenant: Tenant) -> None:
         """Queue a request."""
@@ -70,22 +70,22 @@ class Loop:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
+        """The number of requests without a slot."""
         return len(self._scheduler.waiting)
 
     @property
     def seated(self) -> list[Tenant]:
-        """Requests with a slot."""
+        """The requests with a slot."""
         return [tenant for tenant in self._scheduler.tenants if tenant is not None]
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is work to do."""
         return bool(self._scheduler.waiting or any(self._scheduler.tenants) or self._played
                     or self._over or self._over_before)  # fmt: skip
 
     def turn(self) -> None:
-        """Once around: admit, read, play, and look at what the call before has brought."""
+        """Run one iteration: admit, prefill, decode, and deliver the output of the previous call."""
         try:
             self._turn()
         except Exception as error:
@@ -109,7 +109,7 @@ class Loop:
         self._over_before, self._over = self._over, []
 
     def _drop_cancelled(self) -> None:
-        """Those that wait or are being read end at once; of others the device is told with the next call."""
+        """End cancelled requests at once, and stop the rows of those with a slot in the next call."""
         for tenant in [tenant for tenant in self._scheduler.waiting if tenant.cancelled or self.cancels]:
             self._scheduler.waiting.remove(tenant)
             self._finish(tenant, "cancelled")
@@ -124,7 +124,7 @@ class Loop:
             slot, tenant = seat
             try:
                 tenant.constraint = self._device.constrain(tenant.request.constraint)
-            except BaseException as error:  # of the constraint's own; nobody else's business
+            except BaseException as error:  # raised by the constraint; other requests are not affected
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 _LOG.exception("A constraint cannot be made; its request ends.")
@@ -133,10 +133,10 @@ class Loop:
                 self.fail(tenant, wrong, "constraint_failed")
                 continue
             self._device.seat(slot, tenant.row, len(tenant.given), tenant.read, tenant.constraint)
-            self._stop[slot] = False  # it was stopped by being seated anew
+            self._stop[slot] = False  # assigning the slot anew has stopped it
 
     def _read(self) -> None:
-        """Texts, a piece of each in turn, and what drafters are behind; as far as others should wait for it."""
+        """Prefill texts, one piece of each in turn, for as long as other requests should wait."""
         budget = self._read_tokens - self._take_over()
         ready = [one for one in self._scheduler.reading() if not self._waits_for_another(one[1])]
         budget -= self._read_several(dict(ready))
@@ -149,10 +149,10 @@ class Loop:
             if not tenant.is_written:
                 reading.append((slot, tenant))
         if reading and not self._scheduler.writing():
-            self._device.wait()  # nothing else does, and new requests should not find all of a long text before them
+            self._device.wait()  # nothing else waits, and new requests should not queue after all of a long text
 
     def _take_over(self) -> int:
-        """Copy what other slots have read of texts, unless more of it comes; how many tokens that costs, about."""
+        """Copy prefixes that other slots hold, unless these soon hold more; return the approximate cost in tokens."""
         least, copied = self._sizes.chunks[0], 0
         for slot, tenant in self._scheduler.reading():
             count, source = self._scheduler.lender(tenant)
@@ -165,16 +165,16 @@ class Loop:
         return copied
 
     def _waits_for_another(self, tenant: Tenant) -> bool:
-        """Whether another is reading the text, so much of it that it is better copied when it is there."""
+        """Return whether another request prefills so much of this text that copying it later is better."""
         worth = self._scheduler.will_be_read(tenant) - self._sizes.chunks[0]
         return worth >= tenant.read and worth >= self._scheduler.lender(tenant)[0]
 
     def _read_several(self, reading: dict[int, Tenant]) -> int:
-        """What is left of the texts of many slots at once, where little is: how many tokens that costs."""
+        """Prefill the short rests of texts in many slots at once; return the cost in tokens."""
         least, count = self._sizes.chunks[0], self._sizes.slots
         short = {slot: tenant for slot, tenant in reading.items()
                  if len(tenant.given) - 1 - tenant.read <= least and not tenant.request.prompt_logprobs}  # fmt: skip
-        if len(short) < max(2, count // 2):  # a pass over all costs as much as so many
+        if len(short) < max(2, count // 2):  # a pass over all slots costs as much as this many passes
             return 0
         found = self._device.read_several({slot: (tenant.given, tenant.read) for slot, tenant in short.items()})
         for slot, piece in found.items():
@@ -183,7 +183,7 @@ class Loop:
         return least * count
 
     def _follow(self, writing: dict[int, Tenant], num_draft_tokens: int) -> None:
-        """Those first whose drafter is soonest ready."""
+        """Let drafters that lag read on, those with the least to read first."""
         budget, tolerated = self._read_tokens, self._device.tolerated(num_draft_tokens)
         for slot, tenant in sorted(writing.items(), key=lambda one: one[1].lag):
             if tenant.lag > tolerated and budget > 0:
@@ -192,9 +192,9 @@ class Loop:
                 budget, tenant.lag, tenant.followed = budget - read, tenant.lag - read, tenant.followed + read
 
     def _to_measure(self) -> int | None:
-        """The length of the call under way, where it is time to play another such call that nothing disturbs.
+        """Return the draft length of the running call, if it is time to repeat this call undisturbed, to measure it.
 
-        Where somebody always waits or is being read, no call would ever tell what a round costs.
+        If requests always wait or prefill, no other call would ever measure the cost of a round.
         """
         if not self._played or not (writing := self._scheduler.writing()):
             return None
@@ -203,23 +203,23 @@ class Loop:
         return last.num_draft_tokens if is_alike and self.pace.is_stale(last.kind) else None
 
     def _moving(self, writing: dict[int, Tenant]) -> list[int]:
-        """Slots that a call must not leave out: those that write, and those that are to be told to stop."""
+        """Return the slots that a call must include: those that decode, and those that the call must stop."""
         return sorted({*writing, *np.flatnonzero(self._stop).tolist()})
 
     def _shape(self, writing: dict[int, Tenant]) -> tuple[int, Needs]:
-        """How many slots the next call plays, and for what needs."""
+        """Return the number of slots in the next call, and the needs that it must support."""
         needs = max((tenant.request.needs for tenant in writing.values()), default=Needs.LEAN)
         return self._sizes.shape(len(self._moving(writing)), needs)
 
     def _play(self, writing: dict[int, Tenant], again: int | None) -> None:
-        """Rounds for `writing`; with a length to play `again`, undisturbed."""
+        """Dispatch rounds for `writing`; if `again` is a draft length, with that length and undisturbed."""
         begins = not any(tenant.is_begun for tenant in writing.values())
         count, needs = self._shape(writing)
         k = self._length(writing, begins, needs, count) if again is None else again
         if k and self._device.lags and again is None:
             self._follow(writing, k)
         whole = self.pace.rounds((k, needs, count))
-        # The first token soon; where others write it can wait for a call of theirs, else those would wait.
+        # Deliver a first token early, unless other requests decode: a short call would delay those.
         rounds = (1 if begins else whole) if writing else 0
         for tenant in writing.values():
             tenant.is_begun = True
@@ -233,28 +233,28 @@ class Loop:
         self._reads = False
 
     def _length(self, writing: dict[int, Tenant], begins: bool, needs: Needs, count: int) -> int:
-        """How many tokens to draft in the next call; if it may be so, none before the drafter has read any text."""
+        """Return the draft length of the next call; if possible 0 before the drafter has read any text."""
         lengths = self._device.lengths(needs, count)
         if self._device.lags and begins and 0 in lengths:
             return 0
-        # As without constraints, which no rehearsal has, until they are known.
+        # The warm-up has no constraints: use the costs without constraints until those with are known.
         kinds = [(k, its, count) for its in (min(needs, Needs.FULL), needs) for k in lengths]
         costs = {kind[0]: self.pace.costs[kind] for kind in kinds if self.pace.knows(kind)}
         rows = [(one.result.accepted[-RECENT:], one.lengths[-RECENT:]) for one in writing.values()]
         return self._choice.next(lengths, costs, rows)
 
     def _settle(self, call: "_Call") -> None:
-        """Hand on what a call has brought to those whom it was dispatched for."""
+        """Deliver the output of a call to the requests that it was dispatched for."""
         wanted = [slot for slot, tenant in call.writing.items() if tenant.request.top_logprobs]
         news = unpack(call.packed, call.writing, self._sizes.top_logprobs if call.needs >= Needs.FULL else 0, wanted)
         rounds = max((len(new.accepted) for new in news.values()), default=0)
-        # Of a call that was cut short, for somebody waits, each round has more of what a call costs.
+        # A call that was cut short, because a request waits, spreads its fixed cost over fewer rounds.
         alone = call.alone and rounds == call.rounds
         self.pace.settled(call.kind, rounds, call.at_once, alone)
         self._judge(call, news)
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:
-                # What it has been told to read since then is not in the news.
+                # The output does not include tokens that the drafter has been given to read since dispatch.
                 tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
                 self._tell(slot, tenant, news[slot], call.num_draft_tokens)
         for tenant in call.writing.values():
@@ -262,19 +262,19 @@ class Loop:
             tenant.failures = 0 if tenant.goes_well else tenant.failures
 
     def _judge(self, call: "_Call", news: dict[int, News]) -> None:
-        """What drafts were worth; not where the drafter was behind, which says nothing of those that it will make."""
+        """Record the acceptance of drafts. Skip rounds in which the drafter lagged: they predict nothing."""
         seen: list[int] = []
         for new in news.values():
             seen += itertools.compress(new.accepted, self._lengths(new, 1))
         self._choice.saw(seen, call.num_draft_tokens)
 
     def _lengths(self, new: News, num_draft_tokens: int) -> list[int]:
-        """How many tokens each round was to draft."""
+        """Return how many tokens each round was meant to draft."""
         return [num_draft_tokens if drafted or not self._device.lags else 0 for drafted in new.drafted]
 
     def _tell(self, slot: int, tenant: Tenant, new: News, num_draft_tokens: int) -> None:
         result, num_top = tenant.result, tenant.request.top_logprobs
-        if wrong := self._device.constraints.error(tenant.constraint):  # its last tokens were not constrained
+        if wrong := self._device.constraints.error(tenant.constraint):  # the last tokens were not constrained
             self._stop[slot] = True
             self._scheduler.leave(slot)
             return self.fail(tenant, str(wrong), wrong.code)
@@ -284,7 +284,7 @@ class Loop:
             tenant.scored = []
         if num_top:
             result.top_logprobs.extend(one[:num_top] for one in new.top_logprobs)
-        # Tokens last: who looks at them from elsewhere finds the rest there.
+        # Tokens last: another thread that sees them then also finds the rest.
         for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
             getattr(result, name).extend(getattr(new, name))
         result.distortion += new.distortion
@@ -308,7 +308,7 @@ class Loop:
         return self._finish(tenant, "eos" if ended else "length")
 
     def fail(self, tenant: Tenant, error: str, code: str | None = None) -> None:
-        """End a request that has no slot, or no longer; its constraint's `code` if that cannot be kept."""
+        """End a request without a slot with an error, and with a `code` if its constraint cannot be kept."""
         _LOG.error("A request ends: %s", error)
         tenant.result.error, tenant.result.error_code = error, code
         self._finish(tenant, "error")
@@ -318,12 +318,12 @@ class Loop:
             self._over.append(tenant.constraint)
         tenant.result.finish_reason = reason
         tenant.tell()
-        tenant.listen = nobody  # whoever listened may hold the tenant, and would keep both
+        tenant.listen = nobody  # the listener may hold the tenant, a cycle that would keep both alive
 
     def failed(self, error: BaseException) -> None:
-        """Empty slots; requests with a key read what they have, and go on as if nothing had been.
+        """Empty the slots after a failure. Requests with a key prefill their text so far, and continue it unchanged.
 
-        Not one that a few failures have met, at the last of which it was alone; nor any if nothing goes well.
+        End a request with repeated failures that was alone at the last. End all requests if every call fails.
         """
         _LOG.error("A call of the engine has failed.", exc_info=error)
         self._failures += 1
@@ -340,9 +340,9 @@ class Loop:
             tenant.failures += 1
         hopeless = self._failures >= 3 * _PATIENCE
         its_own = len(seated) == 1 and seated[0].failures >= _PATIENCE
-        if hopeless or its_own:  # what was to be explained is
+        if hopeless or its_own:  # the failures are now explained
             self._failures = 0
-        # Those first that must be tried alone, while nobody has a slot.
+        # Queue first those that must be tried alone, while no slot is taken.
         for tenant in sorted([*seated, *waiting], key=lambda one: -one.failures):
             if hopeless or (tenant in seated and (its_own or tenant.request.key is None)):
                 self.fail(tenant, f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Memory: whether slots fit into that of a device, asked before they are made; and what compiling leaves behind."""
+"""Memory checks before slots are allocated, and the release of memory that compilation leaves allocated."""
 
 import contextlib
 import ctypes
@@ -14,11 +14,11 @@ from jspec.drafters.base import tree_of
 from jspec.engine.slots import Sizes, empty_slots
 from jspec.planning.memory import LAWS
 
-_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # of Linux, and of a container
+_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and in a container
 
 
 def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
-    """Raise ValueError, with what would fit, where `slots_bytes` are more than are free; where nobody tells, go on."""
+    """Raise ValueError, with what would fit, if `slots_bytes` exceed free memory. Pass if free memory is unknown."""
     (device,) = jax.tree.leaves(target)[0].devices()
     free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
     if free is None or needed <= free:
@@ -34,7 +34,7 @@ def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
 
 
 def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
-    """What slots take, and what a round does beside them, estimated: see `jspec.planning.memory.LAWS`."""
+    """Estimate the bytes of slots and of a round's temporaries, see `jspec.planning.memory.LAWS`."""
     slots = jax.eval_shape(lambda target, drafter: empty_slots(target, drafter, sizes), target, drafter)
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
     nodes = 0 if drafter is None else tree_of(drafter, sizes.num_draft_tokens[-1]).size
@@ -42,14 +42,14 @@ def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
 
 
 def free_bytes(device: Any) -> int | None:
-    """Of a device's memory, or of the machine's or container's where that is a CPU; None if nobody tells."""
+    """Return the free bytes of a device. For a CPU, of the machine or container. None if unknown."""
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
     told = re.search(r"MemAvailable: +(\d+) kB", _read(_MEMORY))
     group = [_read(_GROUP / name).strip() for name in ("memory.max", "memory.current")]
     found = [1024 * int(told[1])] if told else []
-    if all(map(str.isdecimal, group)):  # of which what was read of files can be given up at once
+    if all(map(str.isdecimal, group)):  # cached files in it can be dropped at once
         files = re.findall(r"^(?:in)?active_file (\d+)$", _read(_GROUP / "memory.stat"), re.MULTILINE)
         found.append(int(group[0]) - int(group[1]) + sum(map(int, files)))
     return min(found, default=None)
@@ -60,6 +60,6 @@ def _read(file: Path) -> str:
 
 
 def give_back() -> None:
-    """Give the machine back what compiling has left behind: gigabytes, which Linux' allocator would keep."""
-    with contextlib.suppress(OSError, AttributeError):  # there is none of it elsewhere
+    """Return freed memory of compilation to the system: gigabytes, which the allocator on Linux would keep."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)

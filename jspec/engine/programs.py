@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The programs of an engine. Each takes the slots and gives them back: they are donated, and written in place."""
+"""The programs of an engine. Each takes the slots and returns them; they are donated, and written in place."""
 
 import dataclasses
 from typing import Any, cast
@@ -20,20 +20,20 @@ from jspec.engine.slot_output import Packed, Scores, concluded, empty, of_all, p
 from jspec.engine.slots import Slots, lean, put, some, take, with_some
 from jspec.models.kv_cache import copy_slots
 
-_BLOCK = 256  # tokens, by which caches are copied
+_BLOCK = 256  # tokens per step when a cache is copied
 
 
 def seat(
     target: Any, drafter: Any, slots: Slots, slot: Array, row: RequestParams, given: Array, kept: Array, source: Array
 ) -> Slots:
-    """Give a slot to a request; its text is to be read.
+    """Assign a slot to a request, before prefill.
 
     Args:
         slot: an int.
         row: the request, a batch of one.
-        given: how many tokens it comes with.
-        kept: how many of them have been read already.
-        source: the slot that holds these; if it is another one, they are copied.
+        given: how many tokens the request brings.
+        kept: how many of these have been prefilled already.
+        source: the slot that holds the prefilled tokens. If it is another slot, they are copied.
     """
     state, is_other = slots.state, (source != slot).astype(jnp.int32)
     block = min(_BLOCK, state.tokens.shape[1] - 1)
@@ -44,7 +44,7 @@ def seat(
     def copied_block(i: Array, cache: Any) -> Any:
         return copy_slots(cache, source, slot, i * block, block)
 
-    # Loops, for behind a `cond` XLA would copy all rows. Of a drafter nobody knows where what lies.
+    # Loops, because after a `cond` XLA would copy all rows. A drafter's state has an unknown layout: copy it whole.
     held = {"tokens": state.tokens, "drafter": state.drafter}
     held = cast(dict[str, Any], lax.fori_loop(0, is_other, copied, held))
     cache = cast(Any, lax.fori_loop(0, is_other * -(-kept // block), copied_block, state.cache))
@@ -71,14 +71,14 @@ def read(
     *,
     num_top: int = -1,
 ) -> tuple[Slots, Scores | None]:
-    """Read a piece of a text that was given; with the last of it the request begins to write.
+    """Prefill a piece of a request's text. After the last piece, the request begins to decode.
 
     Args:
-        piece: ``int32[1, C + 1]``, tokens from position `start` on and the one behind them, then anything.
-        start: no more than has been read, and T - C.
-        count: how many tokens to read, in 0 .. C; not the text's last one, which the first round reads.
-        scored: whether to tell scores; without, of a program that tells some, they are zeros.
-        num_top: of how many of the likeliest tokens to tell in the scores; -1 for no scores.
+        piece: ``int32[1, C + 1]``, tokens from position `start` on and the one after them, then any values.
+        start: at most the number of prefilled tokens, and at most T - C.
+        count: how many tokens to prefill, in 0 .. C; not the text's last token, which the first round reads.
+        scored: whether to compute scores. If false, a program with scores returns zeros. None for no scores.
+        num_top: how many of the likeliest tokens the scores include; -1 for no scores.
     """
     features = features_of(drafter)
     told, hidden, row = _read(target, features, piece[:, :-1], take(slots.state.cache, slot), start[None])
@@ -90,15 +90,15 @@ def read(
 def read_several(
     target: Any, drafter: Any, slots: Slots, pieces: Array, starts: Array, counts: Array, which: Array, number: Array
 ) -> Slots:
-    """`read` of several slots in one pass over all of them.
+    """Prefill pieces of several slots in one pass over all slots.
 
-    What becomes of the others' caches lies behind their texts, where there is room for a piece.
+    The pass also writes into the KV caches of the other slots, after their texts, where there is room for a piece.
 
     Args:
-        pieces: ``int32[S, C + 1]``, as there, of each slot.
-        starts, counts: ``int32[S]``, the same.
-        which: ``int32[S]``, the slots that are read, first.
-        number: how many those are.
+        pieces: ``int32[S, C + 1]``, the `piece` of each slot, as in `read`.
+        starts, counts: ``int32[S]``, the `start` and `count` of each slot, as in `read`.
+        which: ``int32[S]``, first the slots to prefill, then any.
+        number: how many slots to prefill.
     """
     state, features = slots.state, features_of(drafter)
     reads = jnp.zeros(starts.shape, bool).at[which].max(jnp.arange(which.size) < number)
@@ -120,7 +120,7 @@ def _with_cache(slots: Slots, cache: Any) -> Slots:
 def _with_read(
     target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array, told: Any
 ) -> Slots:
-    """The slots after the target has read a piece; its states were `told`, if the drafter asks for them."""
+    """Return the slots after the target has read a piece. `told` are the target's states, if the drafter needs them."""
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
@@ -147,7 +147,7 @@ def _with_read(
 
 
 def _scores(target: Any, hidden: Array, piece: Array, scored: Array, num_top: int) -> Scores:
-    """What the target made of a piece behind its first token, if it is to be told."""
+    """Return the target's scores for the tokens of a piece after its first; zeros if not `scored`."""
 
     def told() -> Scores:
         logits = target.logits(hidden)
@@ -163,14 +163,14 @@ def _scores(target: Any, hidden: Array, piece: Array, scored: Array, num_top: in
 
 
 def _counted(row: Array, prompt_length: Array, length: Array, vocab_size: int) -> TokenCounts:
-    """What penalties look at in a text ``int32[1, L]`` of so many tokens."""
+    """Return the token counts for penalties in a text ``int32[1, L]`` of `length` tokens."""
     places = jnp.arange(row.shape[1])
     written = (places >= prompt_length) & (places < length)
     return add_tokens(count_prompt(row, jnp.minimum(prompt_length, length)[None], vocab_size), row, written[None])
 
 
 def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tuple[Any, Array, Any]:
-    """The target's states that were asked for, of a model without any None, its last ones, and its cache."""
+    """Return the requested states of the target (None if none were requested), its last states, and its KV cache."""
     if features:
         hidden, told, row = target.forward_with_features(tokens, row, at, features)
         return told, hidden, row
@@ -178,10 +178,11 @@ def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tup
 
 
 def _begun(target: Any, drafter: Any, mine: Any, text: Array, length: Array, anew: Array) -> Any:
-    """The state ``mine``, of one row, or one that has read nothing yet; of a drafter that reads whole texts, all of it.
+    """Return the drafter state ``mine`` of one row, or a new state if `anew`.
 
-    While a row was still reading rounds were played for others, with its key, and what those left in its state must not
-    choose what is drafted: the same noise decides in the first round of its own.
+    A new state has read nothing yet; for a drafter that reads whole texts, it has read all of the text. During the
+    row's prefill, rounds ran for other rows, with this row's key as well. What they left in the row's state must not
+    influence its drafts, because the row's own first round uses the same noise.
     """
     positions = text.shape[1] - 1
     if can_read(drafter):
@@ -197,7 +198,7 @@ def _begun(target: Any, drafter: Any, mine: Any, text: Array, length: Array, ane
 
 
 def _where(chosen: Array, one: Any, other: Any) -> Any:
-    """One pytree, or another."""
+    """Select one of two pytrees by a scalar predicate."""
 
     def pick(a: Array, b: Array) -> Array:
         return jnp.where(chosen, a, b)
@@ -206,7 +207,7 @@ def _where(chosen: Array, one: Any, other: Any) -> Any:
 
 
 def follow(target: Any, drafter: Any, slots: Slots, slot: Array, pieces: Array, *, chunk: int) -> Slots:
-    """Let a drafter that `lags` read the next `pieces` of `chunk` tokens of a slot's text, as far as it goes."""
+    """Let a drafter that `lags` read the next `pieces` pieces of `chunk` tokens of a slot's text, up to its end."""
     state, positions = slots.state, slots.state.tokens.shape[1] - 1
 
     def read_one(_: Array, loop: tuple[Array, Any]) -> tuple[Array, Any]:
@@ -223,20 +224,20 @@ def follow(target: Any, drafter: Any, slots: Slots, slot: Array, pieces: Array, 
 
 
 def lags(drafter: Any) -> bool:
-    """Whether a drafter reads texts by itself, so that it may be behind; others know what the target has read."""
+    """Return whether a drafter reads texts by itself, so that it may lag. Others know what the target has read."""
     return drafter is not None and not features_of(drafter) and can_read(drafter) and not keeps_nothing(drafter)
 
 
 def is_alone(drafter: Any) -> bool:
-    """Whether it is no combination of several, or one of which both have read what it has drafted."""
+    """Return whether a drafter is single, or a combination of two that have both read what it has drafted."""
     count = 0 if drafter is None else len(list(leaves_of(drafter)))
     return count == 1 or (count == 2 and isinstance(drafter, MixtureDrafter | CascadeDrafter))
 
 
 def tolerated_lag(drafter: Any, num_draft_tokens: int) -> int:
-    """By how many tokens a drafter may be behind that is asked for a draft: it reads those before it drafts.
+    """Return by how many tokens a drafter may lag and still draft. It reads these tokens before it drafts.
 
-    Of several drafters one may not have read what a round has brought by another.
+    In a combination, one drafter may not have read the tokens that a round gained from another.
     """
     return 2 if is_alone(drafter) else num_draft_tokens + 1
 
@@ -251,16 +252,16 @@ def play(
     rows: Array | None = None,
     **how: Any,
 ) -> tuple[Slots, Packed]:
-    """Play up to `rounds` rounds, until no row is left that moves.
+    """Run up to `rounds` rounds, until every row is done.
 
     Args:
-        stop: ``bool[S]``, rows that are to end where they are.
+        stop: ``bool[S]``, rows to stop before the first round.
         rounds: an int up to `most`.
-        yields: ``bool[S]``, rows for whose slots somebody waits: no round is played behind one that finds one ended.
-        rows: ``int32[B]``, different, the only ones that are played, and stopped; None for all.
-        rule, num_draft_tokens: of every round.
-        is_lean: leave everything beside temperature out; no row that moves may ask for more.
-        num_top: how many of the likeliest tokens to look for, where a row asks for some.
+        yields: ``bool[S]``, rows whose slots other requests wait for. No more rounds run after one in which one ends.
+        rows: ``int32[B]``, the only rows to run and to stop, without duplicates; None for all.
+        rule, num_draft_tokens: the rule and the draft length of every round.
+        is_lean: omit all sampling parameters except temperature. No active row may need others.
+        num_top: how many of the likeliest tokens to find, if a row requests some.
         constrain: as for `jspec.decoding.round.play_round`.
     """
     if rows is None:
@@ -285,7 +286,7 @@ def _play(
     num_top: int = 0,
     constrain: Allowed | None = None,
 ) -> tuple[Slots, Packed]:
-    """`play` of all rows."""
+    """Run `play` for all rows."""
     k, behind = num_draft_tokens, lags(drafter)
     drafts_or_reads = drafter if k or features_of(drafter) else None
     params, counts = slots.params, slots.state.token_counts

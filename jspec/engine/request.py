@@ -1,4 +1,4 @@
-"""Requests, and what comes of them."""
+"""Requests and their results."""
 
 import dataclasses
 import functools
@@ -15,27 +15,27 @@ from jspec.decoding.state import RequestParams
 from jspec.engine.constraints import Constraint
 from jspec.engine.slots import NEUTRAL, Needs
 
-Likeliest = list[tuple[int, float]]  # tokens and their raw log-probabilities, highest first
+Likeliest = list[tuple[int, float]]  # token ids and their raw log-probabilities, highest first
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One text to be continued.
+    """A text to continue.
 
     Attributes:
-        tokens: its ids.
+        tokens: the token ids of the prompt.
         max_new_tokens: most tokens to add.
-        sampling: temperature, filters, penalties; numbers. Its `max_tokens` is not looked at.
-        key: a typed PRNG key. With one the text is that of `jspec.generate` with this key, whatever else runs, how far
-            is drafted, and wherever it is cut and resumed (rule "coupled"). None: any key, and the engine's own rule,
-            which accepts more.
-        eos_ids: tokens that end it.
-        salt: of requests with different ones none reuses what another has read.
-        top_logprobs: of how many of the likeliest tokens, at every new one, to tell the raw log-probabilities; at most
-            20.
-        prompt_logprobs: whether to tell the same of the prompt, all of which is read for that.
-        constraint: makes a `jspec.engine.constraints.Matcher`, by which the target's law is masked at every place; such
-            as a `jspec.engine.grammars.Grammars` makes.
+        sampling: temperature, filters, penalties; numbers. The engine refuses a `max_tokens` in it.
+        key: a typed PRNG key. With a key, the text is that of `jspec.generate` with this key (rule "coupled"). It does
+            not depend on other requests, on draft lengths, or on where decoding was interrupted and resumed. None: any
+            key, and the engine's own rule, which accepts more.
+        eos_ids: tokens that end the text.
+        salt: requests with different salts share no prefilled tokens.
+        top_logprobs: how many of the likeliest tokens to report at every new token, with their raw log-probabilities;
+            at most 20.
+        prompt_logprobs: whether to report the same for the prompt. This prefills the whole prompt.
+        constraint: a function that returns a `jspec.engine.constraints.Matcher`, which masks the target's distribution
+            at every position. `jspec.engine.grammars.Grammars` makes such functions.
     """
 
     tokens: tuple[int, ...]
@@ -50,7 +50,7 @@ class Request:
 
     @functools.cached_property
     def needs(self) -> Needs:
-        """What its rounds must be able to do for it."""
+        """The features that the rounds of this request must support."""
         if self.constraint is not None:
             return Needs.CONSTRAINED
         if self.top_logprobs or np.any(self.sampling.min_tokens):
@@ -60,11 +60,11 @@ class Request:
         return Needs.LEAN if is_lean else Needs.FULL
 
     def row(self, num_eos_ids: int, vocab_size: int) -> RequestParams:
-        """It as a batch of one for an engine's slots."""
+        """Return the request as a batch of one for an engine's slots."""
         eos = np.full((1, num_eos_ids), -1, np.int32)
         eos[0, : len(self.eos_ids)] = self.eos_ids
         key = _any_key() if self.key is None else self.key
-        fields: dict[str, Any] = {  # of NumPy: it is copied once, with the call
+        fields: dict[str, Any] = {  # NumPy arrays, which the call copies at once
             "keys": key[None],
             "prompt_lengths": np.array([len(self.tokens)], np.int32),
             "limits": np.array([self.max_new_tokens], np.int32),
@@ -73,20 +73,20 @@ class Request:
             "draft_transforms": _row(draft_transforms(self.sampling), vocab_size),
             "min_tokens": _entry("min_tokens", self.sampling.min_tokens, (), np.int32),
             "top_logprobs": np.array([self.top_logprobs], np.int32),
-            "constraints": np.zeros(1, np.int32),  # the device has its number
+            "constraints": np.zeros(1, np.int32),  # the device fills in the number
             "coupled": np.array([self.key is not None]),
         }
         return RequestParams(**fields)
 
 
 def _any_key() -> Array:
-    """A key that nobody else has: all of its 64 bits, of which a seed would set half."""
+    """Return a unique key. All of its 64 bits are random; a seed would set only half of them."""
     bits = jnp.asarray(np.frombuffer(secrets.token_bytes(8), np.uint32))
     return jax.random.wrap_key_data(bits, impl="threefry2x32")
 
 
 def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
-    """`transforms` with nothing left out, as a batch of one."""
+    """Return `transforms` as a batch of one, with every field filled in."""
     neutral = dataclasses.replace(NEUTRAL, bias=np.zeros(vocab_size, np.float32))
     fields: dict[str, Any] = {}
     for name, off in vars(neutral).items():
@@ -96,7 +96,7 @@ def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
 
 
 def _entry(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A field of the sampling parameters, for one request, as a batch of one."""
+    """Return one request's value of a sampling field as a batch of one."""
     array = np.asarray(value, dtype)
     if array.shape != shape:
         raise ValueError(f"sampling has {name} of shape {array.shape}; expected {shape}, for one request.")
@@ -105,20 +105,21 @@ def _entry(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndar
 
 @dataclasses.dataclass
 class Result:
-    """What has come of a request so far.
+    """The result of a request so far.
 
     Attributes:
-        tokens, origins, logprobs, raw_logprobs: of the new tokens, as in `jspec.Output`.
-        top_logprobs: of each new token the (id, raw log-probability) of as many tokens as asked for, highest first.
-        prompt_logprobs: of each token of the prompt, if they were asked for, raw; NaN of the first.
-        prompt_top_logprobs: the same as `top_logprobs` for these; nothing for the first.
-        accepted, judged, drafted: of each round, drafts, as counted in `jspec.Stats`.
-        distortion: the receipt of a lossy rule, as in `jspec.Stats`.
-        finish_reason: "eos", "length", "cancelled" or "error"; None while it goes on.
-        error: what has gone wrong.
-        error_code: a word for programs if the constraint cannot be kept: "constraint_failed", "constraint_too_complex",
-            "constraint_conflict" (with the request's own settings) or "constraint_dead_end" (not the request's fault).
-        cached: tokens of the prompt that did not have to be read.
+        tokens, origins, logprobs, raw_logprobs: values for each new token, as in `jspec.Output`.
+        top_logprobs: the requested number of (id, raw log-probability) pairs for each new token, highest first.
+        prompt_logprobs: the raw log-probability of each prompt token, if requested; NaN for the first token.
+        prompt_top_logprobs: the same as `top_logprobs` for the prompt tokens; empty for the first token.
+        accepted, judged, drafted: numbers of draft tokens in each round, as counted in `jspec.Stats`.
+        distortion: the distortion that a lossy rule reports, as in `jspec.Stats`.
+        finish_reason: "eos", "length", "cancelled" or "error"; None before the end.
+        error: the error message.
+        error_code: a machine-readable code if the constraint cannot be kept: "constraint_failed",
+            "constraint_too_complex", "constraint_conflict" (with the request's own settings) or "constraint_dead_end"
+            (not the request's fault).
+        cached: how many prompt tokens were reused and not prefilled.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -139,10 +140,10 @@ class Result:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the error is the request's own fault: its constraint cannot be kept."""
+        """Whether the error is the request's own fault: the constraint cannot be kept."""
         return self.error_code not in (None, "constraint_dead_end")
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over judged drafts; NaN where none was judged."""
+        """Accepted draft tokens over verified ones (`judged`); NaN if none were verified."""
         return sum(self.accepted) / sum(self.judged) if any(self.judged) else float("nan")

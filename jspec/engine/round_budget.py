@@ -1,21 +1,21 @@
-"""How many rounds to play a call: enough for calls to cost little, and so few that nobody waits long for the next."""
+"""The number of rounds per call: enough to make the overhead small, and few enough to keep waiting times short."""
 
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from time import perf_counter
 
-_KEPT = 9  # calls of a kind, whose median counts: one that was disturbed chooses nothing
-_PATIENCE = 8  # calls
-_GLANCE = 0.25  # of a call's time
-_OLD = 32  # calls of a kind without one that ran alone
+_KEPT = 9  # calls of a kind. Their median counts, so that a single disturbed call decides nothing
+_PATIENCE = 8  # calls after which a disturbed measurement counts
+_GLANCE = 0.25  # fraction of a call's time
+_OLD = 32  # calls of a kind, none of them alone, after which its cost is stale
 
 
 class Pace:
-    """Counts a call's rounds so that it takes about `seconds`; on a fast device many, on a slow one a single one.
+    """A budget of rounds that makes a call take about `seconds`: many rounds on a fast device, one on a slow device.
 
     Attributes:
-        costs: seconds a round, by kind; of those that have been measured.
+        costs: seconds per round, for each kind that has been measured.
     """
 
     def __init__(self, most: int, seconds: float):
@@ -29,28 +29,28 @@ class Pace:
         self._away = 0.0
 
     def rounds(self, kind: Hashable) -> int:
-        """Of the next call, which is of some kind: rounds of one kind cost alike."""
+        """Return the number of rounds for the next call of a kind. Rounds of one kind cost about the same."""
         return max(1, min(self._most, round(self._wanted / self.costs[kind]))) if kind in self.costs else 1
 
     def knows(self, kind: Hashable) -> bool:
-        """Whether its cost has been measured alone, or so often that this is not to be had."""
+        """Return whether the cost of a kind was measured alone, or so often that this seems unattainable."""
         return kind in self._clean or self._tries[kind] >= _PATIENCE
 
     def is_stale(self, kind: Hashable) -> bool:
-        """Whether so many calls of a kind have said nothing of its cost, which was known: none of them ran alone.
+        """Return whether the known cost of a kind is stale, because many calls in a row did not run alone.
 
-        Then for one call, and again after as many: it may come to nothing.
+        This is true for one call, and again after as many calls, because that call may also not run alone.
         """
         return kind in self._clean and self._since[kind] % _OLD == _OLD - 1
 
     def away(self, seconds: float) -> None:
-        """So long nobody looked whether the call under way had ended: if that is long, it says nothing of its cost."""
+        """Record `seconds` without a check for the end of the running call. If they are many, discard its cost."""
         self._away += seconds
 
     def settled(self, kind: Hashable, rounds: int, at_once: bool, alone: bool) -> None:
-        """A call of so many rounds has ended; it began when the one before ended if it came `at_once`.
+        """Record the end of a call of `rounds` rounds. If `at_once`, it began when the previous call ended.
 
-        If it did not run `alone`, for texts were read before it, it counts only until one has.
+        A call that did not run `alone`, because of prefill before it, counts only until one has run alone.
         """
         now, away = perf_counter(), self._away
         self._since[kind] += 1
@@ -63,7 +63,7 @@ class Pace:
         self._last = now
 
     def learn(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """What a round of some kind has cost; if not `alone`, that counts only until one such has been."""
+        """Record the cost of a round of a kind. If it did not run `alone`, it counts only until one has run alone."""
         if not alone and kind in self._clean:
             return
         if alone:

@@ -1,4 +1,4 @@
-"""The device's side of an engine: slots, and the compiled programs that act on them, called one at a time."""
+"""The device side of an engine: the slots, and the compiled programs that act on them, called one at a time."""
 
 import dataclasses
 import functools
@@ -22,28 +22,28 @@ from jspec.engine.slots import Needs, Sizes, empty_slots, take
 from jspec.engine.weights import check_exist, check_unchanged
 
 Number = np.int32
-_MARGIN = 1.1  # by which a larger piece must be cheaper
-Key = tuple[Any, ...]  # a program by name, and by what is fixed in it
+_MARGIN = 1.1  # factor by which a larger piece must be cheaper
+Key = tuple[Any, ...]  # the name of a program, and its static options
 
 
 @functools.lru_cache(maxsize=8)
 def _programs(structure: Any, shapes: Any, rule: Rule, sizes: Sizes) -> dict[Key, Any]:
-    """The compiled ones of all engines with such models, rule and sizes."""
+    """Return the shared dict of compiled programs for engines with the same models, rule and sizes."""
     return {}
 
 
 class Device:
-    """Slots on a device. Every call is dispatched in order and none waits, but for who looks at what `play` returns.
+    """The slots on a device. Calls are dispatched in order and return at once; only reading the output of `play` waits.
 
     Args:
-        journal: whether to remember every call.
+        journal: whether to record every call.
 
     Attributes:
-        commands: those calls, in order, for `replay`: the slots are a function of the weights and these.
-        costs: of a piece of each size what it costs to read; alike until somebody knows better.
-        compiling: seconds that were spent on programs that were compiled when they were met.
-        is_compiling: whether one is being compiled.
-        is_lazy: whether all are, so that few of them should be needed.
+        commands: the recorded calls, in order, for `replay`. The slots are a function of the weights and these calls.
+        costs: the cost of prefilling a piece, by size; all equal until measured.
+        compiling: seconds spent on compiling programs at their first use.
+        is_compiling: whether a program is being compiled at its first use.
+        is_lazy: whether all programs are compiled at their first use, so that few of them should be needed.
         is_compiled: whether `compile` has been called.
     """
 
@@ -54,7 +54,7 @@ class Device:
         self._vocab_size = target.config.vocab_size
         self.constraints = Constraints(self._vocab_size)
         self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
-        # Flat, for models are deep and every call would take them apart.
+        # Flat, because models are deep pytrees and every call would flatten them.
         self._weights, self._structure = jax.tree.flatten((target, drafter))
         shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
@@ -62,13 +62,13 @@ class Device:
         self.compiling, self.is_compiling, self.is_lazy, self.is_compiled = 0.0, False, False, False
         self._slots: Any = None
         self.reset()
-        self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # slots change hands while others compile
+        self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # others compile while slots change
 
     def reset(self) -> None:
-        """Empty slots: after a call that has failed what it was given is gone.
+        """Empty the slots. A failed call has lost its donated slots.
 
         Raises:
-            RuntimeError: weights were deleted, so that every other call would fail, too.
+            RuntimeError: weights were deleted, so that every later call would fail, too.
         """
         check_exist(self._weights)
         self._do("reset")
@@ -81,26 +81,26 @@ class Device:
         return jax.tree.unflatten(self._structure, weights)
 
     def constrain(self, make: Constraint | None) -> int:
-        """Follow another constraint: its number in `constraints`; 0 for none."""
+        """Follow another constraint, and return its number in `constraints`; 0 for none."""
         return 0 if make is None else self._do("constrain", make)
 
     def release(self, number: int) -> None:
-        """A constraint that no call asks any more."""
+        """Release a constraint that no call asks any more."""
         self._do("release", number)
 
     def seat(
         self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: int = 0, source: int | None = None
     ) -> None:
-        """Give `slot` to a request, a batch of one, that comes with so many tokens.
+        """Assign `slot` to a request, the batch of one `row`, that brings `given` tokens.
 
-        It holds the first `kept`, or `source` does, another slot, from which they are copied.
+        The slot holds the first `kept` of them already. If `source` is another slot, they are copied from it.
         """
         self._do("seat", slot, row, given, kept, constraint, slot if source is None else source)
 
     def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
-        """Read the next piece of what was given, of which `start` tokens are read."""
+        """Prefill the next piece of `text`, of which `start` tokens are prefilled already."""
         chunk = self.chunk(len(text) - start, scored)
-        begin = max(0, min(start, self.positions - chunk))  # near the end some are read again
+        begin = max(0, min(start, self.positions - chunk))  # near the end some tokens are prefilled again
         piece = np.zeros((1, chunk + 1), np.int32)
         part = text[begin : begin + chunk + 1]
         piece[0, : len(part)] = part
@@ -109,7 +109,7 @@ class Device:
         return Piece(begin, count, scores)
 
     def read_several(self, texts: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Piece]:
-        """`read` pieces of the least size in some slots at once: by slot what was given, and how much of it is read."""
+        """Prefill pieces of the smallest size at once. `texts` has the text of each slot, and how much is prefilled."""
         chunk, count = self.sizes.chunks[0], self.sizes.slots
         pieces, (starts, counts) = np.zeros((count, chunk + 1), np.int32), np.zeros((2, count), np.int32)
         found: dict[int, Piece] = {}
@@ -123,23 +123,23 @@ class Device:
         return found
 
     def tolerated(self, num_draft_tokens: int) -> int:
-        """By how many tokens the drafter may be behind, to be asked for so many."""
+        """Return by how many tokens the drafter may lag and still draft `num_draft_tokens`."""
         return programs.tolerated_lag(self.drafter, num_draft_tokens)
 
     def follow(self, slot: int, lag: int) -> int:
-        """Let the drafter read on in a slot, where it is behind by so many tokens at most; how many it reads."""
+        """Let the drafter read on in a slot in which it lags by at most `lag` tokens; return how many it reads."""
         least, most = self.sizes.chunks[0], self.sizes.chunks[-1]
         pieces = max(1, -(-min(lag - 1, most) // least))
         self._do("follow", slot, pieces)
         return pieces * least
 
     def chunk(self, behind: int, scored: bool = False) -> int:
-        """By how many tokens to read on where that many are unread; the last one always is.
+        """Return the size of the next piece if `behind` tokens are unread. The last token always is.
 
-        Pieces of the size of which those that are needed cost least; of a larger one, if clearly.
+        Choose the size for which all needed pieces cost least; a larger size only if it is clearly cheaper.
         """
         if scored:
-            return self.sizes.chunks[0]  # one program for what few ask for
+            return self.sizes.chunks[0]  # few requests need scores, so one size has them
         left = max(1, min(behind - 1, self.sizes.chunks[-1]))
         cost = {size: math.ceil(left / size) * self.costs[size] for size in self.sizes.chunks}
         least = min(cost.values())
@@ -148,19 +148,19 @@ class Device:
     def play(
         self, num_draft_tokens: int, rounds: int, stop: Any, needs: Needs, yields: Any = None, rows: Any = None
     ) -> Packed:
-        """Up to so many rounds.
+        """Run up to `rounds` rounds.
 
         Args:
             num_draft_tokens, rounds, stop: as for `programs.play`.
-            needs: the most that a row needs, of those that move.
+            needs: the maximum of the needs of all active rows.
             yields: as for `programs.play`; None for no row.
-            rows: the same, as many as `Sizes.shapes` has; None for all slots.
+            rows: as for `programs.play`, in a number that `Sizes.shapes` has; None for all slots.
         """
         yields = np.zeros_like(stop) if yields is None else yields
         return self._do("play", num_draft_tokens, rounds, stop, needs, yields, rows)
 
     def wait(self) -> None:
-        """Until all is done that was called."""
+        """Wait until all dispatched calls have finished."""
         jax.block_until_ready(self._slots.given)
 
     @explicit_transfers()
@@ -172,7 +172,7 @@ class Device:
 
     def _reset(self) -> None:
         self.constraints.clear()
-        self._slots = None  # the old ones first, for there may not be room for both
+        self._slots = None  # free the old slots first, because there may not be room for both
         self._slots = self._program("empty")(self._weights)
 
     def _constrain(self, make: Constraint) -> int:
@@ -208,20 +208,20 @@ class Device:
         return packed
 
     def replay(self, commands: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Packed]:
-        """Do what another device has done; all that its calls of `play` have returned."""
+        """Repeat the calls of another device, and return the outputs of all calls of `play`."""
         found: list[Packed] = []
         for name, arguments in commands:
             if name in ("release", "reset"):
-                self.wait()  # for calls that still ask the constraints, as whoever released them had
+                self.wait()  # for running calls that ask the constraints, as the original device did
             done = self._do(name, *arguments)
             if name == "play":
                 found.append(done)
         return found
 
     def compile(self) -> None:
-        """All programs but `later` ones, several at a time, for XLA compiles without Python's lock.
+        """Compile all programs except those of `later`, several at a time, because XLA compiles without Python's lock.
 
-        Else each is compiled when it is met.
+        Without this call, each program is compiled at its first use.
         """
         pool = ThreadPoolExecutor()
         try:
@@ -236,16 +236,17 @@ class Device:
             give_back()
 
     def later(self) -> list[Callable[[], Any]]:
-        """What compiles the programs of constrained requests, one each, short drafts first: few need them, and JAX's
-        cache keeps no program that asks the host.
+        """Return functions that each compile a program of constrained requests, short drafts first.
+
+        Few requests need these programs, and JAX's persistent cache keeps no program that asks the host.
         """
         self._awaited = sorted(key for key in self._plays(Needs.CONSTRAINED) if key not in self._programs)
         return [functools.partial(self._program, *key) for key in self._awaited]
 
     def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
-        """`Sizes.lengths`, without those whose programs are to come `later`, unless that are all.
+        """Return `Sizes.lengths` without those whose programs are compiled `later`, unless that would leave none.
 
-        Of two at most where it `is_lazy`.
+        Return at most two if the device `is_lazy`.
         """
         needs = max(needs, Needs.FULL) if self.is_lazy else needs
         return self._lengths(needs, count) or self.sizes.lengths(needs, count)
@@ -256,7 +257,7 @@ class Device:
 
     @property
     def can_constrain(self) -> bool:
-        """Whether constrained requests need not wait for programs that are to come `later`."""
+        """Whether constrained requests need not wait for programs that are compiled `later`."""
         return all(self._lengths(needs, count) for count, needs in self.sizes.shapes if needs is Needs.CONSTRAINED)
 
     def _plays(self, *needs: Needs) -> list[Key]:
@@ -278,7 +279,7 @@ class Device:
         return self._programs[key]
 
     def _lowered(self, key: Key) -> Any:
-        """A program of flat weights, slots, which it may reuse, and what else it takes; or the one that makes slots."""
+        """Lower a program of flat weights, donated slots and other arguments; or the program that makes the slots."""
         if key == ("empty",):
             return jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes)).lower(self._weights)
         function, shapes = self._function(*key)
@@ -289,7 +290,7 @@ class Device:
         return jax.jit(program, donate_argnums=1).lower(self._weights, self._shapes, *shapes)
 
     def _function(self, name: str, *options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The function of models, slots and more, and of what shapes that is."""
+        """Return the function of models, slots and other arguments, and the shapes of the other arguments."""
         one, sizes = Number(0), self.sizes
         if name == "seat":
             return programs.seat, (one, jax.eval_shape(take, self._shapes.params, one), one, one, one)

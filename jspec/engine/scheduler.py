@@ -1,4 +1,4 @@
-"""Who gets which slot, and what is read next: plain Python over what the host knows; nothing here touches a device."""
+"""The assignment of slots, and the order of prefill: plain Python on host data. Nothing here touches a device."""
 
 import dataclasses
 import itertools
@@ -15,30 +15,31 @@ _LOG = logging.getLogger("jspec")
 
 
 def nobody(_: Result) -> None:
-    """Listens to nothing."""
+    """Ignore a result."""
 
 
 @dataclasses.dataclass(eq=False)
 class Tenant:
-    """A request on its way.
+    """A request in the engine. It is "seated" while it has a slot.
 
     Attributes:
-        row: it for the device.
-        listen: is called whenever there is more of the result.
-        given: what it came with to its slot; more than its prompt where it goes on after a failure.
-        seat: counts those that got a slot.
-        seated_at: when it got its first one, by `time.monotonic`; None before.
-        read: how many tokens of `given` have been read.
-        pieces: in how many pieces since it was seated; at least in one, be it empty, with which it begins to write.
-        is_begun: whether a round has been played for it since it was seated.
-        lag: how many tokens its drafter may be behind.
-        followed: how many tokens it has been told to read.
-        lengths: how many tokens each round of it was to draft; 0 where its drafter was behind.
-        constraint: the number that the device has given it, or 0.
-        scored: pieces that it was read by, with what was told of them, which nobody has looked at.
-        alike: who was seated before it with a text that begins as its own does: the slot, and with how many tokens.
-        calls: how many have been handed on to it since it was seated.
-        failures: how many have failed while it had a slot, since it last went well.
+        row: the request as arrays for the device.
+        listen: the function that the engine calls whenever the result has grown.
+        given: the tokens that it brought to its slot; more than its prompt if it continues after a failure.
+        seat: its number in the order of assigning slots.
+        seated_at: when it got its first slot, by `time.monotonic`; None before that.
+        read: how many tokens of `given` have been prefilled.
+        pieces: in how many pieces these were prefilled since it was seated. Decoding begins with the last piece, so
+            there is at least one, which may be empty.
+        is_begun: whether a round has been dispatched for it since it was seated.
+        lag: by how many tokens its drafter may lag.
+        followed: how many tokens its drafter has been given to read.
+        lengths: how many tokens each of its rounds was meant to draft; 0 if its drafter lagged.
+        constraint: the number that the device has assigned to its constraint, or 0.
+        scored: its prefilled pieces with their scores, until the result has them.
+        alike: requests seated before it whose texts begin alike: the request, its slot, and the number of such tokens.
+        calls: how many calls have delivered output to it since it was seated.
+        failures: how many calls have failed while it had a slot, since it last went well.
     """
 
     request: Request
@@ -63,21 +64,21 @@ class Tenant:
 
     @property
     def goes_well(self) -> bool:
-        """Whether no call fails because of it: the first are shorter than others, and draft less."""
+        """Whether it causes no failures. The first calls prove less: they are shorter than others, and draft less."""
         return self.calls >= 3
 
     @property
     def is_suspect(self) -> bool:
-        """Whether calls may fail because of it."""
+        """Whether it may be what makes calls fail."""
         return self.failures > 1
 
     @property
     def text(self) -> tuple[int, ...]:
-        """All of it so far."""
+        """The prompt and all new tokens so far."""
         return (*self.request.tokens, *self.result.tokens)
 
     def tell(self) -> None:
-        """Say that there is more; whoever cannot hear it harms nobody else."""
+        """Call `listen`. A callback that raises cancels only its own request."""
         try:
             self.listen(self.result)
         except BaseException:
@@ -85,26 +86,26 @@ class Tenant:
             self.cancelled = True
 
     def has_read(self, piece: Piece) -> None:
-        """The device has been told to read it."""
+        """Record that the device has been given a piece to prefill."""
         self.read, self.pieces = piece.end, self.pieces + 1
         if piece.scores is not None:
             self.scored.append(piece)
         if self.is_written:
-            self.alike = []  # else it would keep them, and they those before them
+            self.alike = []  # else it would keep them alive, and they in turn those before them
 
     @property
     def is_written(self) -> bool:
-        """Whether it is past reading, so that rounds go on with it."""
+        """Whether prefill is complete, so that rounds include it."""
         return self.pieces > 0 and self.read == len(self.given) - 1
 
 
 class Scheduler:
-    """First come, first served, into slots of a fixed number.
+    """A first-come, first-served assignment of requests to a fixed number of slots.
 
     Attributes:
-        waiting: who has no slot yet, in order.
-        tenants: by slot.
-        residents: by slot, what its cache holds, and the salt of whose it is.
+        waiting: requests without a slot, in order.
+        tenants: the request in each slot, or None.
+        residents: for each slot, the tokens in its KV cache and the salt of their request.
     """
 
     def __init__(self, slots: int):
@@ -114,13 +115,14 @@ class Scheduler:
         self._clock, self._left = itertools.count(1), [0] * slots
 
     def submit(self, tenant: Tenant) -> None:
-        """At the end of the queue."""
+        """Append a request to the queue."""
         self.waiting.append(tenant)
 
     def admit(self) -> tuple[int, Tenant] | None:
-        """Seat the next request: its slot, and with ``tenant.read`` what it need not read; None where none can be.
+        """Assign a slot to the next request, and set ``tenant.read`` to the tokens that its slot holds already.
 
-        One that calls may fail because of is tried beside those alone that go well, and then with nobody else.
+        Return the slot and the request, or None if no request can be seated. A suspect, which may make calls fail,
+        first runs only beside requests that go well, and then alone.
         """
         free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
         if not free or not self.waiting:
@@ -129,7 +131,7 @@ class Scheduler:
         if not self._may_join(tenant):
             return None
         tenant.given = tenant.text
-        # The slot that holds most of it; of those the one that has been left for longest.
+        # The slot that holds most of its text; among equals, the one that has been free for longest.
         slot = max(free, key=lambda slot: (_kept(tenant, *self.residents[slot]), -self._left[slot]))
         tenant.read = _kept(tenant, *self.residents[slot])
         tenant.result.cached = min(tenant.read, len(tenant.request.tokens))
@@ -144,7 +146,7 @@ class Scheduler:
         return slot, tenant
 
     def _may_join(self, tenant: Tenant) -> bool:
-        """Whether it would be known then because of whom a call fails."""
+        """Return whether a failed call could still be attributed to one request if this one were seated."""
         others = [other for _, other in self._seated()]
         if any(other.is_suspect for other in others):
             return False
@@ -153,36 +155,36 @@ class Scheduler:
         return tenant.failures == 2 and all(other.goes_well for other in others)
 
     def lender(self, tenant: Tenant) -> tuple[int, int]:
-        """How many tokens of a text another slot holds, and which; the slot that holds most."""
+        """Return how many tokens of a text the best other slot holds, and that slot."""
         given = len(tenant.given)
         left = [(_kept(tenant, *held), slot) for slot, held in enumerate(self.residents) if self.tenants[slot] is None]
         there = [(_most(alike, other.read + 1, given), slot) for other, slot, alike in self._alike(tenant)]
         return max([*left, *there], default=(0, 0))
 
     def will_be_read(self, tenant: Tenant) -> int:
-        """How many tokens of a text will have been read by others who are about it; not by who reads all for scores."""
+        """Return how many tokens of a text other requests will prefill. Ignore those that prefill for prompt scores."""
         given = len(tenant.given)
         return max((_most(alike, len(other.given), given) for other, _, alike in self._alike(tenant)
                     if not other.request.prompt_logprobs), default=0)  # fmt: skip
 
     def _alike(self, tenant: Tenant) -> list[tuple[Tenant, int, int]]:
-        """Those of ``tenant.alike`` who are still there."""
+        """Return those of ``tenant.alike`` that still have their slots."""
         return [one for one in tenant.alike if self.tenants[one[1]] is one[0]]
 
     def reading(self) -> list[tuple[int, Tenant]]:
-        """Slots whose texts are still being read, first come first."""
+        """Return the slots in prefill with their requests, in order of seating."""
         found = [(slot, tenant) for slot, tenant in self._seated() if not tenant.is_written]
         return sorted(found, key=lambda one: one[1].seat)
 
     def writing(self) -> list[tuple[int, Tenant]]:
-        """Slots with which rounds go on."""
+        """Return the slots in decoding with their requests."""
         return [(slot, tenant) for slot, tenant in self._seated() if tenant.is_written]
 
     def _seated(self) -> list[tuple[int, Tenant]]:
         return [(slot, tenant) for slot, tenant in enumerate(self.tenants) if tenant is not None]
 
     def leave(self, slot: int) -> Tenant:
-        """Free a slot; what it holds may serve another."""
+        """Free a slot. Another request may reuse the tokens in its KV cache."""
         tenant = self.tenants[slot]
         assert tenant is not None, "nobody leaves an empty slot"
         held = tenant.text if tenant.is_written else tenant.given[: tenant.read + 1]
@@ -192,7 +194,7 @@ class Scheduler:
 
 
 def _kept(tenant: Tenant, held: Sequence[int], salt: str) -> int:
-    """How many tokens of a text are there where those `held` are."""
+    """Return how many tokens of a text can be reused from a slot that holds `held`."""
     if not _may_share(tenant, salt):
         return 0
     text = tenant.given or tenant.text
@@ -204,14 +206,14 @@ def _may_share(tenant: Tenant, salt: str) -> bool:
 
 
 def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many tokens both begin."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _most(alike: int, held: int, given: int) -> int:
-    """How many tokens of a text need not be read, where so many of those held are alike.
+    """Return how many of the `given` tokens of a text can be reused, if `alike` of the `held` tokens are equal.
 
-    Never its last two, for a drafter that must read one. Nor the last that both have: a drafter may have read it
-    together with what came behind it.
+    The last two tokens of a text are never reused, because a drafter must read one of them. The last common token is
+    not reused either, because a drafter may have read it together with the token after it.
     """
     return max(0, min(alike - 1, held - 1, given - 2))

@@ -1,4 +1,4 @@
-"""Limits of schemas and regular expressions that are checked before any is compiled."""
+"""Limits on schemas and regular expressions, checked before compilation."""
 
 import math
 import re
@@ -20,10 +20,10 @@ _MAX_REPEAT = 10_000
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
-    """Check that a schema is within the limits; what it means is not looked at.
+    """Check that a schema is within the limits. Its meaning is not checked.
 
     Raises:
-        ValueError: the first limit that it exceeds.
+        ValueError: the schema exceeds a limit; the message has the first one.
     """
     nodes = [value for value in _values(schema) if isinstance(value, Mapping)]
     patterns = [pattern for node in nodes for pattern in _patterns(node)]
@@ -39,7 +39,11 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 
 def check_regex(pattern: str) -> None:
-    """Check that a regular expression is within the limits. ValueError: the limit that it exceeds."""
+    """Check that a regular expression is within the limits.
+
+    Raises:
+        ValueError: the expression exceeds a limit; the message names it.
+    """
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise ValueError(f"The regular expression has {len(pattern)} characters; expected at most "
                          f"{MAX_PATTERN_LENGTH}.")  # fmt: skip
@@ -53,7 +57,7 @@ def _excess(what: str, count: int, most: int) -> ValueError:
 
 
 def _values(schema: Any) -> Iterator[Any]:
-    """Yield all values in a schema and itself, without recursion, which deep ones would exhaust."""
+    """Yield a schema and all values in it. This does not recurse, because deep schemas would exhaust the stack."""
     waiting, count = [(schema, 1)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -76,7 +80,7 @@ def _patterns(node: Mapping[str, Any]) -> list[str]:
 
 
 def _check_combination(node: Mapping[str, Any]) -> None:
-    """Check what a schema and the parts of its allOf demand at once, whose automata multiply."""
+    """Check what a schema and the parts of its allOf demand together, because their automata multiply."""
     parts = node.get("allOf")
     together = [node, *(part for part in parts if isinstance(part, Mapping))] if isinstance(parts, list) else [node]
     if (count := sum("pattern" in part for part in together)) > MAX_COMBINED_PATTERNS:
@@ -90,7 +94,7 @@ def _check_combination(node: Mapping[str, Any]) -> None:
 
 
 def _steps(multiple: Any) -> int:
-    """Return how many remainders a multipleOf has, by its decimal digits; 1 if it is not a number."""
+    """Return the number of remainders of a multipleOf, from its decimal digits; 1 if it is not a number."""
     if isinstance(multiple, int) and not isinstance(multiple, bool):
         return max(1, abs(multiple))
     if not isinstance(multiple, float) or not math.isfinite(multiple):
@@ -105,7 +109,7 @@ def _short(number: int) -> str:
 
 
 def _longest_chain(schema: Mapping[str, Any]) -> int:
-    """Return how many references follow one another at most; where they form circles, at least about how many."""
+    """Return the length of the longest chain of references; if they form cycles, an approximate lower bound."""
     references = _references_of_parts()
     following = {"": references(schema)}
     longest: dict[str, int] = {}
@@ -123,9 +127,9 @@ def _longest_chain(schema: Mapping[str, Any]) -> int:
 
 
 def _references_of_parts() -> Callable[[Any], list[str]]:
-    """Return a function that lists the different $ref of a part of a schema. It reads each part once.
+    """Return a function that lists the distinct $ref of a part of a schema. It reads each part once.
 
-    Many names can stand for one part, and parts can contain one another, so all that it reads is limited together.
+    Many names can stand for one part, and parts can contain one another, so the limit is on the total that it reads.
     """
     known: dict[int, list[str]] = {}
     count = 0
@@ -149,7 +153,7 @@ def _references_of_parts() -> Callable[[Any], list[str]]:
 
 
 def _resolved(schema: Any, name: str) -> Any:
-    """Return the part of a schema to which a local reference points; None if there is none."""
+    """Return the part of a schema that a local reference points to, or None."""
     for key in name.partition("#")[2].split("/")[1:]:
         key = unquote(key).replace("~1", "/").replace("~0", "~")
         if isinstance(schema, Mapping):

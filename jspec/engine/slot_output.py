@@ -1,4 +1,4 @@
-"""News: what a call has brought to every slot, packed into two arrays: fewer copies to the host are faster."""
+"""The output of a call for every slot, packed into two arrays, because fewer copies to the host are faster."""
 
 import dataclasses
 from collections.abc import Container, Iterable
@@ -17,9 +17,9 @@ _NUMBERS = ("count", "drafted", "judged", "accepted", "invalid", "strange")
 
 @pytree
 class Packed:
-    """``int32[R + 1, S, W]`` and ``float32[R, S, W]``, of R rounds at most: tokens, numbers, and the likeliest tokens.
+    """``int32[R + 1, S, W]`` and ``float32[R, S, W]`` for up to R rounds: tokens, numbers, and the likeliest tokens.
 
-    What holds after the last round follows as one more line of integers: whether a row is done, and its `lag`.
+    One more row of integers has the state after the last round: whether each slot is done, and its `lag`.
     """
 
     integers: Array
@@ -28,11 +28,12 @@ class Packed:
 
 @pytree
 class Scores:
-    """What the target makes of a piece of a text.
+    """The target's scores for a piece of a text.
 
     Attributes:
-        logprobs: ``float32[C]``, raw, of the tokens behind its first.
-        top_ids, top_logprobs: ``int32`` and ``float32[C, n]``, the likeliest there, highest first, and theirs.
+        logprobs: ``float32[C]``, the raw log-probabilities of the tokens after the first.
+        top_ids, top_logprobs: ``int32[C, n]`` and ``float32[C, n]``, the likeliest tokens at each position, highest
+            first, and their raw log-probabilities.
     """
 
     logprobs: Array
@@ -41,7 +42,7 @@ class Scores:
 
 
 class Piece(NamedTuple):
-    """What was read: so many tokens from one on, and what was told of those behind them."""
+    """A prefilled piece: `count` tokens from `start` on, and the scores of the tokens after them."""
 
     start: int
     count: int
@@ -49,12 +50,12 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """How many tokens have been read."""
+        """The number of tokens prefilled so far."""
         return self.start + self.count
 
 
 def pack(new: RoundOutput) -> Packed:
-    """One round's, ``[S, ...]``."""
+    """Pack the output of one round, ``[S, ...]``."""
     numbers = jnp.stack([getattr(new, name).astype(jnp.int32) for name in _NUMBERS], axis=1)
     top_ids, tops = (part.reshape(len(part), -1) for part in (new.top_ids, new.top_logprobs))
     integers = jnp.concatenate([new.tokens, new.origins.astype(jnp.int32), numbers, top_ids], axis=1)
@@ -62,25 +63,25 @@ def pack(new: RoundOutput) -> Packed:
 
 
 def empty(rounds: int, slots: int, num_draft_tokens: int, num_top: int) -> Packed:
-    """Of `rounds` rounds in which nothing happens."""
+    """Return the packed output of `rounds` rounds without new tokens."""
     tokens = (2 + num_top) * (num_draft_tokens + 1)
     integers = jnp.zeros((rounds + 1, slots, tokens + len(_NUMBERS)), jnp.int32)
     return Packed(integers, jnp.zeros((rounds, slots, tokens + 1), jnp.float32))
 
 
 def with_round(packed: Packed, i: Array, one: Packed) -> Packed:
-    """With that of round i."""
+    """Return `packed` with the output of round i set to `one`."""
     return Packed(packed.integers.at[i].set(one.integers), packed.floats.at[i].set(one.floats))
 
 
 def concluded(packed: Packed, done: Array, lag: Array) -> Packed:
-    """With which rows ``[S]`` are done after all, and by how many tokens the drafter is behind in each."""
+    """Return `packed` with the state after the last round: for each row ``[S]``, whether it is done, and its lag."""
     last = jnp.stack([done.astype(jnp.int32), lag], axis=1)
     return Packed(packed.integers.at[-1, :, :2].set(last), packed.floats)
 
 
 def of_all(packed: Packed, rows: Array, slots: int) -> Packed:
-    """That of some rows among all slots, of which nothing else is known."""
+    """Expand the packed output of some `rows` to all slots, with zeros for the others."""
 
     def one(part: Array) -> Array:
         return jnp.zeros((len(part), slots, part.shape[2]), part.dtype).at[:, rows].set(part)
@@ -90,14 +91,14 @@ def of_all(packed: Packed, rows: Array, slots: int) -> Packed:
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """What one slot has gained in one call.
+    """The output of one call for one slot.
 
     Attributes:
-        tokens, origins, logprobs, raw_logprobs: of the new tokens, as in `jspec.Output`.
-        top_logprobs: of each new token the likeliest ones, ids and raw log-probabilities, as many as were looked for;
-            of a slot that wants them.
-        accepted, judged, drafted: of each round that was played, drafts, as counted in `jspec.Stats`.
-        done: whether the row does not move any more: its text has ended or was stopped, or it is still being read.
+        tokens, origins, logprobs, raw_logprobs: values for each new token, as in `jspec.Output`.
+        top_logprobs: the likeliest tokens at each new token, as ids and raw log-probabilities, in the number that the
+            call looked for. Only for a slot that wants them.
+        accepted, judged, drafted: numbers of draft tokens in each round, as counted in `jspec.Stats`.
+        done: whether the row is inactive: its text has ended or was stopped, or it is still in prefill.
         lag: how many of the last tokens of the text the drafter may not have read.
         invalid, strange: as in `jspec.decoding.state.RoundOutput`.
         distortion: as in `jspec.Stats`.
@@ -119,11 +120,11 @@ class News:
 
 
 def unpack(packed: Any, slots: Iterable[int], num_top: int = 0, wanted: Container[int] = ()) -> dict[int, News]:
-    """Those of some slots, from what a call has returned; waits for it.
+    """Wait for the output of a call, and return the news of some slots.
 
     Args:
-        num_top: how many of the likeliest tokens it looked for.
-        wanted: slots of which those are wanted.
+        num_top: how many of the likeliest tokens the call looked for.
+        wanted: slots that want the likeliest tokens.
     """
     integers, floats = jax.device_get((packed.integers, packed.floats))
     integers, last = integers[:-1], integers[-1]
@@ -161,12 +162,12 @@ def unpack(packed: Any, slots: Iterable[int], num_top: int = 0, wanted: Containe
 
 
 def _likeliest(flat: np.ndarray, kept: np.ndarray) -> list[list[Any]]:
-    """One list a token of those ``kept[R, K + 1]``, from ``[R, (K + 1) n]``."""
+    """Return one list for each token in ``kept[R, K + 1]``, from ``flat[R, (K + 1) n]``."""
     return flat.reshape(*kept.shape, -1)[kept].tolist()
 
 
 def of_prompt(pieces: Iterable[Piece], length: int, num_top: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Of each token of a prompt, read by `pieces`, its log-probability and so many of the likeliest there; waits."""
+    """Wait for the scores of a prompt; return each token's log-probability and the `num_top` likeliest tokens there."""
     logprobs, tops = [float("nan")] * length, [[] for _ in range(length)]
     for piece in pieces:
         scores, ids, highest = (part.tolist() for part in jax.device_get(tuple(vars(piece.scores).values())))

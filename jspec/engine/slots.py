@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Slots: the rows of one batch that never ends, allocated once, in which requests come and go."""
+"""Slots: the rows of one endless batch, allocated once, which requests join and leave."""
 
 import dataclasses
 import enum
@@ -18,35 +18,35 @@ from jspec.drafters.base import tree_of
 from jspec.drafters.late_reading import begin
 from jspec.models.kv_cache import KVCache, whole_tiles
 
-# Transforms that change nothing; the bias is zeros, as many as there are tokens.
+# Transforms that change nothing. The bias, None here, becomes one zero for each token.
 NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0, repetition=1.0, presence=0.0,
                            frequency=0.0, bias=None)  # fmt: skip
 
 
-_MEDIUM = 4  # tokens to draft: seldom far from the best
+_MEDIUM = 4  # draft tokens: seldom far from the best number
 
 
 class Needs(enum.IntEnum):
-    """What a round must be able to do for a row; for several the most of it."""
+    """The features that a round must support for a row; for several rows, their maximum."""
 
-    LEAN = 0  # a temperature
-    FULL = 1  # filters, penalties, log-probabilities of the likeliest tokens as well
-    CONSTRAINED = 2  # ask the host which tokens may follow as well
+    LEAN = 0  # temperature
+    FULL = 1  # also filters, penalties, and log-probabilities of the likeliest tokens
+    CONSTRAINED = 2  # also ask the host which tokens may follow
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What fixes the shapes of an engine's programs.
+    """The sizes that fix the shapes of an engine's programs.
 
     Attributes:
-        slots: S, requests at once.
+        slots: S, the number of requests at once.
         length: the longest text, prompt included.
-        eos_ids: how many tokens of a request may end it.
-        chunks: C, numbers of tokens that a prompt is read by, ascending.
-        num_draft_tokens: K, numbers of tokens to draft a round, ascending; 0 is plain decoding.
-        rounds: the most of one call.
-        top_logprobs: of how many of the likeliest tokens requests may ask, and the vocabulary has.
-        fewer: numbers of slots, below all, that a call may play alone, ascending: where rows cost, whether used or not.
+        eos_ids: the most EOS tokens of a request.
+        chunks: C, the chunk sizes of prefill, ascending.
+        num_draft_tokens: K, the possible numbers of draft tokens per round, ascending; 0 is plain decoding.
+        rounds: the most rounds of one call.
+        top_logprobs: the most likeliest tokens that a request may ask for, at most the vocabulary size.
+        fewer: smaller numbers of slots that a call may run alone, ascending; for devices where idle rows cost time.
     """
 
     slots: int
@@ -60,32 +60,33 @@ class Sizes:
 
     @property
     def shapes(self) -> list[tuple[int, Needs]]:
-        """How many slots a call may play, and for what needs: each is another two programs.
+        """The possible numbers of slots in a call, with the needs; each pair adds two programs.
 
-        Constrained requests, whose programs are compiled at every start, have none for a number between one and all.
+        Constrained requests have only calls of one slot and of all, because every start compiles their programs.
         """
         return [(count, needs) for count in (*self.fewer, self.slots) for needs in Needs
                 if count in (1, self.slots) or needs is not Needs.CONSTRAINED]  # fmt: skip
 
     def shape(self, moving: int, needs: Needs) -> tuple[int, Needs]:
-        """The smallest of those in which so many slots can move, whose requests need no more than that."""
+        """Return the smallest of `shapes` that has room for `moving` slots and supports `needs`."""
         return min(shape for shape in self.shapes if shape[0] >= moving and shape[1] >= needs)
 
     def rows(self, moving: Sequence[int], count: int) -> list[int] | None:
-        """Those slots, and others to make up the number that a call plays; None for all."""
+        """Return the `moving` slots, filled up with others to the `count` of a call; None for all slots."""
         if count == self.slots:
             return None
         others = (slot for slot in range(self.slots) if slot not in moving)
         return [*moving, *itertools.islice(others, count - len(moving))]
 
     def kinds(self, *needs: Needs) -> list[tuple[int, Needs, int]]:
-        """What calls there are for such needs: how far to draft, the needs, and how many slots."""
+        """Return the kinds of calls for some needs: the draft length, the needs, and the number of slots."""
         return [(k, its, count) for count, its in self.shapes if its in needs for k in self.lengths(its, count)]
 
     def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
-        """Those of `num_draft_tokens` that a call of so many slots may have.
+        """Return the draft lengths of a call of `count` slots.
 
-        Of requests that need more than a temperature, and of fewer slots than all, there are two: fewer programs.
+        For requests that need more than a temperature, and for fewer slots than all, there are at most two lengths, to
+        compile fewer programs.
         """
         if (needs is Needs.LEAN and count == self.slots) or len(self.num_draft_tokens) < 3:
             return self.num_draft_tokens
@@ -93,9 +94,9 @@ class Sizes:
         return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM, second))
 
     def positions(self, drafter: Any) -> int:
-        """T, of a slot's cache: the longest text and what is written behind it; no less than a chunk.
+        """Return T, the length of a slot's KV cache: the longest text and what is written after it, at least a chunk.
 
-        That is a round's draft, or a piece of nothing while others are read.
+        A round writes its draft after the text. A prefill pass of other slots writes an unused piece there.
         """
         behind = tree_of(drafter, self.num_draft_tokens[-1]).size + 1 if drafter is not None else 1
         return whole_tiles(max(self.length + max(behind, self.chunks[0]), self.chunks[-1]))
@@ -103,17 +104,17 @@ class Sizes:
 
 @pytree
 class Slots:
-    """S rows, each of which holds a request, or what is left of one.
+    """S rows, each of which holds a request or the remains of one.
 
-    A row that is done no longer moves: it is empty, it is still reading its prompt, or its text has ended. Its cache
-    holds ``lengths - 1`` tokens whatever it is, so that another request may begin with the same ones.
+    A row that is done is inactive: it is empty, it is still in prefill, or its text has ended. Its KV cache always
+    holds ``lengths - 1`` tokens, so that another request may reuse them as its prefix.
 
     Attributes:
         params, state: as in a generation, with S rows; ``state.tokens`` has T + 1 columns.
-        given: ``int32[S]``, how many tokens a request came with: its prompt, and behind it what it had written before
-            it was seated here.
-        read: ``int32[S]``, how many tokens of its text the drafter has read for sure. Counted only for one that reads
-            by itself; others know what the target knows.
+        given: ``int32[S]``, how many tokens a request brought: its prompt, and then the tokens that it had decoded
+            before it got this slot.
+        read: ``int32[S]``, how many tokens of its text the drafter has certainly read. Counted only for a drafter that
+            reads by itself; others know what the target knows.
     """
 
     params: RequestParams
@@ -123,13 +124,13 @@ class Slots:
 
 
 def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
-    """Storage for everything; no request yet."""
+    """Allocate slots without requests."""
     count, vocab_size, positions = sizes.slots, target.config.vocab_size, sizes.positions(drafter)
     ones, zeros = jnp.ones(count, jnp.int32), jnp.zeros((count, vocab_size), jnp.int32)
     transforms = neutral_transforms(count, vocab_size)
     params = RequestParams(
         keys=jax.random.split(jax.random.key(0, impl="threefry2x32"), count),
-        prompt_lengths=jnp.copy(ones),  # what is donated may be there once only
+        prompt_lengths=jnp.copy(ones),  # a donated array may appear only once
         limits=jnp.copy(ones),
         eos_ids=jnp.full((count, sizes.eos_ids), -1, jnp.int32),
         transforms=transforms,
@@ -152,18 +153,18 @@ def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
 
 
 def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
-    """`NEUTRAL` for every row, so that any request fits the same program."""
+    """Return `NEUTRAL` for every row, so that any request fits the same program."""
     bias = jnp.zeros((count, vocab_size), jnp.float32)
     return dataclasses.replace(broadcast_rows(NEUTRAL, count), bias=bias)
 
 
 def lean(transforms: LogitsTransforms) -> LogitsTransforms:
-    """`transforms` but for everything beside temperature, for calls in which no row asks for more."""
+    """Return `transforms` with the temperature only, for calls in which no row needs more."""
     return LogitsTransforms(transforms.temperature, None, None, None, None, None, None, None)
 
 
 def some(held: Any, rows: Array) -> Any:
-    """`held`, of all slots, as a batch of some ``rows[B]``; a cache stays as it is and is told which are meant."""
+    """Return some ``rows[B]`` of `held` as a batch. A KV cache keeps all rows, and its `rows` field selects some."""
 
     def one(leaf: Any) -> Any:
         return dataclasses.replace(leaf, rows=rows) if isinstance(leaf, KVCache) else leaf[rows]
@@ -172,7 +173,7 @@ def some(held: Any, rows: Array) -> Any:
 
 
 def with_some(held: Any, batch: Any, rows: Array) -> Any:
-    """`held` with what has become of `some` rows of it."""
+    """Return `held` with `batch`, the update of `some` of its rows, written back."""
 
     def one(leaf: Any, new: Any) -> Any:
         return dataclasses.replace(new, rows=None) if isinstance(leaf, KVCache) else leaf.at[rows].set(new)
@@ -185,7 +186,7 @@ def _is_cache(held: Any) -> bool:
 
 
 def take(rows: Any, slot: Array) -> Any:
-    """Row `slot` of every leaf, as a batch of one."""
+    """Return row `slot` of every leaf, as a batch of one."""
 
     def one(leaf: Array) -> Array:
         return lax.dynamic_slice_in_dim(leaf, slot, 1, 0)
@@ -194,7 +195,7 @@ def take(rows: Any, slot: Array) -> Any:
 
 
 def put(rows: Any, row: Any, slot: Array) -> Any:
-    """`rows` with a batch of one in row `slot` of every leaf."""
+    """Return `rows` with a batch of one in row `slot` of every leaf."""
 
     def one(leaf: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), slot, 0)

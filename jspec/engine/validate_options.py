@@ -1,4 +1,4 @@
-"""What an engine makes of its arguments: how long texts may be, how far is drafted, and what cannot be."""
+"""Validation of an engine's arguments, and their defaults: text lengths, draft lengths and slots."""
 
 import numbers
 from typing import Any
@@ -19,7 +19,10 @@ _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
 def fewer(target: Llama, slots: int) -> tuple[int, ...]:
-    """On CPU idle slots cost as used ones, so that one is played alone there, and half of four or more."""
+    """Return smaller numbers of slots that a call may run alone: on CPUs one, and half of four or more.
+
+    Idle slots cost as much as used ones on CPUs.
+    """
     if slots == 1 or any(device.platform != "cpu" for device in _devices(target)):
         return ()
     return tuple(sorted({1, slots // 2}))
@@ -40,10 +43,10 @@ def length(target: Llama, draft: Any, wanted: int | None) -> int:
 
 
 def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) -> tuple[int, ...]:
-    """How many tokens may be drafted, ascending."""
+    """Return the possible numbers of draft tokens, ascending."""
     is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
     number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
-    # One that cannot be told what was written without it always drafts.
+    # A drafter that cannot read tokens from rounds without drafts must always draft.
     goes_on = bool(features_of(drafter)) or can_read(drafter) or keeps_nothing(drafter)
     if (tree := own_tree(drafter)) is not None:
         return (0, tree.max_depth) if goes_on else (tree.max_depth,)

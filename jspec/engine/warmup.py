@@ -1,4 +1,4 @@
-"""Before the first request: what pieces and rounds cost, measured one after another on texts of nobody's."""
+"""Warm-up before the first request: measurement of the costs of pieces and rounds, one by one, on dummy texts."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,18 +13,19 @@ from jspec.engine.runner import Device
 from jspec.engine.slot_output import unpack
 from jspec.engine.slots import Needs
 
-_TURNS, _SECONDS = 5, 2.0  # so many, of which none but the first two begins later than that
-_READINGS = 2  # of each piece, of which the faster counts
+_TURNS, _SECONDS = 5, 2.0  # turns; after the second, none begins later than this many seconds
+_READINGS = 2  # readings of each piece; the fastest counts
 _TEXT = (0, 0)
 
 _Kind = tuple[int, Needs, int]
 
 
 def rehearse(device: Device, pace: Pace) -> None:
-    """Tell `device` what its pieces cost, and `pace` the costs of all lengths, without constraints; empties the slots.
+    """Measure pieces for `device`, and rounds of all lengths without constraints for `pace`. Empty the slots.
 
-    Only of that between which there is a choice. Else the first requests would pay for it, and one disturbed call
-    choose for many. Where texts are too short for a call of each length, those that are left are learnt from requests.
+    Measure only if there is a choice. Without a warm-up, the first requests would pay for the measurements, and one
+    disturbed call would decide for many. If texts are too short for a call of each length, later requests measure the
+    remaining lengths.
     """
     sizes = device.sizes
     if len(sizes.chunks) > 1:
@@ -35,7 +36,7 @@ def rehearse(device: Device, pace: Pace) -> None:
 
 
 def _cost_of_piece(device: Device, size: int) -> float:
-    """Seconds, while costs that are alike make one piece of it."""
+    """Return the seconds that a piece takes. While all costs are equal, the device reads it as one piece."""
     times = [perf_counter()]
     for _ in range(_READINGS):
         device.read(0, (0,) * (size + 1), 0)
@@ -52,14 +53,14 @@ def _rehearse_rounds(device: Device, pace: Pace) -> None:
             break
         _fill(device)
         for kind, seconds in _costs(device, pace, kinds):
-            pace.learn(kind, seconds, alone=turn > 0)  # a program's first call takes longer than others
+            pace.learn(kind, seconds, alone=turn > 0)  # a program's first call takes longer than later ones
 
 
 def _costs(device: Device, pace: Pace, kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, float]]:
-    """Seconds a round of each kind, as the loop would measure them: from call to call, with one more under way."""
+    """Yield seconds per round of each kind, as the loop measures them: from call to call, with one more running."""
     sizes, under_way, ended = device.sizes, None, None
-    room = (sizes.length - len(_TEXT)) // (len(kinds) + 2)  # tokens a call, with which no text ends
-    for kind in (kinds[0], *kinds, kinds[0]):  # the first says when the second began, the last is only under way
+    room = (sizes.length - len(_TEXT)) // (len(kinds) + 2)  # tokens per call, few enough that no text ends
+    for kind in (kinds[0], *kinds, kinds[0]):  # the first times the start of the second, the last only runs
         (k, needs, count), stop = kind, np.zeros(sizes.slots, bool)
         played = max(1, min(pace.rounds(kind), room // (k + 1)))
         call = device.play(k, played, stop, needs, rows=sizes.rows(range(count), count))
@@ -75,7 +76,7 @@ def _costs(device: Device, pace: Pace, kinds: Sequence[_Kind]) -> Iterator[tuple
 
 
 def _fill(device: Device) -> None:
-    """A text in every slot, with as much to write as there is room for."""
+    """Put a text into every slot, with as many tokens to decode as there is room for."""
     sizes = device.sizes
     request = Request(_TEXT, sizes.length - len(_TEXT), key=jax.random.key(0, impl="threefry2x32"))
     row = request.row(sizes.eos_ids, device.target.config.vocab_size)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The check that an engine's models still hold the weights that its programs read."""
+"""A check that an engine's models still hold the weights that its programs read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,16 @@ import jax.numpy as jnp
 def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
     """Raise RuntimeError unless the models hold the weights that an engine reads, and these exist.
 
-    An engine reads the arrays that it was made with, and its slots hold states that those computed. After an update it
-    would silently decode with the old weights.
+    An engine reads the arrays that it was created with, and its slots hold states computed from them. After an update,
+    the engine would silently decode with the old weights.
 
-    Equal copies are not an update: `flax.nnx.jit` puts new arrays into every model that it is given. Copies replace the
+    Equal copies are not an update: `flax.nnx.jit` puts new arrays into every model that it receives. Copies replace the
     originals in `weights`, so that they are compared only once and memory holds one set.
 
     Args:
         target: the model.
         drafter: the drafter, or None.
-        weights: the leaves of ``(target, drafter)`` when the engine was made.
+        weights: the leaves of ``(target, drafter)`` when the engine was created.
     """
     start = 0
     for name, model in (("target", target), ("draft", drafter)):
@@ -35,7 +35,7 @@ def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
 
 
 def _are_equal(leaves: list[Any], weights: list[Any]) -> bool:
-    """Return whether a program may read `leaves` for `weights`. Values are compared only where the objects differ."""
+    """Return whether a program may read `leaves` for `weights`. Compare values only if the objects differ."""
     if len(leaves) != len(weights):
         return False
     pairs = [(leaf, weight) for leaf, weight in zip(leaves, weights, strict=True) if leaf is not weight]
@@ -43,7 +43,7 @@ def _are_equal(leaves: list[Any], weights: list[Any]) -> bool:
 
 
 def _are_alike(leaf: Any, weight: Any) -> bool:
-    """Return whether two leaves are arrays of one type on the same devices, and exist."""
+    """Return whether two leaves are existing arrays of one type on the same devices."""
     if not (isinstance(leaf, jax.Array) and isinstance(weight, jax.Array)):
         return False
     is_deleted = leaf.is_deleted() or weight.is_deleted()

@@ -1,1 +1,1 @@
-"""The public calls: token ids in and out, texts in and out, and streams."""
+"""The public functions: token ids to token ids, texts to texts, and streams."""

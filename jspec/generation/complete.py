@@ -1,4 +1,4 @@
-"""`complete`: prompts to texts in one call; and what became of each prompt."""
+"""`complete`: prompts to texts in one call, with the result of each prompt."""
 
 import dataclasses
 import itertools
@@ -25,9 +25,9 @@ from jspec.models.sampling_defaults import recommended
 from jspec.text import eos_ids, request_keys
 from jspec.text.chat_template import Batch, Prompt, encode, listed, room
 
-_DRAFTED = 4  # tokens a round, unless told otherwise
+_DRAFTED = 4  # draft tokens per round, by default
 _Lookup = NGramDrafter | RetrievalDrafter
-_SURE = 0.6  # what pays where a row of verification costs time, on CPUs (bench/NOTES.md)
+_SURE = 0.6  # pays off on CPUs, because each verified row costs time there (bench/NOTES.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Completion:
     """One prompt and its continuation or answer.
 
     Attributes:
-        prompt: as it was given.
-        pieces: the text each new token added.
-        tokens: the new tokens; this and the next two are as in `jspec.Output`, without the padding.
-        logprobs: of each, under the law it was sampled from.
-        origins: where each came from.
-        finish_reason: "eos"; "stop", at a string or special token of `stop`; or "length"; None where it goes on.
-        stats: see `statistics`.
+        prompt: the prompt as it was passed.
+        pieces: the text that each new token added.
+        tokens: the new tokens. `tokens`, `logprobs` and `origins` are as in `jspec.Output`, without the padding.
+        logprobs: the log-probability of each new token under the distribution that it was sampled from.
+        origins: the origin of each new token.
+        finish_reason: "eos"; "stop", at a string or special token of `stop`; or "length". None if the text continues.
+        stats: the counts of the request, see `statistics`.
     """
 
     prompt: Any
@@ -60,7 +60,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Prompts as one batch, and the strings and special tokens that end their texts; nothing is decoded yet."""
+    """Prompts as one batch, before decoding, and the strings and special tokens that end their texts."""
 
     prompts: list[Prompt]
     batch: Batch
@@ -70,26 +70,26 @@ class Task:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The tokens of the first prompt."""
+        """The token ids of the first prompt."""
         return tuple(self.batch.tokens[0, : self.batch.lengths[0]].tolist())
 
     def ends(self, target: Any) -> tuple[int, ...]:
-        """The ids that end a text."""
+        """Return the token ids that end a text."""
         possible = {i for i in self.stop_ids if i < target.config.vocab_size}
         return tuple(sorted({*eos_ids(target, self.tokenizer), *possible}))
 
     def check_length(self, target: Any, draft: Any, max_new_tokens: int) -> None:
-        """Raise ValueError if a prompt and `max_new_tokens` more are too long for a model."""
+        """Raise ValueError if a prompt and `max_new_tokens` more tokens are too long for a model."""
         drafter = None if draft is None else as_drafter(draft)
         check_positions(target, drafter, self.batch.lengths, max_new_tokens, np.zeros(1, np.int32))
 
     def decode(
         self, target: Any, draft: Any, max_new_tokens: int, sampling: SamplingParams | None, seed: int, **options: Any
     ) -> Output:
-        """`jspec.speculative_generate`, or `jspec.generate` if `draft` is None; `options` are those of the function.
+        """Call `jspec.speculative_generate`, or `jspec.generate` if `draft` is None, with `options`.
 
-        Without `sampling` the parameters that the target recommends are used.
-        Request i has a key of `seed` and i. Sizes are rounded up, so that another `max_new_tokens` seldom compiles.
+        If `sampling` is None, the target's recommended parameters are used. The key of request i depends on `seed`
+        and i. Sizes are rounded up, so that a new `max_new_tokens` seldom compiles again.
         """
         check_target(target)
         check_count("max_new_tokens", max_new_tokens)
@@ -104,19 +104,19 @@ class Task:
             return speculative_generate(target, draft, *request, **options)
 
     def _limited(self, sampling: SamplingParams, most: int) -> SamplingParams:
-        """`sampling` with limits of at most `most` tokens; what is no such thing stays, for the function to refuse."""
+        """Return `sampling` with limits of at most `most` tokens; unchanged if invalid, for later checks to reject."""
         wanted = as_array("max_tokens", getattr(sampling, "max_tokens", None))
         if not isinstance(sampling, SamplingParams) or np.asarray(wanted).dtype.kind not in "iuf":
             return sampling
         limits = np.where(np.equal(wanted, 0), most, np.minimum(wanted, most))
-        limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # one program for both
+        limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # one program for scalars and arrays
         return dataclasses.replace(sampling, max_tokens=limits)
 
     def completions(self, target: Any, out: Output) -> list[Completion]:
-        """What `out`, decoded by `target`, says of each prompt.
+        """Return the completion of each prompt from `out`, which `target` decoded.
 
         Raises:
-            ValueError: the target's logits were not finite.
+            ValueError: the target's logits are not finite.
         """
         out = jax.device_get(out)
         if out.stats.invalid.any():
@@ -124,7 +124,7 @@ class Task:
         return [self._completion(target, out, row) for row in range(len(self.prompts))]
 
     def reason(self, target: Any, stopped: Any, last: int) -> str:
-        """Why a text ended whose last token is `last`; `stopped` is None where no string of `stop` did it."""
+        """Return why a text ended. `last` is its last token; `stopped` is None if no string of `stop` ended it."""
         if stopped is not None:
             return "stop"
         return "eos" if last in eos_ids(target, self.tokenizer) else "stop" if last in self.stop_ids else "length"
@@ -167,36 +167,37 @@ def complete(
     stop: str | Sequence[str] = (),
     template: Mapping[str, Any] | None = None,
 ) -> list[Completion]:
-    """Continue texts, and answer conversations, all as one batch.
+    """Continue texts and answer conversations as one batch.
 
-    Texts end with the end-of-text tokens of the model and the tokenizer, those of generation_config.json included.
+    Texts end at the EOS tokens of the model and the tokenizer, including those in generation_config.json.
 
     Args:
         target, accept: as for `jspec.speculative_generate`.
-        draft: as there; None decodes without one.
-        tokenizer: of the target, as `jspec.pretrained` or transformers give it.
-        prompts: one, or a list of them: texts, lists of token ids, or conversations, lists of messages such as
-            ``{"role": "user", "content": "Hello"}``, which the tokenizer's chat template makes one text of.
-        max_new_tokens: limit for each prompt.
-        num_draft_tokens: as there; by default 4. By lookup and retrieval at most so many; and behind them, by default,
-            while a drafter is sure (`jspec.WhileConfident`), which is what pays on CPUs.
-        sampling: as there; it replaces all defaults of the model. By default the parameters that the target recommends
-            in its generation_config.json, and those of `SamplingParams()` for fields that it does not name.
-        seed: request i has a key of `seed` and i.
-        stop: one or several strings before which a text ends. Tokens up to the one that completes a string are kept,
-            and decoding goes on behind it, which `Completion.stats` counts. One that is a special token, such as
-            "<|im_end|>", ends decoding as the model's own do.
+        draft: as for `jspec.speculative_generate`. None decodes without a draft.
+        tokenizer: the target's tokenizer, from `jspec.pretrained` or transformers.
+        prompts: one prompt or a list of prompts: texts, lists of token ids, or conversations. A conversation is a list
+            of messages such as ``{"role": "user", "content": "Hello"}``. The chat template turns it into one text.
+        max_new_tokens: the limit for each prompt.
+        num_draft_tokens: as for `jspec.speculative_generate`; by default 4. Lookup and retrieval draft at most this
+            many. By default, a drafter that they fall back to drafts while it is confident (`jspec.WhileConfident`),
+            because that pays off on CPUs.
+        sampling: as for `jspec.speculative_generate`. It replaces all defaults of the model. The default is the
+            target's recommendation in its generation_config.json, and `SamplingParams()` for fields not named there.
+        seed: the key of request i depends on `seed` and i.
+        stop: one or several strings. A text ends before them. The completion keeps tokens up to the one that completes
+            a string. Decoding continues after that token, and `Completion.stats` counts it. A special token, such as
+            "<|im_end|>", ends decoding as the model's own EOS tokens do.
         template: variables of the chat template for every conversation, such as ``{"enable_thinking": False}``. The
             template ignores names that it does not use.
 
     Returns:
-        For each prompt, its `Completion`.
+        A `Completion` for each prompt.
 
     Raises:
-        ValueError: a prompt is empty or malformed, or a conversation without a template or one that the template
-            refuses; `template` is malformed, or no prompt is a conversation; `stop` has an empty string; an argument
-            of drafting without a draft; or as `jspec.speculative_generate`.
-        TypeError: `tokenizer` is none; or as `jspec.speculative_generate`.
+        ValueError: a prompt is empty or malformed, there is no template for a conversation, or the template rejects it;
+            `template` is malformed, or no prompt is a conversation; `stop` has an empty string; a drafting argument
+            was passed without a draft; or as `jspec.speculative_generate`.
+        TypeError: `tokenizer` is not a tokenizer; or as `jspec.speculative_generate`.
     """
     options = {"num_draft_tokens": num_draft_tokens, "accept": accept}
     options = {name: value for name, value in options.items() if value is not None}
@@ -211,7 +212,7 @@ def complete(
 def prepare(
     tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (), template: Mapping[str, Any] | None = None
 ) -> Task:
-    """Everything about texts that can be wrong, without a model; arguments as for `complete`."""
+    """Validate and encode the prompts without a model. Arguments are as for `complete`."""
     if not callable(tokenizer):
         raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}; pass that of jspec.pretrained, "
                         "jspec.text.load_tokenizer or transformers.")  # fmt: skip
@@ -224,9 +225,9 @@ def prepare(
 
 
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:
-    """`num_draft_tokens`, or the default; drafters that look up guess so many at most, and none without a match.
+    """Return `num_draft_tokens`, or the default. Lookup drafts at most this many tokens, and none without a match.
 
-    By default what drafts behind one that looks up does so while it is sure, if it can say.
+    By default, a drafter that a lookup falls back to drafts while it is confident, if it reports confidence.
     """
     wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
     if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):
@@ -236,24 +237,27 @@ def how_far(draft: Any, num_draft_tokens: Any) -> Any:
 
 
 def of_engine(draft: Any) -> Any:
-    """The default of an engine, which drafts numbers of tokens: what pays, where two drafters guess differently far."""
+    """Return the default of an engine, which accepts numbers of draft tokens but not `DraftLength` objects.
+
+    For a lookup with a fallback this is "auto", which pays off because the two draft different numbers of tokens.
+    """
     return "auto" if _is_behind_lookup(draft) else usual(draft)
 
 
 def _is_behind_lookup(draft: Any) -> bool:
-    """Whether something that says how sure it is drafts where lookup has no guess."""
+    """Return whether a drafter that reports its confidence drafts if a lookup has no match."""
     return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and says_how_sure(draft.second)
 
 
 def usual(draft: Any) -> Any:
-    """How far to draft unless told otherwise: four tokens, or as far as a drafter can; of one with a tree, that."""
+    """Return the default number of draft tokens: four, or the drafter's maximum if less; `DEFAULT` for a tree."""
     return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, reach_of(draft)))
 
 
 def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
-    """The pieces up to that which completes the first of `stop`, without that string; None if there is none.
+    """Return the pieces up to the one that completes the first of `stop`, without that string; None without a match.
 
-    So a decoder that stops does it: of strings that one piece completes, the one that begins first counts.
+    A decoder that stops gives the same result. If one piece completes several strings, the earliest start counts.
     """
     text = ""
     for count, piece in enumerate(pieces, 1):
@@ -268,15 +272,15 @@ def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
 def statistics(
     rounds: int, drafted: int, judged: int, accepted: int, accepted_at: list[int], origins: Sequence[int]
 ) -> dict[str, Any]:
-    """The counts of one request, as in `jspec.Stats`, and what the theory makes of its acceptance rate.
+    """Return the counts of one request, as in `jspec.Stats`, and the number that theory predicts from them.
 
-    ``acceptance_rate`` is that of the drafts that were judged: those after a rejection never are.
-    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate, None where a round had fewer
-    guesses than it supposes. The measured number is lower where the end of the text cuts the last round off, and
-    differs where acceptance comes in streaks.
+    ``acceptance_rate`` is over the verified draft tokens (`judged`). Draft tokens after a rejection are not verified.
+    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. It is None if a round had fewer
+    draft tokens than the equation assumes. The measured number is lower if the end of the text cuts off the last
+    round. It differs if acceptance comes in streaks.
     """
     rate = accepted / judged if judged else None
-    # A draft that was kept whole is followed by a bonus.
+    # A bonus token follows a draft that was accepted whole.
     whole = origins.count(BONUS) <= sum(accepted_at[-1:]) and NO_DRAFT not in origins
     predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
     return {
@@ -293,7 +297,11 @@ def statistics(
 
 
 def _special(tokenizer: Any, string: str) -> int | None:
-    """The id of a special token, which texts never show; ValueError where it is only a part of `string`."""
+    """Return the id of a special token, which texts never show. Return None if `string` is ordinary text.
+
+    Raises:
+        ValueError: the special token is only a part of `string`.
+    """
     ids = tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
     shown, whole = (
         tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (True, False)
