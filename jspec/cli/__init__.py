@@ -1,4 +1,4 @@
-"""The `jspec` command. Nothing slow is imported until a command runs, so that help comes at once."""
+"""The `jspec` command. Slow modules are imported only when a command runs, so that help comes at once."""
 
 import os
 import sys
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A failure is a sentence on stderr.
+    """Run the command and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Print a failure as a line on stderr.
 
-    Without `arguments` it is that of this process, which then ends as a command should; else it raises SystemExit.
+    Without `arguments`, run the command line of this process, and end the process as a command should. Otherwise raise
+    SystemExit.
     """
     if arguments is None:
         from jspec.cli import interrupts
@@ -23,4 +24,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         for stream in filter(None, (sys.stdout, sys.stderr)):  # either may be closed
             stream.flush()
-        os._exit(int(end.code or 0))  # XLA takes half a second to take itself down, deaf to Ctrl-C
+        os._exit(int(end.code or 0))  # XLA takes half a second to shut down, and ignores Ctrl-C

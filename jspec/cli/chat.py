@@ -97,7 +97,7 @@ def chat(
 
 
 def _target(target: str | None) -> str | None:
-    """What is talked with where nothing was said: a model that is here and answers."""
+    """Return the target, or if none is given, a model that is here and answers."""
     from convert import hub_names as names
 
     if target is None and names.find(_USUAL) is not None:
@@ -109,9 +109,9 @@ def _target(target: str | None) -> str | None:
 
 
 class Conversation:
-    """What was said, and the engine that has read it and reads on from there.
+    """The messages so far, and the engine that has prefilled them and continues from there.
 
-    Without a chat template it is one text, of which every message is the next line.
+    Without a chat template the conversation is one text, and every message is its next line.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, sampling: Any, seed: int, max_new_tokens: int, system: str | None,
@@ -122,10 +122,11 @@ class Conversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, message: str) -> Generator["Completion"]:
-        """Parts of the answer, with which the conversation goes on, be it cut off.
+        """Yield parts of the answer. The conversation continues with the answer, even if it is cut off.
 
         Raises:
-            UsageError: the message does not fit any more, or the chat template refuses it; it was not said.
+            UsageError: the message no longer fits, or the chat template refuses it. The conversation then does not
+                contain the message.
         """
         from jspec.engine import Request
         from jspec.generation.complete import prepare
@@ -172,7 +173,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _show(answer: Generator["Completion"]) -> None:
-    """Parts as they come, until Ctrl-C; then the figures."""
+    """Print parts as they come, until Ctrl-C; then print the figures."""
     from rich.console import Console
 
     from jspec.cli import report

@@ -1,4 +1,4 @@
-"""What the commands have in common: options, status, what the process needs before jax is imported."""
+"""Code that the commands share: options, status, and settings that the process needs before jax is imported."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
-CACHE_BYTES = 4 * 2**30  # of compiled programs in the folder, at most
+CACHE_BYTES = 4 * 2**30  # the most that compiled programs take in the folder
 
 
 class UsageError(Exception):
@@ -20,15 +20,16 @@ class UsageError(Exception):
 
 
 def option(names: str, metavar: str | None, text: str, **checks: Any) -> Any:
-    """An option as all commands have them; `names` by spaces."""
+    """Return an option in the style of all commands. Spaces separate the `names`."""
     return typer.Option(*names.split(), metavar=metavar, help=text, **checks)
 
 
 def check_text(text: str, place: str, may_be_empty: bool = True) -> None:
-    """Refuse what was no UTF-8 and is a lone surrogate now: no tokenizer takes that, and no output.
+    """Refuse a lone surrogate, which was not UTF-8 in the input: no tokenizer takes it, and no output.
 
     Args:
-        may_be_empty: as with a tokenizer that starts every text with a token; that of the bundled pair does not.
+        may_be_empty: whether empty text is valid, as with a tokenizer that starts every text with a token. The bundled
+            pair's tokenizer does not.
     """
     if not text and not may_be_empty:
         raise UsageError(f"{place} is empty; give it some text.")
@@ -39,13 +40,13 @@ def check_text(text: str, place: str, may_be_empty: bool = True) -> None:
 
 
 def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> None:
-    """`check_text` of each, which is named by its number if there are several."""
+    """Call `check_text` for each text, and name it by its number if there are several."""
     for number, text in enumerate(texts, 1):
         check_text(text, f"{place} {number}" if len(texts) > 1 else place, may_be_empty)
 
 
 def chosen_sampling(target: Any, **given: Any) -> Any:
-    """Return the sampling parameters of the options that are not None; print those that are the model's own."""
+    """Return the sampling parameters of the options that are not None; print those that come from the model."""
     from jspec.models.sampling_defaults import default_sampling, described
 
     if defaults := described(target, **given):
@@ -71,7 +72,7 @@ def template_variables(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def _json_or_text(value: str) -> Any:
-    """The JSON value that `value` spells, or `value` itself; NaN and Infinity are not JSON."""
+    """Return the JSON value that `value` spells, or `value` itself. NaN and Infinity are not JSON."""
     try:
         return json.loads(value, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -84,7 +85,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @contextmanager
 def wrong_options() -> Iterator[None]:
-    """A ValueError in the block, of prompts, is told as a mistake in the options."""
+    """Turn a ValueError in the block, which is about prompts, into a UsageError."""
     try:
         yield
     except ValueError as error:
@@ -93,7 +94,7 @@ def wrong_options() -> Iterator[None]:
 
 @contextmanager
 def logged_to(say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Pass what jspec logs in the block to `say`, warnings to `warn`, and nothing to other handlers."""
+    """Pass jspec's log messages in the block to `say`, warnings to `warn`, and nothing to other handlers."""
     log = logging.getLogger("jspec")
     handler = logging.Handler()
     handler.emit = lambda record: (say if record.levelno < logging.WARNING else warn or say)(record.getMessage())
@@ -111,7 +112,7 @@ def logged_to(say: Callable[[str], None], warn: Callable[[str], None] | None = N
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """``say(what)`` shows what the command is doing, and so does what jspec logs: one line, on a terminal only.
+    """Show a line of status, on a terminal only. ``say(what)`` and jspec's log messages set its text.
 
     Warnings are printed to standard error and stay there.
     """
@@ -128,7 +129,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def timed(times: dict[str, float], name: str) -> Iterator[None]:
-    """Put the seconds of a block into `times`."""
+    """Store the seconds that a block takes in `times`."""
     began = time.perf_counter()
     yield
     times[name] = time.perf_counter() - began
@@ -137,9 +138,9 @@ def timed(times: dict[str, float], name: str) -> Iterator[None]:
 def prepare_environment() -> None:
     """Keep compiled programs for the next run, in a folder of bounded size, and silence a notice of XLA's.
 
-    Call it before anything is compiled. A folder that `JAX_COMPILATION_CACHE_DIR` names is left to its owner.
+    Call it before anything is compiled. A folder that `JAX_COMPILATION_CACHE_DIR` names stays as its owner set it up.
     """
-    # XLA logs as errors, for every program it finds in the cache, hints on tuning that it stored there itself
+    # For every program in the cache, XLA logs as errors the tuning hints that it stored there itself
     # ("+prefer-no-gather is not supported on the host machine", openxla/xla issue 44565). Its real errors are raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
@@ -147,9 +148,9 @@ def prepare_environment() -> None:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jspec" / "xla"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # programs are run as they are found, so nobody else may write here
+        folder.chmod(0o700)  # programs run as they are found, so no other user may write here
     except OSError:
-        return  # a home that cannot be written: compile every time
+        return  # the home folder cannot be written: compile every time
     _add_times_of_use(folder)
     settings = {
         "jax_compilation_cache_dir": str(folder),
@@ -159,14 +160,14 @@ def prepare_environment() -> None:
     for name, value in settings.items():
         if name.upper() not in os.environ:
             os.environ[name.upper()] = str(value)
-            if "jax" in sys.modules:  # it reads its environment only while it is imported
+            if "jax" in sys.modules:  # jax reads its environment only while it is imported
                 sys.modules["jax"].config.update(name, value)
 
 
 def _add_times_of_use(folder: Path) -> None:
-    """Give every cached program the file in which JAX notes its last use.
+    """Create the file in which JAX notes the last use of a cached program, for every program that lacks it.
 
-    JAX removes the programs that were used longest ago. Without that file, as after a kill between two writes, it
+    JAX removes the programs that were used longest ago. Without that file, such as after a kill between two writes, JAX
     would stop writing to the folder.
     """
     for program in folder.glob("*-cache"):

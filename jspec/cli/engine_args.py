@@ -20,11 +20,11 @@ def engine_of(
     max_length: int | None,
     **wishes: Any,
 ) -> tuple[Any, Any]:
-    """An engine that is not started, and its target's tokenizer.
+    """Return an engine that is not started, and its target's tokenizer.
 
     Args:
-        far: how many tokens to draft with a drafter.
-        max_length: None for the usual, or what the models know.
+        far: a function from a drafter to the number of tokens to draft.
+        max_length: the longest text; None for the usual length, or what the models know.
     """
     from jspec.engine import Engine
 
@@ -38,7 +38,7 @@ def engine_of(
 
 
 def compile_all(engine: Any, say: Callable[[str], None]) -> None:
-    """Compile all that the engine will run; where nobody sees what is said, a line tells what takes so long."""
+    """Compile everything that the engine will run. If the status line is not visible, print a line about the wait."""
     say("Compiling, which is kept for the next time")
     if sys.stderr and not sys.stderr.isatty():
         typer.echo("Compiling: minutes the first time, then kept and seconds", err=True)
@@ -47,7 +47,7 @@ def compile_all(engine: Any, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """Models that do not go together are a mistake in the options; files that cannot be read are none."""
+    """Raise UsageError for models that do not go together, but not for files that cannot be read."""
     from convert import CheckpointError
 
     try:

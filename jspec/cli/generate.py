@@ -126,7 +126,7 @@ def _suggest_chat(tokenizer: Any, is_answered: bool) -> None:
 
 
 def _check(top_p: float | None, show: bool, as_json: bool) -> None:
-    """Refuse what typer cannot."""
+    """Refuse options that typer cannot refuse."""
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")
     if show and as_json:
@@ -134,7 +134,7 @@ def _check(top_p: float | None, show: bool, as_json: bool) -> None:
 
 
 def _variables(template: list[str] | None, asked: list[Any]) -> dict[str, Any]:
-    """The variables of the chat template, which only conversations have."""
+    """Return the variables of the chat template, which only conversations have."""
     variables = template_variables(template or [])
     if variables and not any(isinstance(prompt, list) for prompt in asked):
         raise UsageError("--template is for conversations; add --chat.")
@@ -142,7 +142,7 @@ def _variables(template: list[str] | None, asked: list[Any]) -> dict[str, Any]:
 
 
 def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, show: bool) -> dict[str, Any]:
-    """The options of drafting; without a draft there can be none."""
+    """Return the options of drafting. Without a draft there can be none."""
     given = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept, "show": show or None}
     given = {name: value for name, value in given.items() if value is not None}
     if given and not where.drafts:
@@ -171,7 +171,7 @@ def _decode(
     times: dict[str, float],
     say: Callable[[str], None],
 ) -> "Output":
-    """Decode twice, first one token only: that compiles, so the second time is decoding alone."""
+    """Decode twice. The first run decodes one token only and compiles, so the second run is decoding alone."""
     import jax
 
     def run(name: str, sampling: Any) -> "Output":

@@ -19,7 +19,7 @@ def index(
 ) -> None:
     """Build one datastore from all FILEs, for --draft: it guesses what followed wherever a FILE reads as the text does.
 
-    The more the FILEs resemble the texts to come, the better the guesses.
+    The more the FILEs resemble the texts to come, the better the drafts.
     """
     if output.suffix != STORE:
         raise UsageError(f"--output must end in {STORE}, as --draft knows datastores by that.")

@@ -1,8 +1,8 @@
 """Ctrl-C ends the command at once, whatever it is doing.
 
-A handler in Python waits until the main thread runs Python again, which takes as long as XLA compiles; and to end by an
-exception pulls down what XLA's threads still work with. So a thread waits for the signal, which C code reports to it,
-and ends the process where it stands.
+A Python handler waits until the main thread runs Python again, which takes as long as XLA compiles. An end by an
+exception would destroy objects that XLA's threads still use. So a thread waits for the signal, which C code reports to
+it, and ends the process where it stands.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from convert import unfinished
 STATUS = 128 + signal.SIGINT
 _CLEAR_LINE_AND_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 
-# Held by whoever ends the process: what an end breaks must not be reported as a failure on the way.
+# The thread that ends the process holds this lock, so that failures caused by the end are not reported.
 ending = threading.Lock()
 _listening: list[threading.Event] = []
 _last_words: list[str] = []
@@ -27,16 +27,16 @@ _restored: list[Callable[[], None]] = []
 
 
 def end_at_once() -> None:
-    """From now on SIGINT ends this process with status 130; for the main thread, before anything slow.
+    """Make SIGINT end this process with status 130. Call it in the main thread, before anything slow.
 
-    The thread needs the interpreter's lock, which XLA releases while it compiles and runs. A collection of all garbage
-    would keep it for a tenth of a second, so there is one seldom.
+    The waiting thread needs the interpreter's lock, which XLA releases while it compiles and runs. A collection of all
+    garbage would keep the lock for a tenth of a second, so full collections are made rare.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return  # as a shell asks of what runs in its background
-    reader, writer = socket.socketpair()  # not a pipe: on Windows only this works
+        return  # a shell ignores the signal for programs in its background
+    reader, writer = socket.socketpair()  # not a pipe, because on Windows only sockets work
     writer.setblocking(False)
-    signal.signal(signal.SIGINT, lambda *_: None)  # without a handler nothing is reported
+    signal.signal(signal.SIGINT, lambda *_: None)  # without a handler, C code reports no signal
     signal.set_wakeup_fd(writer.fileno())
     threading.Thread(target=_wait, args=(reader, writer), daemon=True).start()
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
@@ -44,7 +44,7 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def heard() -> Iterator[threading.Event]:
-    """In this block Ctrl-C sets the event, and ends nothing: whoever is at work looks at it."""
+    """Make Ctrl-C set the event in this block, instead of ending the process. The code in the block polls the event."""
     event = threading.Event()
     _listening.append(event)
     try:
@@ -55,7 +55,7 @@ def heard() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def last_words(text: str) -> Iterator[None]:
-    """In this block Ctrl-C ends the process with this sentence, on a terminal."""
+    """Make Ctrl-C end the process with this sentence in this block, on a terminal."""
     _last_words.append(f"{text}\n")
     try:
         yield
@@ -65,7 +65,7 @@ def last_words(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(restore: Callable[[], None]) -> Iterator[None]:
-    """In this block Ctrl-C calls `restore` before it ends the process."""
+    """Make Ctrl-C call `restore` in this block before it ends the process."""
     _restored.append(restore)
     try:
         yield
@@ -74,8 +74,8 @@ def restored(restore: Callable[[], None]) -> Iterator[None]:
 
 
 def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
-    """End the process at the first SIGINT that nobody has listened for; the writer is kept open by being here."""
-    while signal.SIGINT not in reader.recv(64) or _listening:  # others are signals that Python handles
+    """End the process at the first SIGINT outside every `heard` block. The argument keeps the writer open."""
+    while signal.SIGINT not in reader.recv(64) or _listening:  # other numbers are signals that Python handles
         for event in _listening:
             event.set()
     with ending:
@@ -87,4 +87,4 @@ def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
             terminal = os.dup(2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a spinner may still draw a frame
             os.write(terminal, _CLEAR_LINE_AND_SHOW_CURSOR + shown)
-        os._exit(STATUS)  # what was printed is out: typer and rich flush, and a flush here could wait for a full pipe
+        os._exit(STATUS)  # no flush, which could wait for a full pipe: typer and rich have flushed

@@ -1,4 +1,4 @@
-"""Lines that a person types, however long they are."""
+"""Lines that a user types, of any length."""
 
 import contextlib
 import os
@@ -12,14 +12,14 @@ from jspec.cli import interrupts
 from jspec.cli.common import UsageError
 
 _LONGEST = {"linux": 4096, "darwin": 1024}  # bytes that a terminal collects of a line, its end included
-_NO_BRACKETS = b"\x1b[?2004l"  # around what is pasted
+_NO_BRACKETS = b"\x1b[?2004l"  # ends the terminal's marks around pasted text
 
 
 @contextlib.contextmanager
 def whole_lines() -> Iterator[None]:
-    """Have the terminal pass on what is typed as it comes, and restore it in the end, also if Ctrl-C is the end.
+    """Make the terminal pass on typed text as it comes, and restore the terminal in the end, also after Ctrl-C.
 
-    A terminal that collects lines drops what is beyond 4,096 bytes of one, also of those that nobody reads yet.
+    A terminal that collects lines drops everything beyond 4,096 bytes of a line, even before the program reads it.
     """
     if not _edits():
         yield
@@ -32,7 +32,7 @@ def whole_lines() -> Iterator[None]:
     changed[6][termios.VMIN], changed[6][termios.VTIME] = 1, 0
 
     def restore() -> None:
-        with contextlib.suppress(OSError, termios.error):  # it may be gone
+        with contextlib.suppress(OSError, termios.error):  # the terminal may be gone
             termios.tcsetattr(0, termios.TCSANOW, before)
             os.write(0, _NO_BRACKETS)
 
@@ -45,7 +45,7 @@ def whole_lines() -> Iterator[None]:
 
 
 def read(prompt: str) -> str:
-    """Return the next line with its end, or nothing at the end of the input; on a terminal, ask with `prompt`.
+    """Return the next line with its end, or an empty string at the end of the input. Show `prompt` on a terminal.
 
     Raises:
         UsageError: the terminal has cut the line off, or may have.
@@ -69,7 +69,7 @@ def read(prompt: str) -> str:
 
 
 def _edits() -> bool:
-    """Whether `input` can edit lines here."""
+    """Return whether `input` can edit lines here."""
     try:
         if sys.stdin.fileno() != 0 or sys.stdout.fileno() != 1:
             return False
@@ -80,7 +80,7 @@ def _edits() -> bool:
 
 @contextlib.contextmanager
 def _output_on_the_terminal() -> Iterator[None]:
-    """Have `input` write to standard error where standard output goes elsewhere: it edits lines only on a terminal."""
+    """Make `input` write to standard error if standard output is not a terminal: it edits lines only on a terminal."""
     if os.isatty(1):
         yield
         return

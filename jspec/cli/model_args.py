@@ -1,4 +1,4 @@
-"""Where the models of a command are, and what drafts."""
+"""The places of a command's models, and the choice of its draft."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from jspec.bundled import PAIR
 from jspec.bundled.head_data import head_of
 from jspec.cli.common import UsageError
 
-STORE = ".safetensors"  # how the name of a datastore ends, and that of a model does not
+STORE = ".safetensors"  # ends the name of a datastore, and not that of a model
 NONE, LOOKUP, HEAD, EXIT = "none", "lookup", "head", "exit"
 BESIDE = f"{LOOKUP}+"
 _EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
@@ -19,13 +19,13 @@ _TREES = "pass", "several"  # kinds of heads that are trained for one tree
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What is to be loaded.
+    """The models to load.
 
     Attributes:
         target: path, name or hub id of a model.
         draft: the same, or a trained head's directory, a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for
             `jspec tune` also "exit".
-        looks_up: whether `draft` drafts only where lookup has no guess.
+        looks_up: whether `draft` drafts only if lookup finds no draft.
         tokenizer_source: the checkpoint whose tokenizer the models have; the target, if None.
     """
 
@@ -36,7 +36,7 @@ class Sources:
 
     @property
     def name(self) -> str:
-        """What --draft takes for it."""
+        """The value of --draft for this draft."""
         return f"{BESIDE}{self.draft}" if self.looks_up else self.draft
 
     @property
@@ -72,11 +72,11 @@ class Sources:
         return tokenizer
 
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
-        """The target and its drafter, None for none; `dtype` and `quantize` are for both, but no head is int8."""
+        """Return the target and its drafter or None. `dtype` and `quantize` apply to both, but no head is int8."""
         from jspec import load
         from jspec.drafters.combine.fallback import behind_lookup
 
-        drafter = without_model(self.draft)  # what can be wrong in a moment comes first
+        drafter = without_model(self.draft)  # quick checks come first
         if _EXIT.fullmatch(self.draft):
             self._check_layers()
         target = load(self.target, dtype, quantize)
@@ -101,7 +101,7 @@ class Sources:
 
 
 def without_model(draft: str) -> Any:
-    """The drafter of that name, which is no model's; None for "none" and for the "exit" that is to be found."""
+    """Return the drafter of that name that needs no model; None for "none" and for an "exit" that is to be found."""
     from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter
 
     if draft.endswith(STORE):
@@ -112,17 +112,17 @@ def without_model(draft: str) -> Any:
 
 
 def check_exit(draft: str, layers: int) -> None:
-    """Raise UsageError where "exit:N" of a target with so many layers would be all of it, or more."""
+    """Raise UsageError if "exit:N" would be all of a target with `layers` layers, or more."""
     wanted, skipped = _exit(draft)
     if wanted > layers or (wanted == layers and not skipped):
         raise UsageError(f"--draft {draft} leaves no layer out of the target's {layers}; leave it earlier.")
 
 
 def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
-    """``(5, (1, 3))`` of "exit:5-1-3": the first 5 layers without those of index 1 and 3.
+    """Return ``(5, (1, 3))`` for "exit:5-1-3": the first 5 layers without those of index 1 and 3.
 
     Raises:
-        UsageError: it is no exit, or names a layer twice or one that is not before the exit, or all of them.
+        UsageError: `draft` is not an exit, or it names a layer twice, one that is not before the exit, or all of them.
     """
     found = _EXIT.fullmatch(draft)
     if not found:
@@ -136,7 +136,7 @@ def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
 
 
 def exit_name(drafter: Any) -> str:
-    """What --draft takes for an `EarlyExitDrafter`."""
+    """Return the value of --draft for an `EarlyExitDrafter`."""
     return f"exit:{'-'.join(map(str, (drafter.num_layers, *drafter.skipped)))}"
 
 
@@ -147,14 +147,17 @@ def sources(
     tokenizer_source: str | None = None,
     may_search: bool = False,
 ) -> Sources:
-    """What the options mean: the bundled pair without any; a target alone drafts by lookup, and behind it by its head.
+    """Return the models that the options mean.
+
+    Without options they are the bundled pair. A target alone drafts by lookup. If lookup finds no draft, the target's
+    head drafts, if it has one.
 
     Args:
         tokenizer_source: the checkpoint whose tokenizer the models have.
-        may_search: whether the draft may be "exit", the layers to be found.
+        may_search: whether the draft may be "exit", whose layers are to be found.
 
     Raises:
-        UsageError: they do not go together, or a draft is none.
+        UsageError: the options do not go together, or the draft is invalid.
         FileNotFoundError: there is no such datastore.
     """
     if plain and draft not in (None, NONE):
@@ -184,7 +187,7 @@ def sources(
 
 
 def _check_found(draft: str, may_search: bool) -> None:
-    """Raise UsageError where a draft is a word that stands for nothing, for which its target need not be known."""
+    """Raise UsageError if a draft is a word that stands for nothing. This check does not need the target."""
     from convert import hub_names as names
 
     is_word = is_model(draft) and "/" not in draft
@@ -194,7 +197,7 @@ def _check_found(draft: str, may_search: bool) -> None:
 
 
 def _usual(target: str | None) -> str:
-    """What drafts where nothing was said."""
+    """Return the draft to use if none is given."""
     if target is None:
         return PAIR_DRAFT
     folder = head_of(target)
@@ -202,10 +205,10 @@ def _usual(target: str | None) -> str:
 
 
 def _head(target: str | None) -> str:
-    """The folder of the head that travels with jspec for a model of that name.
+    """Return the folder of the head that comes with jspec for a model of that name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such head.
     """
     folder = None if target is None else head_of(target)
     if folder is None:
@@ -215,13 +218,13 @@ def _head(target: str | None) -> str:
 
 
 def is_model(draft: str) -> bool:
-    """Whether a draft of that name is a model, and not another kind of drafter."""
+    """Return whether a draft of that name is a model, and not another kind of drafter."""
     draft = draft.removeprefix(BESIDE)
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 
 def drafter_class(kind: str) -> Any:
-    """Of trained drafters of that kind, as `jspec.train_drafter` and config.json call it.
+    """Return the class of trained drafters of that kind, as `jspec.train_drafter` and config.json call it.
 
     Raises:
         UsageError: there is no such kind.
@@ -237,7 +240,7 @@ def drafter_class(kind: str) -> Any:
 
 
 def head_kind(draft: str) -> str | None:
-    """Which kind of trained drafter a draft of that name is the directory of; None for a plain model's."""
+    """Return the kind of trained drafter in the directory of that name; None for a plain model's directory."""
     from convert.heads import files as head_files
 
     return head_files.kind_of(Path(draft)) if is_model(draft) and Path(draft).is_dir() else None

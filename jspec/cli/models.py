@@ -13,7 +13,7 @@ from jspec.cli.common import option
 def models(as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False) -> None:
     """List the models that have a name: for --target, and for jspec.load and jspec.pretrained.
 
-    Nothing is asked of the network; a model that is here was found in its package or in the hub's cache.
+    The command does not use the network. A model that is here was found in its package or in the hub's cache.
     """
     from convert import hub_names as names
 

@@ -1,4 +1,4 @@
-"""The options of `jspec generate`, one type each; values that more than one command takes."""
+"""The options of `jspec generate`, one type each, and values that more than one command takes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from jspec.cli.common import option
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A parser that takes these names only."""
+    """Return a parser that takes only these names."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -21,19 +21,19 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def choice(names: str, text: str, *allowed: str) -> Any:
-    """An option with one of the values `allowed`."""
+    """Return an option with one of the values `allowed`."""
     return option(names, "|".join(allowed), text, parser=one_of(*allowed))
 
 
 def length(text: str) -> int | str:
-    """A number of draft tokens, or "auto"."""
+    """Parse a number of draft tokens, or "auto"."""
     if text == "auto" or (text.isdecimal() and 1 <= int(text) < 2**31):
         return text if text == "auto" else int(text)
     raise typer.BadParameter(f"{text!r} is neither a whole number of at least 1 nor auto.")
 
 
 def _tree(text: str) -> tuple[int, ...]:
-    """The parents of a tree's nodes, as "0,0,1"."""
+    """Parse the parents of a tree's nodes, such as "0,0,1"."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) <= node for node, part in enumerate(parts)):
         raise typer.BadParameter(f"{text!r} is no tree: give the parent of each node, which comes before it, such as "
@@ -81,7 +81,7 @@ Dtype = Annotated[
     ),
 ]  # fmt: skip
 Quantize = Annotated[Any, choice("--quantize", "Round the weights of target and draft, but for trained heads.", "int8")]
-# Without a value the model's own, by its generation_config.json.
+# Without a value, these options use the model's own default from its generation_config.json.
 Temperature = Annotated[
     float | None, option("--temperature", "X", "0 is greedy.", min=0, show_default="the model's own, else 1")
 ]

@@ -1,4 +1,4 @@
-"""`jspec plan`: what fits into a device, how fast it should be and how far to draft, without weights or the device."""
+"""`jspec plan`: predict memory use, speed and draft length on a device, without weights or the device."""
 
 import dataclasses
 import json

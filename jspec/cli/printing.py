@@ -1,4 +1,4 @@
-"""What `jspec generate` prints."""
+"""The output of `jspec generate`."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def choice_of_auto(num_draft_tokens: int) -> str:
-    """What "auto" has found, in one line."""
+    """Return the choice that "auto" has found, in one line."""
     found = (
         f"num_draft_tokens={num_draft_tokens} is the fastest" if num_draft_tokens else "plain decoding is the fastest"
     )
@@ -19,7 +19,7 @@ def choice_of_auto(num_draft_tokens: int) -> str:
 
 
 def print_json(completions: Sequence["Completion"], num_draft_tokens: int, times: dict[str, float]) -> None:
-    """One object a line; see the epilog of the command."""
+    """Print one object a line; see the epilog of the command."""
     from jspec.cli import report
 
     for done in completions:
@@ -29,7 +29,7 @@ def print_json(completions: Sequence["Completion"], num_draft_tokens: int, times
 
 
 def print_text(completions: Sequence["Completion"], times: dict[str, float], by_origin: bool) -> None:
-    """Text to standard output, in colour where that is a terminal; figures to standard error."""
+    """Print text to standard output, in colour on a terminal, and figures to standard error."""
     from rich.console import Console
 
     from jspec.cli import report

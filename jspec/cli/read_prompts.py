@@ -1,4 +1,4 @@
-"""The prompts of a command: arguments, standard input, or a file of JSON lines; as they are, or as messages."""
+"""The prompts of a command from arguments, standard input, or a file of JSON lines, as texts or as messages."""
 
 import json
 import sys
@@ -11,16 +11,16 @@ from jspec.cli.common import UsageError, check_text, check_texts
 def gather(
     arguments: list[str] | None, file: Path | None, chat: bool, system: str | None, may_be_empty: bool
 ) -> list[Any]:
-    """The prompts, as `jspec.complete` takes them.
+    """Return the prompts, as `jspec.complete` takes them.
 
     Args:
-        chat: make each text a conversation, of a message of the user.
-        system: ... behind a message with this text, which is put before conversations in the file, too.
+        chat: make each text a conversation of one user message.
+        system: put a system message with this text before each conversation, including those in the file.
         may_be_empty: as for `check_text`.
 
     Raises:
-        UsageError: there is no prompt, or one that is no text; options that do not go together.
-        ValueError: the file is not as it should be; names the line.
+        UsageError: there is no prompt, a prompt is not text, or the options do not go together.
+        ValueError: the file is malformed; the message names the line.
     """
     if arguments and file:
         raise UsageError("Give prompts as arguments or by --file; leave out one of them.")
@@ -60,7 +60,7 @@ def _standard_input() -> str:
 
 
 def _lines(file: Path) -> list[Any]:
-    """One prompt for each line of `file` that is not blank."""
+    """Return one prompt for each line of `file` that is not blank."""
     lines = file.read_bytes().split(b"\n")
     prompts = [_prompt(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not prompts:

@@ -113,7 +113,7 @@ def serve(
 
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
-    """Refuse what typer cannot."""
+    """Refuse options that typer cannot refuse."""
     needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise UsageError(f"jspec serve needs {', '.join(missing)}; install jspec's extra for it, in its clone by "
@@ -164,5 +164,5 @@ def _run(engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, 
         finally:
             with ends_within(_SOON):
                 server.close()
-        with ends_within(_SOON):  # it has given up what it has not answered
+        with ends_within(_SOON):  # the server has given up unanswered requests
             engine.close(cancel=True)

@@ -84,8 +84,8 @@ def train(
 ) -> None:
     """Train a drafter for TARGET and write it to DIR/drafter.
 
-    It learns to guess what TARGET says, from texts or from chats that TARGET writes itself. The output stays exactly
-    TARGET's whatever comes out: a better drafter is a faster one.
+    The drafter learns to draft what TARGET says, from texts or from chats that TARGET writes itself. The output stays
+    exactly TARGET's, whatever the drafter learns: a better drafter is a faster one.
     """
     path = folder / "drafter"
     if path.exists() and not (folder / "state").exists():
@@ -101,7 +101,7 @@ def train(
         Recipe(kind, **recipe).check()
         say("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
-        how_saved(begun, where.target)  # what could not be saved is refused before it is trained
+        how_saved(begun, where.target)  # raises before the training of a drafter that cannot be saved
     with interrupts.last_words(f"Stopped. The same command goes on from {folder}."):
         with _bar(steps) as tell:
             drafter = jspec.train_drafter(model, tokenizer, kind, data or None, folder=folder, start=begun,
@@ -123,13 +123,13 @@ def _in_bfloat16(drafter: Any) -> Any:
 
 
 def how_saved(drafter: Any, target: str) -> dict[str, Any]:
-    """How `drafter` is saved: a model with the target's tokenizer, so that it can be one by itself.
+    """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used by itself.
 
-    An EAGLE head that began as another's keeps its layout if programs that read it can compute the head; what it
-    guesses with is written, too, for other programs would take the first rows of the target's head.
+    An EAGLE head that began as another one keeps that layout if programs that read the layout can compute the head. Its
+    output head is written, too, because other programs would take the first rows of the target's head.
 
     Raises:
-        convert.CheckpointError: no layout can hold it.
+        convert.CheckpointError: no layout can hold the drafter.
     """
     import convert
     import jspec
@@ -153,10 +153,10 @@ def how_saved(drafter: Any, target: str) -> dict[str, Any]:
 
 @contextmanager
 def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
-    """``tell(step or progress)`` moves a bar, and prints a line at every look at held-out texts.
+    """Show a progress bar. ``tell(step or progress)`` moves it, and prints a line for each look at held-out texts.
 
-    Before the first step the bar says what jspec logs: texts are written and read; where there is no terminal these are
-    lines.
+    Before the first step the bar shows jspec's log messages about texts that are written and read. Without a terminal
+    these messages are lines.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -185,7 +185,7 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
 
 
 def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
-    """Print what `drafter`, as it is in its files, brings on this device behind held-out prompts."""
+    """Print the speed of `drafter`, as it is in its files, on this device after held-out prompts."""
     from rich.console import Console
 
     from jspec.cli import report
@@ -206,7 +206,7 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
         say("Measuring")
         tree = own_tree(drafter)
         lengths = {min(2, depth), depth} if tree is None else {tree.max_depth}
-        if isinstance(drafter, PassDrafter):  # behind its last guess vectors stand in the tree
+        if isinstance(drafter, PassDrafter):  # its tree has vectors after its last draft token
             lengths = {len(drafter.embeddings)}
         found = [measure(model, drafter, prompts, last, k, temperature)
                  for temperature in (0.0, 1.0) for k in sorted(lengths)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`jspec tune`: how far to draft."""
+"""`jspec tune`: measure how far to draft."""
 
 import dataclasses
 import json
@@ -55,8 +55,8 @@ def tune(
 ) -> None:
     """Measure on this device what TARGET should have DRAFT guess a round: how many tokens, or which tree, if any.
 
-    With exit for DRAFT, find first which of TARGET's own layers should draft: exit:N for its first N, exit:N-I-J for
-    those without layers I and J, counted from 0.
+    With exit for DRAFT, find first which of TARGET's own layers should draft. The answer exit:N means its first N
+    layers, and exit:N-I-J means those without layers I and J, counted from 0.
 
     The answer holds for this device, batch size and kind of text.
     """
@@ -100,7 +100,7 @@ def _tune(
     max_draft_tokens: int,
     max_nodes: int,
 ) -> "tuple[Tuning, Any]":
-    """What is found, and the drafter; without one in `models` that is the best exit of the target."""
+    """Return the tuning and the drafter, which is the best exit of the target if `models` has no drafter."""
     import jspec
     from jspec import text
 

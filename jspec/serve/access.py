@@ -12,7 +12,7 @@ from jspec.serve.errors import Refusal
 from jspec.serve.hosts import Names, is_same, name_of, origin_of
 
 ANY = "*"
-_PROBED = "/health"  # probes name the host as they like
+_PROBED = "/health"  # probes may name any host
 _PAGE = "/"  # other sites may link to it
 _ADVICE = "start it with --allow-origin for them"
 
@@ -22,12 +22,12 @@ class Access:
     """The hosts and web pages that may use a server without a key.
 
     Attributes:
-        host: the address that it listens on.
-        hosts: further names that clients may know it by, or `*`.
-        origins: of pages on other sites that may use it, or `*`; with a key, too.
+        host: the address that the server listens on.
+        hosts: further host names that clients may use for the server, or `*`.
+        origins: origins of pages on other sites that may use the server, or `*`. They apply with a key, too.
 
     Raises:
-        ValueError: a name is not a host, or an origin is not one.
+        ValueError: an entry of `hosts` is not a host, or an entry of `origins` is not an origin.
     """
 
     host: str = "127.0.0.1"
@@ -44,14 +44,14 @@ class Access:
 class Guard:
     """Middleware that refuses foreign hosts and pages with 403 before it reads a body.
 
-    Without it, any web page could use a server on its visitor's machine: by its address, or by a domain name that the
-    page points at this machine (DNS rebinding). If there is a key, only the key counts. Pages of allowed origins get
-    the CORS headers that they need, on errors and streams as well.
+    Without this guard, any web page could use a server on its visitor's machine. The page could use the server's
+    address, or a domain name that it points at this machine (DNS rebinding). If the server has a key, only the key
+    counts. Pages of allowed origins get the CORS headers that they need, on errors and streams as well.
 
     Args:
-        app: the application that it guards.
-        access: who may use it.
-        has_key: whether the application asks for a key.
+        app: the application to guard.
+        access: the hosts and pages that may use the application.
+        has_key: whether the application requires a key.
     """
 
     def __init__(self, app: ASGIApp, access: Access, has_key: bool):
@@ -88,7 +88,7 @@ class Guard:
             return None
         if foreign := [origin for origin in origins if not is_same(origin, hosts[0])]:
             return Refusal(403, f"Pages of {foreign[0]!r} may not use this server; {_ADVICE}.", code="cross_origin")
-        # Browsers send no origin with some requests, but say whether they are for a page of another site.
+        # Browsers send some requests without an origin, but Sec-Fetch-Site says if they are for a page of another site.
         is_link = scope["method"] in ("GET", "HEAD") and scope["path"] == _PAGE
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link:
             return Refusal(403, f"Pages of other sites may not use this server; {_ADVICE}.", code="cross_origin")
@@ -96,7 +96,7 @@ class Guard:
 
 
 def _hosts(scope: Scope, headers: Headers) -> list[str]:
-    """Return the hosts that a request is for: by its header, and by its target where that is a whole URL."""
+    """Return the hosts that a request is for: from its header, and from its target if that is a whole URL."""
     _, is_url, rest = scope["path"].partition("://")
     target = [rest.partition("/")[0]] if is_url and not scope["path"].startswith("/") else []
     return headers.getlist("host") + target

@@ -1,4 +1,4 @@
-"""The routes, and what becomes of a request from its arrival to its end."""
+"""The routes, and the life of a request from its arrival to its end."""
 
 import asyncio
 import contextlib
@@ -35,30 +35,31 @@ from jspec.text import eos_ids
 _LOG = logging.getLogger("jspec")
 _HERE = Access()
 _T = TypeVar("_T")
-_MORE_CONSTRAINTS = 4  # than slots: those that are compiled while others are used
-_UNREAD = 4  # times as many choices as may be under way may be so, or have ended and not been read to their end
+_MORE_CONSTRAINTS = 4  # more constraints than slots: these compile while others are in use
+_UNREAD = 4  # times `room`: the limit on choices that are under way, or have ended and are not read to their end
 
 
 class Server:
     """An application for `uvicorn`, or any other ASGI server, on a running engine.
 
     Args:
-        engine: a running one, that nobody else submits to, with room for `slots` requests more than may wait here.
-        tokenizer: of its target.
-        name: of the model.
-        version: what /version says.
-        max_waiting: how many requests may wait; a request of n choices counts n times.
-        api_key: what clients must know; None for none.
-        metrics_prefix: before the names of metrics.
-        max_body: bytes.
-        access: who may use it without a key.
+        engine: a running engine, to which nothing else submits requests. Its queue has room for `slots` requests more
+            than `max_waiting`.
+        tokenizer: the target's tokenizer.
+        name: the model name that clients use.
+        version: the version that /version returns.
+        max_waiting: how many requests may wait; a request for n choices counts n times.
+        api_key: the key that clients must send; None requires no key.
+        metrics_prefix: the prefix of metric names.
+        max_body: the largest request body, in bytes.
+        access: the hosts and web pages that may use the server without a key.
 
     Attributes:
         app: the application.
-        room: choices that may run or wait.
+        room: how many choices may run or wait.
         is_draining: whether new requests are refused.
-        open: choices that the engine has not ended.
-        checks: each returns what keeps requests from making progress, as a sentence, or nothing.
+        open: how many choices the engine has not ended.
+        checks: functions that return a sentence about what keeps requests from making progress, or an empty string.
     """
 
     def __init__(
@@ -82,16 +83,16 @@ class Server:
         self._constraints = ConstraintCompiler(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self._unread, self.is_draining = 0, 0, False
-        self._reading = Heartbeat()  # of requests, until they are queued
+        self._reading = Heartbeat()  # times the reading of requests, until they are queued
         self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
         app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
-        app.router.redirect_slashes = False  # to what the client says this host is
+        app.router.redirect_slashes = False  # a redirect would go to the host name that the client sent
         self.app = Guard(app, access, api_key is not None)
 
     def warm_up(self) -> None:
-        """Answer one request, so that the first client does not wait for what is compiled when it is met.
+        """Serve one request, so that the first client does not wait for programs that compile on first use.
 
-        What constrained requests need is compiled beside those that come meanwhile.
+        The programs of constrained requests compile in parallel with the requests that arrive meanwhile.
         """
         body = understood(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
         self._served.engine.generate(understand(self._served, body).requests)
@@ -99,7 +100,7 @@ class Server:
             self._served.engine.expect_constraints()
 
     def trouble(self) -> str:
-        """Return what keeps requests from making progress, as a sentence, or nothing."""
+        """Return a sentence about what keeps requests from making progress, or an empty string."""
         return next(filter(None, (check() for check in self.checks)), "")
 
     def _reading_trouble(self) -> str:
@@ -122,7 +123,7 @@ class Server:
         async def answer(request: Request) -> Response:
             check_key(request, self._api_key)
             content = await read(request, self._max_body)
-            with self._reading.beat():  # it may be large
+            with self._reading.beat():  # the body may be large
                 body = await to_thread.run_sync(_parsed, kind, content, limiter=self._two_at_a_time)
             if body.model != self._served.name:
                 raise _no_model(body.model, self._served.name)
@@ -134,24 +135,24 @@ class Server:
                 with self._reading.beat():
                     await job.begin(body, constraint, self._one_at_a_time)
                 if body.stream:
-                    ends.pop_all()  # with the stream instead
+                    ends.pop_all()  # the stream calls these when it ends
                     return Stream(job)
                 await _unless_gone(request, job.done())
                 whole = await to_thread.run_sync(Answer(job).whole)  # an echo may be large
                 job.close()
-                ends.pop_all()  # delivered when it is sent
+                ends.pop_all()  # `Whole` marks the answer as delivered once it is sent
                 return Whole(job, whole)
 
         return answer
 
     async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
-        """Compile the response format; its processes end with the job."""
+        """Compile the response format. Its processes end with the job."""
         if body.response_format is None or not body.is_formatted:
             return None
         return await _unless_gone(request, self._constraints.compile(job, body.response_format))
 
     def _enter(self, body: Body) -> Job:
-        """Count the request, before anything is done for it."""
+        """Count the request's choices before any work on it, or refuse it."""
         count = number_of_choices(body)
         if self.is_draining:
             raise draining()
@@ -176,7 +177,7 @@ class Server:
         return job
 
     def close(self) -> None:
-        """End the processes of constraints; those that still run fail."""
+        """End the processes of constraints. Constraints that still run fail."""
         self._constraints.close()
 
     async def _models(self, request: Request) -> Response:
@@ -226,10 +227,10 @@ def _parsed(kind: type[Body], body: bytes) -> Body:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for `work`, no longer than the client does.
+    """Wait for `work` while the client stays connected.
 
     Raises:
-        ClientDisconnect: the client has gone first.
+        ClientDisconnect: the client disconnected before `work` was done.
     """
 
     async def gone() -> None:
@@ -259,11 +260,11 @@ def _json(value: Any, status: int = 200, headers: Any = None) -> Response:
 async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
         return _json(error.as_json(), error.status, error.headers)
-    if isinstance(error, HTTPException):  # of Starlette itself: no such path or method
+    if isinstance(error, HTTPException):  # Starlette raises it: no such path or method
         refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
         return _json(refusal.as_json(), error.status_code, error.headers)
     if isinstance(error, ClientDisconnect):
-        return PlainTextResponse("", 400)  # nobody reads it
+        return PlainTextResponse("", 400)  # the client has gone and does not read it
     refusal = Refusal(500, "The server has failed; its log says why.", code="internal_error")
     return _json(refusal.as_json(), 500)
 

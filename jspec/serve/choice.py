@@ -1,4 +1,4 @@
-"""One choice of an answer: what the engine has brought so far, as text."""
+"""One choice of an answer: the engine's output so far, as text."""
 
 import time
 
@@ -10,22 +10,22 @@ from jspec.text.stop_strings import Writer
 
 
 class Choice:
-    """A request of the engine on its way.
+    """One engine request in progress.
 
     Attributes:
-        index: in the answer.
+        index: the index of the choice in the answer.
         prompt: the index of its prompt.
-        result: the engine's, which grows in another thread.
-        count: how many of its tokens are delivered.
-        finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
-        stop_reason: the string or token that ended it, if the client asked for it.
-        arrived, first, last: when the request came, and its first and last tokens, by `time.monotonic`.
+        result: the engine's result, which grows in another thread.
+        count: how many tokens of the result are delivered.
+        finish_reason: "stop", "length", "abort" or "error"; None while the choice is in progress.
+        stop_reason: the string or token that ended the text, if the client asked for it.
+        arrived, first, last: the times of the request's arrival, its first and its last token, by `time.monotonic`.
     """
 
     def __init__(self, served: Served, asked: Asked, index: int, arrived: float):
         self.index, self.prompt, self._asked = index, index // asked.body.n, asked
         body, prompt = asked.body, asked.prompts[self.prompt]
-        # An echo of token ids leaves a character that they do not complete to the text after them.
+        # If echoed token ids end with an incomplete character, the text after them shows it.
         shows_prompt = not asked.echoes or isinstance(getattr(body, "prompt", ())[self.prompt], str)
         options = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
         self.writer = Writer(served.tokenizer, prompt, asked.stop, **options, shows_prompt=shows_prompt)
@@ -38,29 +38,29 @@ class Choice:
 
     @property
     def request(self) -> Request:
-        """What the engine was asked."""
+        """The engine request."""
         return self._asked.requests[self.index]
 
     @property
     def tokens(self) -> list[int]:
-        """Those that are delivered."""
+        """The delivered tokens."""
         return self.result.tokens[: self.count]
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that were not read again; not those of its own text, read again after a failure."""
+        """Prompt tokens that needed no new prefill, without tokens of the text, which is prefilled after a failure."""
         return min(self.result.cached, len(self.request.tokens))
 
     def figures(self) -> Figures:
-        """How well it was drafted."""
+        """Return the drafting statistics of the choice."""
         return Figures.of(self.result, self.count)
 
     def advance(self, result: Result) -> int:
-        """Take in what is new of the engine's result; how many tokens that is."""
+        """Take in the new tokens of the engine's result, and return their number."""
         if self.finish_reason is not None:
             return 0
         self.result, before = result, self.count
-        ended = result.finish_reason  # before its tokens: there are none behind it
+        ended = result.finish_reason  # read before the tokens, because none come after it
         for token in result.tokens[self.count : self._asked.most]:
             self.count += 1
             self._write(token)
@@ -75,7 +75,7 @@ class Choice:
         return self.count - before
 
     def stop(self, reason: str) -> None:
-        """End it where it is."""
+        """End the choice where it is."""
         if self.finish_reason is None:
             self._finish(reason)
 
@@ -87,13 +87,13 @@ class Choice:
             self.writer.add(token)
 
     def _end(self, reason: str) -> None:
-        if reason == "eos" and self._asked.most != 0:  # of a mere echo the engine's token is nobody's
+        if reason == "eos" and self._asked.most != 0:  # an echo alone drops the engine's token
             self._finish("stop", self._asked.ends.get(self.tokens[-1]) if self.count else None)
         else:
             self._finish({"cancelled": "abort", "eos": "length"}.get(reason, reason))
 
     def _finish(self, reason: str, stop_reason: str | int | None = None) -> None:
         self.writer.end()
-        if self.writer.stopped is not None:  # what was held back has completed a string
+        if self.writer.stopped is not None:  # held-back text has completed a stop string
             reason, stop_reason = "stop", self.writer.stopped
         self.finish_reason, self.stop_reason = reason, stop_reason

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long each may keep the server waiting, and which makes room for others."""
+"""Connections: their limit, the time that each may keep the server waiting, and the ones that make room for others."""
 
 import asyncio
 import errno
@@ -15,23 +15,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jspec.serve.errors import wrong
 
-_HEAD = 30.0  # seconds for the head of a request to come whole, once it has begun
-_FLUSH = 60.0  # seconds for the last answer to be taken, once a connection ends
-_TAKE = 600.0  # seconds for a part of an answer to be taken
+_HEAD = 30.0  # seconds for the head of a request to arrive in full, once it has begun
+_FLUSH = 60.0  # seconds for the client to take the last answer, once a connection ends
+_TAKE = 600.0  # seconds for the client to take a part of an answer
 _MOST = 4096
-_NEW = 1.0  # seconds that a connection has, whatever happens, to send its request
+_NEW = 1.0  # seconds that every new connection has to send its request
 _LOG = logging.getLogger(__name__)
 
 
 class Seldom(logging.Filter):
-    """Passes a warning once a minute, because clients can cause it as often as they like."""
+    """A filter that passes each warning once a minute. Clients can cause warnings as often as they like."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is shown."""
+        """Return whether to show the record."""
         now, message = time.monotonic(), str(record.msg)
         if record.levelno > logging.WARNING or now - self._last.get(message, -60.0) >= 60:
             self._last[message] = now
@@ -46,14 +46,14 @@ class Connection(H11Protocol):
     """A connection that ends if its client is idle for too long, or sends the head of a request too slowly."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
+        """Start waiting for the first request."""
         super().connection_made(transport)
         self.waits_since, self._head_began, self._limit = time.monotonic(), False, None
         self._unread: asyncio.TimerHandle | None = None
         self._end_after(self.timeout_keep_alive)
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request."""
+        """Receive a part of a request."""
         before = self.cycle
         if self._is_idle and not self._head_began:
             self._head_began = True
@@ -63,7 +63,7 @@ class Connection(H11Protocol):
             self._has_begun()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or go on with one that came early."""
+        """Wait for the next request, or continue with one that arrived early."""
         before = self.cycle
         super().on_response_complete()
         self.waits_since = time.monotonic()
@@ -73,24 +73,24 @@ class Connection(H11Protocol):
             self._has_begun()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Cancel the timers of the connection."""
         self._end_after(None)
         self._has_read()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Begin to wait for the client to read."""
+        """Start waiting for the client to read."""
         super().pause_writing()
         self.waits_since = time.monotonic()
         self._unread = self.loop.call_later(_TAKE, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on, because the client reads."""
+        """Continue, because the client reads again."""
         self._has_read()
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, in the shape of all errors."""
+        """Answer a request that is not HTTP, in the format of all errors."""
         answer = JSONResponse(wrong("The request is not valid HTTP/1.1.").as_json(), 400, {"Connection": "close"})
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else another answer is under way
             head = h11.Response(status_code=400, headers=answer.raw_headers)
@@ -99,11 +99,11 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: the request is answered without the upgrade."""
+        """Log nothing, because the request is answered without the upgrade."""
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether the server waits for the client: for a request, for the rest of one, or to read its answer."""
+        """Whether the server waits for the client: for a request, for the rest of one, or to read its answer."""
         owes = self._is_idle or self.cycle.more_body or self._unread is not None
         return owes and not self.transport.is_closing()
 
@@ -112,7 +112,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _has_begun(self) -> None:
-        """A request is whole but for its body, whose time the application limits."""
+        """Note that a request is complete except for its body, whose time the application limits."""
         if not self._is_idle:
             self.waits_since = time.monotonic()
             self._end_after(None)
@@ -135,10 +135,10 @@ class Connection(H11Protocol):
 async def accept(
     listener: socket.socket, make: Callable[[], Connection], connections: Collection[Connection], most: int
 ) -> None:
-    """Accept connections for ever, at most `most` at once.
+    """Accept connections forever, at most `most` at once.
 
-    One more, and those whose clients have owed the server a request for longest make room. If all have sent theirs,
-    the others wait in the system's queue.
+    If another connection arrives, the connections whose clients have owed the server a request for longest make room.
+    If all clients have sent their requests, further connections wait in the operating system's queue.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -152,7 +152,7 @@ async def accept(
             continue
         try:
             _, newest = await loop.connect_accepted_socket(make, client)
-        except OSError as error:  # it has gone already
+        except OSError as error:  # the client has already gone
             _LOG.debug("A connection is lost: %s", error)
             client.close()
             continue
@@ -161,7 +161,7 @@ async def accept(
 
 
 def _make_room(connections: Collection[Connection], newest: Connection | None = None) -> bool:
-    """End the connections that have waited longest: some at once, because looking for them costs time."""
+    """End the connections that have waited longest, several at once, because the search for them takes time."""
     waiting = (connection for connection in connections if connection.is_waiting and connection is not newest)
     oldest = heapq.nsmallest(max(1, len(connections) // 16), waiting, key=lambda connection: connection.waits_since)
     if not oldest and newest is not None and newest.is_waiting and time.monotonic() - newest.waits_since > _NEW:
@@ -176,7 +176,7 @@ def _make_room(connections: Collection[Connection], newest: Connection | None = 
 
 
 def most_connections() -> int:
-    """Return how many connections leave the process enough file descriptors for everything else."""
+    """Return the number of connections that leaves the process enough file descriptors for everything else."""
     try:
         import resource
     except ImportError:  # Windows, where sockets are not files

@@ -1,4 +1,4 @@
-"""The constraints of requests: how many at once, and how they are compiled beside everything else."""
+"""The constraints of requests: their limit, and their compilation in parallel with everything else."""
 
 import asyncio
 import functools
@@ -15,11 +15,13 @@ from jspec.serve.schemas import ResponseFormat
 
 
 class ConstraintCompiler:
-    """Compiles response formats. Each takes processes, so only some exist at once; the other requests wait here.
+    """A compiler of response formats.
+
+    Each format takes processes, so only a limited number exist at once. The other requests wait here.
 
     Args:
-        grammars: None if texts of this model cannot be constrained.
-        limit: how many requests hold a constraint at once; three times as many may wait for one.
+        grammars: compiles the formats; None if texts of this model cannot be constrained.
+        limit: how many requests may hold a constraint at once; three times as many may wait for one.
     """
 
     def __init__(self, grammars: Grammars | None, limit: int):
@@ -28,10 +30,10 @@ class ConstraintCompiler:
         self._held: dict[Any, asyncio.Future[Constraint]] = {}
 
     async def compile(self, holder: object, wanted: ResponseFormat) -> Constraint:
-        """Compile what `holder` asks for, which must `release` it in the end.
+        """Compile the format that `holder` asks for. The caller must `release` the holder in the end.
 
         Raises:
-            Refusal: too many requests wait for a constraint, or this one cannot be kept.
+            Refusal: too many requests wait for a constraint, or this one cannot be enforced.
         """
         grammars = self._grammars
         if grammars is None:
@@ -49,9 +51,10 @@ class ConstraintCompiler:
             raise Refusal(503, str(error), "response_format", "no_process", {"Retry-After": "1"}) from None
 
     def release(self, holder: object) -> None:
-        """End what `holder` has compiled, if anything.
+        """End the constraint that `holder` has compiled, if any.
 
-        What it still compiles keeps its place until it ends: clients that leave must not start ever more processes.
+        A compilation that still runs keeps its place until it ends. Otherwise clients that disconnect could start ever
+        more processes.
         """
         if compiled := self._held.pop(holder, None):
             compiled.add_done_callback(functools.partial(self._leave, holder))

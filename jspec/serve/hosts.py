@@ -13,10 +13,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Names:
-    """The hosts that a server answers to, whatever the port: a proxy in front of it may use another.
+    """The hosts that a server answers to, on any port, because a proxy in front of it may use another port.
 
     A name must be known, because its owner can make it mean this machine. An address must be one that the server
-    listens on, or any where it listens on all.
+    listens on. If the server listens on all addresses, any address is allowed.
 
     Args:
         host: the address that the server listens on.
@@ -44,10 +44,10 @@ class Names:
 
 
 def name_of(host: str) -> str:
-    """Return a host in lower case and ASCII, without the root's dot; an address in its shortest form.
+    """Return a host in lower case and ASCII, without the root's dot. Return an address in its shortest form.
 
     Raises:
-        ValueError: it is not a host.
+        ValueError: `host` is not a host.
     """
     if (address := _address(host)) is not None:
         return str(address)
@@ -61,10 +61,10 @@ def name_of(host: str) -> str:
 
 
 def split(authority: str) -> tuple[str, int | None]:
-    """Return the host of ``host:port`` as `name_of` does, and the port; None for a port that is left out.
+    """Return the host of ``host:port`` as `name_of` does, and the port, which is None if it is left out.
 
     Raises:
-        ValueError: it is not a host, or has more than a host and a port.
+        ValueError: `authority` is not a host, or has more than a host and a port.
     """
     match = _AUTHORITY.fullmatch(authority.lower())
     if match is None:
@@ -76,7 +76,7 @@ def origin_of(text: str) -> str:
     """Return an origin as browsers send it: in lower case and ASCII, without the usual port of its scheme.
 
     Raises:
-        ValueError: it is not an origin.
+        ValueError: `text` is not an origin.
     """
     match = _ORIGIN.fullmatch(text.lower())
     try:

@@ -1,4 +1,4 @@
-"""A body on its way through the engine: its choices, and who waits for them."""
+"""One request body in the engine: its choices, and the tasks that wait for them."""
 
 import asyncio
 import contextlib
@@ -24,13 +24,13 @@ _LOG = logging.getLogger("jspec")
 
 
 class Job:
-    """All choices of one body. They advance by themselves, whether anybody reads them or not.
+    """All choices of one body. They advance on their own, whether a client reads them or not.
 
     Args:
         served: the model.
-        metrics: are told what comes of it.
-        leave: is called once, when all choices have ended.
-        delivered: is called once, when nobody reads its answer any more.
+        metrics: records the outcome.
+        leave: called once, when all choices have ended.
+        delivered: called once, when no client reads the answer any more.
     """
 
     def __init__(self, served: Served, metrics: Metrics, leave: Callable[[], None], delivered: Callable[[], None]):
@@ -40,15 +40,15 @@ class Job:
         self._loop, self._changed, self._closed = asyncio.get_running_loop(), asyncio.Event(), False
 
     async def begin(self, body: Body, constraint: Constraint | None, one_at_a_time: CapacityLimiter) -> None:
-        """Understand the body and queue its requests; both may take a while, so not in the loop of events.
+        """Parse the body and queue its requests. Both may take a while, so they run outside the event loop.
 
         Args:
-            body: the request.
-            constraint: its response format, compiled.
-            one_at_a_time: limits the threads.
+            body: the request body.
+            constraint: its compiled response format.
+            one_at_a_time: the limit of threads.
 
         Raises:
-            Refusal: nothing runs.
+            Refusal: the request is refused, and none of its choices runs.
         """
         self.asked: Asked = await to_thread.run_sync(understand, self.served, body, constraint,
                                                    limiter=one_at_a_time)  # fmt: skip
@@ -62,14 +62,14 @@ class Job:
             self.choices = []
             raise
         for choice in self.choices:
-            if choice.finish_reason is not None:  # before its tenant was known
+            if choice.finish_reason is not None:  # it ended before its tenant was known
                 self._cancel(choice)
 
     def _submit(self) -> None:
         try:
             for choice in self.choices:
                 choice.tenant = self.served.engine.submit(choice.request, functools.partial(self._listen, choice))
-                choice.result = choice.tenant.result  # with what is known of it before its first token
+                choice.result = choice.tenant.result  # some of its fields are known before its first token
         except queue.Full:
             raise busy("Too many requests are waiting already; try again later.") from None
         except RuntimeError:
@@ -78,8 +78,8 @@ class Job:
             raise wrong(" ".join(str(error).split())) from None
 
     def _listen(self, choice: Choice, result: Result) -> None:
-        """In the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever would be told
+        """Pass a result from the engine's thread to the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every task that waits
             self._loop.call_soon_threadsafe(self._advance, choice, result)
 
     def _advance(self, choice: Choice, result: Result) -> None:
@@ -102,7 +102,7 @@ class Job:
             self.served.engine.cancel(choice.tenant)
 
     def close(self) -> None:
-        """The engine has nothing more to do for it, or nobody wants it any more."""
+        """Close the job, because the engine has nothing more to do for it or no client wants it any more."""
         if self._closed:
             return
         self._closed = True
@@ -116,17 +116,17 @@ class Job:
             self._end()
 
     def delivered(self) -> None:
-        """Its answer has been read, or nobody will."""
+        """Note that the client has read the answer, or never will."""
         delivered, self._delivered = self._delivered, _nothing
         delivered()
 
     def _end(self) -> None:
-        """Nothing of it is under way any more, though it may still be read."""
+        """Note that no choice is under way any more, though the client may still read the answer."""
         leave, self._leave = self._leave, _nothing
         leave()
 
     async def news(self) -> AsyncIterator[None]:
-        """Whenever there is more, and at least once; ends when all choices have.
+        """Yield whenever there is more output, and at least once; end when all choices have ended.
 
         Raises:
             Refusal: a choice has failed.
@@ -146,12 +146,15 @@ class Job:
             self._changed.clear()
 
     async def done(self) -> None:
-        """Wait for all choices."""
+        """Wait until all choices have ended."""
         async for _ in self.news():
             pass
 
     def usage(self) -> dict[str, Any]:
-        """What OpenAI's clients count, and how it was drafted; a prompt counts once, however many choices it has."""
+        """Return the token counts that OpenAI clients expect, and the drafting statistics.
+
+        A prompt counts once, however many choices it has.
+        """
         prompts = [choice for choice in self.choices if choice.index % self.asked.body.n == 0]
         read = sum(len(choice.request.tokens) for choice in prompts)
         written = sum(choice.count for choice in self.choices)
@@ -164,12 +167,12 @@ class Job:
         }
 
     def figures(self) -> Figures:
-        """How well it was drafted."""
+        """Return the drafting statistics of all choices."""
         return sum((choice.figures() for choice in self.choices), Figures())
 
 
 def _refusal(result: Result) -> Refusal:
-    """Explain a failure: what is the client's fault, and what the constraint met without anybody's."""
+    """Return the refusal for a failure: a mistake of the client, a dead end of the constraint, or any other failure."""
     if result.error_code in ("constraint_too_complex", "constraint_conflict"):
         return wrong(str(result.error), "response_format", result.error_code)
     if result.error_code == "constraint_dead_end":
@@ -178,4 +181,4 @@ def _refusal(result: Result) -> Refusal:
 
 
 def _nothing() -> None:
-    """In the place of what was called."""
+    """Do nothing, in place of a callback that was already called."""

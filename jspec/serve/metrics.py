@@ -1,4 +1,4 @@
-"""What /metrics says: vLLM's names behind a prefix. A choice counts as one request, a prompt's tokens count once."""
+"""The output of /metrics: vLLM's names after a prefix. A choice counts as one request, a prompt's tokens count once."""
 
 import time
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _SIZES = {"request_prompt_tokens": "Tokens of a prompt.", "request_generation_to
 
 
 class Metrics:
-    """Of one server."""
+    """The metrics of one server."""
 
     def __init__(self, served: Served, prefix: str = "jspec_"):
         disable_created_metrics()
@@ -72,11 +72,11 @@ class Metrics:
         self._of["kv_cache_usage_perc"].set_function(lambda: sum(len(one.text) for one in engine.seated) / room)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in the format that Prometheus reads."""
         return generate_latest(self._registry)
 
     def grown(self, choice: Choice, new: int, before: float) -> None:
-        """A choice has so many new tokens; the ones before them came at `before`, 0 for none."""
+        """Count `new` tokens of a choice. The tokens before them came at `before`, which is 0 if there were none."""
         self._of["generation_tokens"].inc(new)
         if before:
             for _ in range(new):

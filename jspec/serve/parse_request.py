@@ -1,4 +1,4 @@
-"""What a body asks of the engine: prompts as tokens, numbers, keys, ends."""
+"""The conversion of a body to engine requests: prompts as token ids, numbers, keys and end tokens."""
 
 import dataclasses
 import json
@@ -26,11 +26,11 @@ class Served:
     """A model that is served.
 
     Attributes:
-        name: what clients call it.
-        engine: decodes.
-        tokenizer: of its target.
-        names: of single tokens.
-        grammars: constrain texts; None where the tokenizer does not tell how it works, or no token ends a text.
+        name: the name that clients use.
+        engine: the engine that decodes.
+        tokenizer: the target's tokenizer.
+        names: the names of single tokens.
+        grammars: constrains texts; None if the tokenizer does not expose how it works, or no token ends a text.
     """
 
     name: str
@@ -41,32 +41,32 @@ class Served:
 
     @property
     def target(self) -> Any:
-        """The model whose law the texts have."""
+        """The target model, whose distribution the texts have."""
         return self.engine.device.target
 
     @property
     def max_length(self) -> int:
-        """The longest text, prompt included."""
+        """The longest text in tokens, prompt included."""
         return self.engine.device.sizes.length
 
     @property
     def num_draft_tokens(self) -> int:
-        """K, at most."""
+        """The largest K."""
         return self.engine.device.sizes.num_draft_tokens[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A body, understood.
+    """A parsed body.
 
     Attributes:
-        body: as it came.
-        prompts: their tokens.
-        requests: n of each prompt in turn.
-        most: tokens of a choice; 0 is echo alone, for which the engine decodes one nevertheless.
-        top: how many of the likeliest tokens are listed with each; None for no log-probabilities.
+        body: the body as it came.
+        prompts: the token ids of each prompt.
+        requests: the engine requests, n for each prompt in turn.
+        most: the most tokens of a choice. 0 means an echo alone, for which the engine still decodes one token.
+        top: how many of the likeliest tokens to list with each token; None for no log-probabilities.
         stop: strings that end a text.
-        ends: tokens that end it, and what is said to be the reason: a string, an id, or None for the model's own.
+        ends: tokens that end a text, each with its stop reason: a string, an id, or None for the model's own.
     """
 
     body: Body
@@ -79,15 +79,15 @@ class Asked:
 
     @property
     def echoes(self) -> bool:
-        """Whether prompts are repeated in the answer."""
+        """Whether the answer repeats the prompts."""
         return isinstance(self.body, CompletionBody) and self.body.echo
 
 
 def understand(served: Served, body: Body, constraint: Constraint | None = None) -> Asked:
-    """Everything about a body that needs the model's tokenizer or its sizes; its `constraint` is compiled already.
+    """Parse everything about a body that needs the model's tokenizer or sizes. `constraint` is already compiled.
 
     Raises:
-        Refusal: something cannot be.
+        Refusal: the body has an invalid field.
     """
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     stop, ends = _ends(served, body)
@@ -101,7 +101,7 @@ def understand(served: Served, body: Body, constraint: Constraint | None = None)
 
 
 def number_of_choices(body: Body) -> int:
-    """How many requests of the engine it is."""
+    """Return how many engine requests a body needs."""
     return body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
 
 
@@ -124,7 +124,7 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
 
 
 def _template(served: Served, body: Body) -> dict[str, Any]:
-    """The variables of the chat template that a chat sets; like its messages they are bounded by the longest text."""
+    """Return the chat template variables that a chat sets. Like its messages, they may not exceed the longest text."""
     name, given = "chat_template_kwargs", getattr(body, "chat_template_kwargs", {})
     try:
         _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
@@ -136,21 +136,21 @@ def _template(served: Served, body: Body) -> dict[str, Any]:
 
 
 def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
-    """Refuse what cannot fit without reading it, which might take seconds."""
+    """Refuse texts that cannot fit before they are tokenized, which might take seconds."""
     if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
         raise wrong(f"There are {longest} characters in {param}, and texts have at most {served.max_length} tokens "
                     "here; shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
 def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> None:
-    """The same of ids."""
+    """Refuse prompts of token ids that cannot fit."""
     if (longest := max(map(len, prompts), default=0)) >= served.max_length:
         raise wrong(f"There are {longest} tokens in {param}, and texts have at most {served.max_length} tokens here; "
                     "shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
 def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | int | None]]:
-    """Strings that end a text, and tokens, each with its reason."""
+    """Return the strings and the tokens that end a text, each token with its stop reason."""
     try:
         task = prepare(served.tokenizer, [[0]], list(dict.fromkeys(body.stop)))
     except ValueError as error:
@@ -186,7 +186,7 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
              sampling: SamplingParams, constraint: Constraint | None) -> Request:  # fmt: skip
     room = served.max_length - len(prompt)
     key = None
-    if body.seed is not None:  # of this kind whatever JAX's default is, so that the same seed is the same text
+    if body.seed is not None:  # a fixed kind of key, whatever JAX's default is: the same seed gives the same text
         key = jax.random.fold_in(jax.random.key(body.seed, impl="threefry2x32"), index)
     of_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
     return Request(
@@ -203,7 +203,7 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
 
 
 def _sampling(served: Served, body: Body) -> SamplingParams:
-    """The body's parameters, and for each that it leaves out the default that the model recommends."""
+    """Return the body's sampling parameters, with the model's recommended default for each that it leaves out."""
     return default_sampling(
         served.target,
         temperature=body.temperature,

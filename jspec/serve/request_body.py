@@ -1,4 +1,4 @@
-"""The bytes of a request: whose they are, how many, and what JSON they hold."""
+"""The bytes of a request: its API key, its size and its JSON."""
 
 import asyncio
 import hmac
@@ -9,15 +9,15 @@ from starlette.requests import Request
 
 from jspec.serve.errors import Refusal, wrong
 
-_PATIENCE = 60.0  # seconds for a body to come
+_PATIENCE = 60.0  # seconds for a body to arrive
 _MOST_FIELDS, _MOST_COMMAS = 200_000, 500_000
 
 
 def check_key(request: Request, key: str | None) -> None:
-    """Compare the request's key with the server's, in a time that says nothing about it.
+    """Compare the request's key with the server's, in a time that reveals nothing about the key.
 
     Raises:
-        Refusal: the server has a key, and the request has not.
+        Refusal: the server has a key, and the request does not send it.
     """
     if key is None:
         return
@@ -29,10 +29,10 @@ def check_key(request: Request, key: str | None) -> None:
 
 
 async def read(request: Request, most: int) -> bytes:
-    """The body, of at most so many bytes.
+    """Return the body, of at most `most` bytes.
 
     Raises:
-        Refusal: it is longer, or takes too long.
+        Refusal: the body is longer, or takes too long to arrive.
     """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > most:
@@ -50,15 +50,15 @@ async def read(request: Request, most: int) -> bytes:
 
 
 def as_json(body: bytes) -> Any:
-    """What it holds.
+    """Return the JSON value of the body.
 
     Raises:
-        Refusal: it is no JSON.
+        Refusal: the body is not JSON.
     """
     _check_size(body)
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
-        if b"\\u" in body:  # half a character may be written so
+        if b"\\u" in body:  # an escape may stand for half a character
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def as_json(body: bytes) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse many small values: Python holds its lock while it parses them, so every other request would wait."""
+    """Refuse many small values. Python holds its lock while it parses them, so every other request would wait."""
     for marks, most, names in ((b"[{:", _MOST_FIELDS, "characters [, { and :"), (b",", _MOST_COMMAS, "commas")):
         if sum(body.count(mark) for mark in marks) > most:
             raise wrong(f"The body has more than {most} {names}; send less.", code="body_too_long")

@@ -1,4 +1,4 @@
-"""What clients get: choices as JSON, at once or in chunks. A chunk is a part of what the whole answer is."""
+"""Responses to clients: choices as JSON, at once or in chunks. A chunk is a part of the whole answer."""
 
 import bisect
 import dataclasses
@@ -16,12 +16,12 @@ from jspec.serve.choice import Choice
 from jspec.serve.job import Job
 from jspec.serve.schemas import ChatBody
 
-_LEAST = -9999.0  # for minus infinity, as others write it
+_LEAST = -9999.0  # stands for minus infinity, as in other servers
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Of a choice: characters and tokens from where to where, and whether it begins and ends there."""
+    """A part of a choice: its ranges of characters and tokens, and whether the choice begins or ends in it."""
 
     choice: Choice
     characters: slice
@@ -31,12 +31,12 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The characters."""
+        """The characters of the part."""
         return self.choice.writer.text[self.characters]
 
 
 class Answer:
-    """Of one job, in the form of one of the two APIs."""
+    """The answer of one job, in the format of one of the two APIs."""
 
     def __init__(self, job: Job):
         self._job, self._asked, self._names = job, job.asked, job.served.names
@@ -46,13 +46,13 @@ class Answer:
         self._sent = {choice.index: (0, 0, False) for choice in job.choices}
 
     def whole(self) -> dict[str, Any]:
-        """All choices, which have ended."""
+        """Return all choices, which have ended."""
         choices = [self._choice(self._next(choice), "message") for choice in self._job.choices]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self._job.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """What there is more, whenever there is; with the usage at the end, if that is wanted.
+        """Yield new output whenever there is any, and the usage at the end if the request asks for it.
 
         Raises:
             Refusal: a choice has failed.
@@ -61,12 +61,12 @@ class Answer:
         usage: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         if self._asked.echoes:
-            await to_thread.run_sync(self._read_prompts)  # of which some may be long
+            await to_thread.run_sync(self._read_prompts)  # some prompts may be long
         async for _ in self._job.news():
             for choice in self._job.choices:
                 if self._has_more(choice):
                     part = self._next(choice)
-                    if part.is_first and self._is_chat:  # not sooner, or clients would take it for the first token
+                    if part.is_first and self._is_chat:  # any sooner, and clients would take it for the first token
                         role = {"role": "assistant", "content": ""}
                         yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
                     is_large = part.is_first and self._asked.echoes
@@ -90,7 +90,7 @@ class Answer:
         return choice.writer.shown > characters or (lists and choice.count > tokens)
 
     def _next(self, choice: Choice) -> Part:
-        """What has not been sent of it."""
+        """Return the part of the choice that has not been sent."""
         characters, tokens, _ = self._sent[choice.index]
         until, ended = max(choice.writer.shown, characters), choice.finish_reason is not None
         self._sent[choice.index] = until, choice.count, ended
@@ -134,12 +134,12 @@ class Answer:
         return self._read[choice.prompt]
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
-        """As of completions: a list for each kind of thing."""
+        """Return log-probabilities in the format of completions: one list for each field."""
         if self._asked.top is None:
             return None
         choice, result, ids = part.choice, part.choice.result, part.choice.tokens[part.tokens]
         values, tops = result.raw_logprobs[part.tokens], _tops(result.top_logprobs, part)
-        starts = choice.writer.starts[part.tokens]  # of a string that ended the text, beyond its end
+        starts = choice.writer.starts[part.tokens]  # tokens of a string that ended the text start beyond its end
         if self._asked.echoes:
             before = len(self._prompt_text(choice))
             starts = [before + start for start in starts]
@@ -156,7 +156,10 @@ class Answer:
         }
 
     def _top(self, token: int, value: float, top: list[tuple[int, float]]) -> dict[str, float | None] | None:
-        """The likeliest by their names, and the token's own; None for the first of a text, which has no law."""
+        """Return the likeliest tokens by name, and the token itself.
+
+        Return None for the first token of a text, which has no distribution.
+        """
         if math.isnan(value):
             return None
         others = {self._names.text(other): _number(logprob) for other, logprob in reversed(top)}
@@ -184,7 +187,7 @@ def _plain_choice(index: int, **fields: Any) -> dict[str, Any]:
 
 
 def _tops(given: list[list[tuple[int, float]]], part: Part) -> list[list[tuple[int, float]]]:
-    """Of the part's tokens; empty ones where none were asked for."""
+    """Return the likeliest tokens for each token of the part; empty lists if none were requested."""
     count = part.tokens.stop - part.tokens.start
     return given[part.tokens] if given else [[]] * count
 
@@ -198,7 +201,7 @@ def _number(value: float) -> float | None:
 
 
 def _origins(part: Part) -> dict[str, list[str]]:
-    """The part's text, cut where tokens end, and where each piece came from."""
+    """Return the part's text, cut where tokens end, and the origin of each piece."""
     choice, cut, names = part.choice, [], []
     first, last = part.characters.start, part.characters.stop
     begin = max(0, bisect.bisect_right(choice.writer.starts, first) - 1)

@@ -1,4 +1,4 @@
-"""A server process: a port, an engine, and an end that loses nothing."""
+"""A server process: a port, an engine, and a shutdown that loses nothing."""
 
 import asyncio
 import contextlib
@@ -16,32 +16,32 @@ from sse_starlette.sse import AppStatus
 
 from jspec.serve.connections import Connection, Seldom, accept, most_connections
 
-if TYPE_CHECKING:  # it imports jax, and an address that is taken should be known before that
+if TYPE_CHECKING:  # the module imports jax, and an address in use should be reported before that
     from jspec.serve.app import Server
 
 _LOG = logging.getLogger("jspec")
-_DRAIN = 600  # seconds for accepted requests to be decoded, after a signal
-_PATIENCE = 30  # seconds, for answers that are complete to be taken
+_DRAIN = 600  # seconds to decode accepted requests after a signal
+_PATIENCE = 30  # seconds for clients to take complete answers
 _SELDOM = Seldom()
-_SOON = 10  # seconds for the rest of the end
+_SOON = 10  # seconds for the rest of the shutdown
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Bind a socket to this address, which nobody else can have from then on.
+    """Bind a socket to this address, which no other process can bind from then on.
 
-    It does not listen yet: clients and load balancers should be refused while programs are compiled, not wait.
+    The socket does not listen yet. Clients and load balancers should be refused while programs compile, not wait.
 
     Raises:
-        ValueError: the host is empty, which would be every address of this machine.
-        OSError: the address cannot be had.
+        ValueError: the host is empty, which would mean every address of this machine.
+        OSError: the address is not available.
     """
     if not host.strip():
         raise ValueError("The host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all of them.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # With the option, connections of an earlier server that linger do not matter; where both sockets have it,
-        # Linux lets a second server bind until one of them listens. So this one has it only while it binds.
+        # With the option, lingering connections of an earlier server do not matter. If both sockets have it, Linux
+        # lets a second server bind until one of them listens. So this socket has the option only while it binds.
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((host, port))
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -52,7 +52,10 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """At the first signal new requests are refused, and the server ends when the others have; at the second, now."""
+    """A uvicorn server that drains at the first signal and ends at once at the second.
+
+    While it drains, it refuses new requests, and it ends when all others have ended.
+    """
 
     def __init__(self, server: "Server", keep_alive: int):
         # A log_config would close the handlers of the whole process.
@@ -61,10 +64,10 @@ class _Uvicorn(uvicorn.Server):
                                 timeout_graceful_shutdown=_PATIENCE)  # fmt: skip
         super().__init__(config)
         self._server, self._has_signal = server, False
-        self._limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # which a signal handler may use
+        self._limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # a signal handler may use this type
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections ourselves: uvicorn would accept more than there are file descriptors, and log each."""
+        """Accept connections here: uvicorn would accept more than there are file descriptors, and log each."""
         await super().startup([])
         listener = (sockets or [])[0]
         listener.setblocking(False)
@@ -79,26 +82,26 @@ class _Uvicorn(uvicorn.Server):
         return Connection(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and end."""
+        """Stop accepting connections, and end."""
         self._accepting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._accepting
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal. From then on the process ends in the end, whatever is stuck."""
+        """Handle a signal. From then on the process is certain to end, whatever is stuck."""
         self._has_signal = True
         self.should_exit = self.should_exit or self._server.is_draining
         if self.should_exit:
             self.force_exit, self.config.timeout_graceful_shutdown = True, 0
-            logging.getLogger("uvicorn.error").disabled = True  # it would tell of every answer that is cut short
+            logging.getLogger("uvicorn.error").disabled = True  # it would log every answer that is cut short
         self._server.is_draining = True
         self._limits.put(_SOON if self.should_exit else _DRAIN + _PATIENCE + _SOON)
 
     async def on_tick(self, counter: int) -> bool:
-        """Look whether the end has come; ten times a second."""
+        """Check ten times a second whether the server should end."""
         if self._accepting.done():
-            self._accepting.result()  # which is an error
+            self._accepting.result()  # raises the error that ended it
         if self._server.is_draining and not self.should_exit:
             trouble = self._server.trouble()
             if trouble:
@@ -109,7 +112,7 @@ class _Uvicorn(uvicorn.Server):
         return await super().on_tick(counter)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until the end."""
+        """Serve until the shutdown is complete."""
         threading.Thread(target=_watch, args=(self._limits,), name="jspec end", daemon=True).start()
         try:
             super().run(sockets)
@@ -118,9 +121,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
-    """End the process with status 1 if the next limit, None in the end, does not come within the seconds of the last.
+    """End the process with status 1 unless the next limit comes within the seconds of the last one.
 
-    It runs in a thread, because the event loop may be what is stuck.
+    A limit of None ends the watch. The watch runs in a thread, because the event loop itself may be stuck.
     """
     limit: float | None = None
     with contextlib.suppress(queue.Empty):
@@ -133,7 +136,7 @@ def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
 
 @contextlib.contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """End the process with status 1 if the block takes longer: a thread that is stuck can be joined by nobody."""
+    """End the process with status 1 if the block takes longer, because a stuck thread cannot be joined."""
     timer = threading.Timer(seconds, os._exit, [1])
     timer.daemon = True
     timer.start()
@@ -144,16 +147,16 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 
 def run(server: "Server", listener: socket.socket, keep_alive: int = 75) -> None:
-    """Serve until a signal says to end.
+    """Serve until a signal ends the server.
 
     Args:
-        server: what to serve.
-        listener: a socket that listens.
-        keep_alive: seconds that a connection may be idle. Proxies and pools of clients keep theirs for 60, and the
-            server should not close one that they are about to use.
+        server: the server to run.
+        listener: a listening socket.
+        keep_alive: seconds that a connection may be idle. Proxies and client pools keep their connections for 60
+            seconds, and the server should not close one that they are about to use.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections should not hinder the next server
-    # It would cut streams as soon as the engine is done with them, whether they have been read or not.
+    # Automatic draining would cut streams as soon as the engine is done with them, read by clients or not.
     AppStatus.disable_automatic_graceful_drain()
     logging.getLogger("uvicorn.error").addFilter(_SELDOM)
     _Uvicorn(server, keep_alive).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""What clients may send. Types are strict, unknown fields are errors, and null is as good as nothing."""
+"""Request bodies. Types are strict, unknown fields are errors, and null means the same as a missing field."""
 
 import reprlib
 from typing import Annotated, Any, Literal, Self
@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from jspec.serve.errors import Refusal, wrong
 
-# Fields of OpenAI's that are known and not served.
+# Fields of OpenAI's API that are known but not supported.
 _REFUSED = ("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
             "modalities", "audio", "prediction", "web_search_options", "images")  # fmt: skip
 _MOST = 2**31 - 1
@@ -18,7 +18,7 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=6
 
 class _Short(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Without sorting all of its names."""
+        """Return the text of a dict, without sorting all names of a large one."""
         return "{...}" if len(x) > self.maxdict else super().repr_dict(x, level)
 
 
@@ -33,7 +33,7 @@ def _texts(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """One prompt, or a list of prompts, as a list of texts and lists of ids."""
+    """Return one prompt, or a list of prompts, as a list of texts and lists of ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -63,13 +63,16 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Of a stream."""
+    """The options of a stream."""
 
     include_usage: bool = False
 
 
 class JsonSchema(_Strict):
-    """Of a response format. It is kept to whether `strict` or not; name and description are for people."""
+    """The JSON schema of a response format.
+
+    The schema is enforced whether `strict` is set or not. The name and the description are for people.
+    """
 
     name: str = Field("", max_length=64)
     description: str = ""
@@ -78,7 +81,7 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """What texts are like: anything, any JSON object, a JSON value of a schema, or a match of a regular expression."""
+    """The format of texts: any text, any JSON object, a JSON value of a schema, or a match of a regular expression."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -95,11 +98,11 @@ class ResponseFormat(_Strict):
 
 
 class Body(_Strict):
-    """What completions and chats have in common."""
+    """The fields that completions and chats have in common."""
 
     model: str
     max_tokens: int | None = Field(None, ge=0, le=_MOST)
-    temperature: float | None = Field(None, ge=0, le=100)  # None, here and below, is the model's own default
+    temperature: float | None = Field(None, ge=0, le=100)  # None, here and below, means the model's own default
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=_MOST)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -135,12 +138,12 @@ class Body(_Strict):
 
     @property
     def is_formatted(self) -> bool:
-        """Whether not every text will do."""
+        """Whether the format excludes some texts."""
         return self.response_format is not None and self.response_format.type != "text"
 
 
 class CompletionBody(Body):
-    """Of /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     max_tokens: int | None = Field(16, ge=0, le=_MOST)
@@ -158,25 +161,25 @@ class CompletionBody(Body):
 
 
 class Part(_Strict):
-    """A piece of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Strict):
-    """One of a conversation."""
+    """A message of a conversation."""
 
     role: str
     content: Annotated[list[Part], FailFast(), BeforeValidator(_parts), Field(max_length=_MOST_PARTS)]
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Return the message as chat templates take it."""
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatBody(Body):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=_MOST_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_MOST)
@@ -199,10 +202,10 @@ class ChatBody(Body):
 
 
 def understood(kind: type[Body], fields: Any) -> Body:
-    """`fields` as a body of that kind.
+    """Return `fields` as a body of that kind.
 
     Raises:
-        Refusal: of the first thing that is wrong.
+        Refusal: the body is invalid; the refusal describes the first error.
     """
     if not isinstance(fields, dict):
         raise wrong(f"The body is {_SHORT.repr(fields)}; expected a JSON object.")
@@ -217,7 +220,7 @@ def understood(kind: type[Body], fields: Any) -> Body:
 
 
 def _check_sizes(fields: dict[str, Any]) -> None:
-    """Refuse large bodies of small things before each of those is found wrong, one by one."""
+    """Refuse large bodies of small values before validation finds an error in each value, one by one."""
 
     def of(value: Any, most: int = _MOST_MESSAGES) -> list[dict[str, Any]]:
         return [one for one in value if isinstance(one, dict)] if isinstance(value, list) and len(value) <= most else []
@@ -235,7 +238,7 @@ def _check_sizes(fields: dict[str, Any]) -> None:
 
 
 def _refusal(found: ErrorDetails) -> Refusal:
-    """One sentence of what pydantic has found first."""
+    """Return the first error that pydantic has found, as one sentence."""
     place = _place(found["loc"])
     kind, message, given = found["type"], found["msg"], _SHORT.repr(found["input"])
     if kind == "missing":
@@ -246,7 +249,7 @@ def _refusal(found: ErrorDetails) -> Refusal:
         return wrong(f"{place} is {given}, and only parts of type 'text' are supported.", place, "unsupported")
     if kind in ("prompt", "stop"):
         return wrong(f"{message.replace('{place}', place)}; got {given}.", place)
-    if not place or kind == "response_format":  # of several fields
+    if not place or kind == "response_format":  # an error about several fields
         return wrong(f"{message}.", kind)
     if kind in ("too_short", "too_long", "string_too_long"):
         words = message.replace(" after validation", "").split(" ", 1)[1]
@@ -262,7 +265,7 @@ def _expected(kind: str, message: str) -> str:
 
 
 def _place(path: tuple[int | str, ...]) -> str:
-    """``messages[0].content`` of its parts; alternatives of a union have no name of their own."""
+    """Return ``messages[0].content`` from its parts. Alternatives of a union have no name of their own."""
     text = ""
     for part in path:
         if isinstance(part, int):

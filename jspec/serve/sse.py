@@ -1,4 +1,4 @@
-"""Answers on their way to a client, piece by piece: each must be taken in time, and nothing is made of all at once."""
+"""Answers to a client, piece by piece. A client must take each piece in time, and no answer is made all at once."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ from jspec.serve.responses import Answer
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 600.0  # seconds for a client to take one piece
-_LEVELS, _FEW = 4, 64  # what is deeper in an answer is small, but for how much there is of it
+_LEVELS, _FEW = 4, 64  # deeper values of an answer are small, but there may be many
 _PIECE = 2**16  # characters
 _PING = 15  # seconds between pings
 
 
 class Whole(StreamingResponse):
-    """All of a job that has ended, as one object. Whatever happens to it, the answer is delivered afterwards."""
+    """The answer of a job that has ended, as one object. It counts as delivered afterwards, whatever happens."""
 
     def __init__(self, job: Job, content: dict[str, Any]):
         self._job = job
@@ -43,10 +43,11 @@ class Whole(StreamingResponse):
 
 
 class _Ping(ServerSentEvent):
-    """Keeps a connection alive while a request waits for its first token.
+    """A comment that keeps a connection alive while a request waits for its first token.
 
-    It is a comment without the blank line that ends an event, because some clients take that for an event without data.
-    Others take a comment and the event after it for one, which they drop. So no ping comes between two tokens.
+    The comment lacks the blank line that ends an event, because some clients take that for an event without data.
+    Other clients take a comment and the event after it for one event, which they drop. So no ping comes between two
+    tokens.
     """
 
     def __init__(self, is_needed: bool):
@@ -59,7 +60,7 @@ class _Ping(ServerSentEvent):
 
 
 class Stream(EventSourceResponse):
-    """A job's answer in events. Whatever happens to it, the job is over afterwards."""
+    """A job's answer as events. The job is closed afterwards, whatever happens."""
 
     def __init__(self, job: Job):
         self._job, self._has_begun = job, False
@@ -82,7 +83,7 @@ class Stream(EventSourceResponse):
 async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
     try:
         async for chunk in Answer(job).chunks():
-            # One that repeats a prompt may be large.
+            # A chunk that repeats a prompt may be large.
             data = await to_thread.run_sync(_dump_large, chunk) if job.asked.echoes else dump(chunk)
             yield {"data": data}
     except Refusal as refusal:
@@ -94,9 +95,10 @@ async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
 
 
 async def heard(receive: Receive) -> Message:
-    """What a client says next.
+    """Return the client's next message.
 
-    Asked anew every second, for what it has sent in excess stops the reading, and with it the news that it has gone.
+    The call to `receive` is repeated every second. Data that the client has sent in excess stops the reading, and with
+    it the message that the client has gone.
     """
     while True:
         with contextlib.suppress(TimeoutError):
@@ -105,12 +107,12 @@ async def heard(receive: Receive) -> Message:
 
 
 def dump(value: Any) -> str:
-    """As JSON."""
+    """Return `value` as JSON."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def dump_pieces(value: Any, levels: int = _LEVELS) -> Iterator[str]:
-    """`dump` of an answer in many pieces: no other thread runs while one is made."""
+    """Yield `dump` of an answer in many pieces, because no other thread runs while a piece is made."""
     if isinstance(value, dict) and levels:
         for i, (name, part) in enumerate(value.items()):
             yield f"{',' if i else '{'}{dump(name)}:"
@@ -134,7 +136,7 @@ def _dump_large(value: Any) -> str:
 
 
 def _joined(pieces: Iterable[str]) -> Iterator[str]:
-    """`pieces` in larger ones: sending each costs something."""
+    """Join `pieces` into larger ones, because each send has a cost."""
     held, size = list[str](), 0
     for piece in pieces:
         held.append(piece)

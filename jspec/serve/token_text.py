@@ -1,14 +1,14 @@
-"""What single tokens are called in answers."""
+"""The names of single tokens in answers."""
 
 import re
 from typing import Any
 
 
 class Names:
-    """What single tokens are called in lists of log-probabilities.
+    """The names of single tokens in lists of log-probabilities.
 
     Attributes:
-        longest: characters of the longest.
+        longest: how many characters the longest token has.
     """
 
     def __init__(self, tokenizer: Any):
@@ -18,11 +18,11 @@ class Names:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
-        """Its text; ``bytes:\\xe2`` of one that is a part of a character, as OpenAI writes it."""
+        """Return a token's text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it."""
         return self._look(token)[0]
 
     def utf8(self, token: int) -> list[int]:
-        """Its bytes."""
+        """Return a token's bytes."""
         return self._look(token)[1]
 
     def _look(self, token: int) -> tuple[str, list[int]]:
@@ -42,7 +42,7 @@ class Names:
 
 
 def _bytes(raw: str) -> bytes | None:
-    """What a vocabulary's entry stands for: ``<0xE2>``, or GPT-2's letters for bytes."""
+    """Return the bytes that a vocabulary's entry stands for: ``<0xE2>``, or GPT-2's letters for bytes."""
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
         return bytes([int(found[1], 16)])
     if raw and all(letter in _LETTERS for letter in raw):
@@ -51,7 +51,7 @@ def _bytes(raw: str) -> bytes | None:
 
 
 def _letters() -> dict[str, int]:
-    """GPT-2's: bytes that are visible in Latin-1 stand for themselves, others for the letters from 256 on."""
+    """Return GPT-2's letters: bytes visible in Latin-1 stand for themselves, the others for the letters from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""How well a text was drafted."""
+"""Drafting statistics of a text."""
 
 import dataclasses
 from collections import Counter
@@ -9,12 +9,12 @@ from jspec.engine import Result
 
 @dataclasses.dataclass
 class Figures:
-    """Counts of rounds and drafts; a round counts if it brought a token that was delivered.
+    """Counts of rounds and draft tokens. A round counts if it produced a delivered token.
 
     Attributes:
-        rounds: all of them.
-        drafted, judged, accepted: drafts, as counted in `jspec.Stats`.
-        by_accepted: how many of the rounds that had a guess accepted so many.
+        rounds: the number of rounds.
+        drafted, judged, accepted: draft tokens, as counted in `jspec.Stats`.
+        by_accepted: for each number of accepted tokens, how many rounds with a draft accepted that number.
     """
 
     rounds: int = 0
@@ -25,7 +25,7 @@ class Figures:
 
     @classmethod
     def of(cls, result: Result, delivered: int) -> Self:
-        """Of one text, of which so many tokens were delivered: behind a stop string more may have been decoded."""
+        """Return the figures of one text with `delivered` tokens. More may have been decoded after a stop string."""
         figures, tokens = cls(), 0
         for drafted, judged, accepted in zip(result.drafted, result.judged, result.accepted, strict=False):
             if tokens >= delivered:
@@ -44,11 +44,11 @@ class Figures:
 
     @property
     def drafts(self) -> int:
-        """Rounds that had a guess."""
+        """Rounds that had a draft."""
         return self.by_accepted.total()
 
     def as_json(self, num_draft_tokens: int) -> dict[str, Any]:
-        """For clients; None where nothing was drafted."""
+        """Return the figures for clients. Rates are None if nothing was drafted."""
         return {
             "mean_acceptance_length": 1 + self.accepted / self.drafts if self.drafts else None,
             "acceptance_rate": self.accepted / self.judged if self.judged else None,

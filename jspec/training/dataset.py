@@ -1,4 +1,4 @@
-"""What a drafter learns from: texts as token ids, and which of their tokens it is to guess."""
+"""The training data of a drafter: texts as token ids, and the tokens in them that it learns to draft."""
 
 import dataclasses
 import hashlib
@@ -15,8 +15,8 @@ from convert.errors import CheckpointError
 from convert.to_hf import write_file
 from jspec.text.chat_template import check_messages, rendered
 
-TEXTS = "texts"  # in the folder of a training, what the target wrote
-_HELD_OUT = 20  # of so many texts about one is held out
+TEXTS = "texts"  # holds the texts that the target wrote, in the folder of a training
+_HELD_OUT = 20  # about one text in this many is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Row:
 
     Attributes:
         tokens: ``int32[S]``.
-        learned: ``bool[S]``: the tokens to be guessed; of a chat, what the assistant says.
+        learned: ``bool[S]``: the tokens to learn; in a chat, those of the assistant.
     """
 
     tokens: np.ndarray
@@ -33,26 +33,26 @@ class Row:
 
     @property
     def is_question(self) -> bool:
-        """Whether it ends where the assistant would answer, so that there is nothing to be guessed yet."""
+        """Whether the text ends where the assistant would answer, so that it has no tokens to learn yet."""
         return not self.learned.any()
 
 
 def of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Row:
-    """A text whose first tokens are given."""
+    """Return a text whose first tokens are given."""
     learned = np.arange(len(prompt) + len(answer)) >= len(prompt)
     return Row(np.array([*prompt, *answer], np.int32), learned)
 
 
 def read(file: str | Path, tokenizer: Any, length: int, room: int) -> list[Row]:
-    """A file of chats (``.jsonl``, an object with "messages" on every line) or of plain text, in parts of `length`.
+    """Read chats (``.jsonl``, an object with "messages" on every line) or plain text, in parts of `length` tokens.
 
-    Of chats that end with the user's turn there are questions, too, which are whole, of at most `room` tokens. Of a
-    folder of an earlier training it is what the target wrote there.
+    A chat that ends with the user's turn also gives a question, which stays whole and has at most `room` tokens. For
+    the folder of an earlier training, read the texts that the target wrote there.
 
     Raises:
-        ValueError: the file is empty or malformed or asks what is too long (with the number of the line), or has chats
-            without a chat template.
-        OSError: it cannot be read.
+        ValueError: the file is empty or malformed, or a question is too long (with the number of the line). Or the
+            file has chats, and there is no chat template.
+        OSError: the file cannot be read.
     """
     file = Path(file)
     if file.is_dir():
@@ -73,10 +73,10 @@ def read(file: str | Path, tokenizer: Any, length: int, room: int) -> list[Row]:
 
 
 def written(folder: Path, length: int) -> list[Row]:
-    """What the target wrote in a folder of an earlier training, in parts of `length`.
+    """Return the texts that the target wrote in the folder of an earlier training, in parts of `length` tokens.
 
     Raises:
-        ValueError: that is nothing, or damaged.
+        ValueError: there are no texts, or they are damaged.
     """
     files = sorted((folder / TEXTS).glob("*.safetensors"))
     found = [part for file in files for row in load(file) for part in parts(row, length)]
@@ -87,46 +87,46 @@ def written(folder: Path, length: int) -> list[Row]:
 
 
 def rounds_in(folder: Path) -> int:
-    """By how many the rounds of writing are numbered in the folder of a training; 0 for anything else."""
+    """Return the number after that of the last writing round in the folder of a training; 0 for anything else."""
     return max((int(file.stem) + 1 for file in (folder / TEXTS).glob("*.safetensors") if file.stem.isdecimal()),
                default=0)  # fmt: skip
 
 
 def _pieces(content: str, tokenizer: Any, length: int) -> Iterator[Row]:
-    """A text in pieces, each behind the token that starts a text, if the tokenizer puts one there (BOS)."""
+    """Yield a text in pieces, each after the token that starts a text, if the tokenizer puts one there (BOS)."""
     ids, bare = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (content, "a"))
     whole = tokenizer("a", verbose=False)["input_ids"]
     given = whole[: len(whole) - len(bare)] if whole[len(whole) - len(bare) :] == bare else []
     size = length - len(given)
     for first in range(0, len(ids), size):
-        # Counted as learned, for a text's first token is never guessed; given, it would be a question, the same for
-        # all, of which none can be held out.
+        # The BOS counts as learned, because a text's first token is never drafted. If it counted as given, it would
+        # be a question, the same for all pieces, and none of them could be held out.
         yield of_answer((), [*given, *ids[first : first + size]])
 
 
 def parts(row: Row, length: int) -> Iterator[Row]:
-    """A row in parts of at most `length` tokens, without those that teach nothing."""
+    """Yield a row in parts of at most `length` tokens, without parts that teach nothing."""
     for start in range(0, len(row.tokens), length):
         part = slice(start, start + length)
-        if row.learned[part][2:].any():  # the first token that can be guessed is the third
+        if row.learned[part][2:].any():  # the first token that can be drafted is the third
             yield Row(row.tokens[part], row.learned[part])
 
 
 def divide(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows: of twenty about one, and at least one, is held out.
+    """Return training rows and held-out rows. About one row in twenty, and at least one, is held out.
 
-    Which ones is up to their questions, or to themselves where there is none, and not to what else there is: so that
-    another training, with other data besides, holds out the same.
+    The choice depends on a row's question, or on the row itself if it has none, and not on the other rows. So another
+    training with additional data holds out the same rows.
 
     Raises:
-        ValueError: there are fewer than two.
+        ValueError: there are fewer than two texts.
     """
     keys = [(row.tokens[: row.learned.argmax()] if row.learned.argmax() else row.tokens).tobytes() for row in rows]
     lots = {key: int.from_bytes(hashlib.sha256(key).digest()[:8]) / 2**64 for key in keys}
     if len(lots) < 2:
         raise ValueError(f"There is {len(lots)} text to learn from, and one must be held out; give at least 2.")
     apart = {key for key, lot in lots.items() if lot < 1 / _HELD_OUT}
-    if not 0 < len(apart) < len(lots):  # of few texts
+    if not 0 < len(apart) < len(lots):  # may happen with few texts
         apart = {min(lots, key=lots.__getitem__)}
     train, held_out = (
         [row for row, key in zip(rows, keys, strict=True) if (key in apart) is out] for out in (False, True)
@@ -135,7 +135,7 @@ def divide(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def save(rows: Iterable[Row], file: Path) -> None:
-    """Write rows as they are."""
+    """Write rows to a file as they are."""
     rows = list(rows)
     none = Row(np.zeros(0, np.int32), np.zeros(0, bool))
     write_arrays(file, {"tokens": np.concatenate([row.tokens for row in (none, *rows)]),
@@ -144,7 +144,7 @@ def save(rows: Iterable[Row], file: Path) -> None:
 
 
 def load(file: Path) -> list[Row]:
-    """What `save` wrote.
+    """Return the rows that `save` wrote.
 
     Raises:
         ValueError: the file is damaged.
@@ -159,7 +159,7 @@ def load(file: Path) -> list[Row]:
 
 
 def digest(rows: Iterable[Row]) -> str:
-    """What two lists of rows have in common only if they are alike."""
+    """Return a hash that two lists of rows have in common only if they are equal."""
     found = hashlib.sha256()
     for row in rows:
         for part in (np.int64(len(row.tokens)), row.tokens, row.learned):
@@ -171,7 +171,7 @@ def write_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write a safetensors file whole or not at all.
 
     Raises:
-        convert.CheckpointError: there is no room.
+        convert.CheckpointError: the disk is full.
     """
     partial = file.with_suffix(".partial")
     try:
@@ -194,7 +194,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
-    """The `count` tokens that are to be guessed most often, ``int64[count]`` in ascending order."""
+    """Return the `count` tokens that are learned most often, ``int64[count]`` in ascending order."""
     seen = np.zeros(vocab_size, np.int64)
     for row in rows:
         np.add.at(seen, row.tokens[row.learned], 1)
@@ -202,9 +202,10 @@ def frequent(rows: Iterable[Row], count: int, vocab_size: int) -> np.ndarray:
 
 
 def _chat(line: str, tokenizer: Any, room: int, place: str) -> list[Row]:
-    """A conversation, in which the assistant's turns are learned; and a question, if it ends with the user's.
+    """Return a conversation, of which the assistant's turns are learned, and a question if the user's turn ends it.
 
-    Of a turn that the template shows otherwise where others follow (some leave out thoughts) only what is alike.
+    Some templates show a turn differently if others follow (some leave out thoughts). Only the tokens up to the first
+    difference are learned.
     """
     try:
         entry = json.loads(line)
@@ -244,7 +245,7 @@ def _chat(line: str, tokenizer: Any, room: int, place: str) -> list[Row]:
         if roles[i - 1] == "assistant":
             raise ValueError(f"{place} has two messages of the assistant in a row; give what it answers between them.")
         start, end = (_num_alike(tokens, shown) for shown in (ids(i, True), ids(i + 1, False)))
-        # What the template puts behind the end of a turn nobody ever writes.
+        # The tokens that the template puts after the end of a turn are never generated.
         ends = np.flatnonzero(tokens[start:end] == tokenizer.eos_token_id)
         learned[start : start + int(ends[-1]) + 1 if ends.size else end] = True
     if not learned.any():
@@ -253,7 +254,7 @@ def _chat(line: str, tokenizer: Any, room: int, place: str) -> list[Row]:
 
 
 def _num_alike(tokens: np.ndarray, ids: Sequence[int]) -> int:
-    """With how many of `ids` the tokens begin."""
+    """Return how many of the first `ids` the tokens begin with."""
     size = min(len(tokens), len(ids))
     other = np.flatnonzero(tokens[:size] != np.array(ids[:size]))
     return int(other[0]) if other.size else size

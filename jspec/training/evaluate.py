@@ -1,4 +1,4 @@
-"""What a trained drafter brings on this device: tokens a round and speed, foreseen and measured."""
+"""The gain from a trained drafter on this device: tokens per round and speed, predicted and measured."""
 
 import dataclasses
 import time
@@ -22,14 +22,14 @@ _NEW_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of drafts of one length at one temperature, at batch 1.
+    """The gain from drafts of one length at one temperature, at batch 1.
 
     Attributes:
         num_draft_tokens: K.
         temperature: 0 or 1.
-        foreseen: tokens a round by the acceptance on held-out texts.
-        tokens_per_round: as measured.
-        speedup: of tokens a second, over plain decoding.
+        foreseen: tokens per round, predicted from the acceptance on held-out texts.
+        tokens_per_round: tokens per round, measured.
+        speedup: tokens per second, relative to plain decoding.
     """
 
     num_draft_tokens: int
@@ -47,11 +47,11 @@ def measure(
     num_draft_tokens: int,
     temperature: float,
 ) -> Result:
-    """Continue every prompt with and without the drafter, in turns; a first turn, which compiles, does not count."""
+    """Continue every prompt with and without the drafter, in turns. A first turn, which compiles, does not count."""
     rates = look.agreement if temperature == 0 else look.acceptance
-    rates = (rates + rates[-1:] * num_draft_tokens)[:num_draft_tokens]  # a model is alike at every depth
+    rates = (rates + rates[-1:] * num_draft_tokens)[:num_draft_tokens]  # a model has one rate for every depth
     seconds, tokens, rounds = np.zeros(2), 0, 0
-    batch = encode(None, [list(prompt) for prompt in prompts])  # of one width, so that nothing compiles later
+    batch = encode(None, [list(prompt) for prompt in prompts])  # one width, so that nothing compiles later
     for number, row in enumerate([0, *range(len(prompts))]):
         one = Batch(batch.tokens[row : row + 1], batch.lengths[row : row + 1])
         most = min(_NEW_TOKENS, target.config.max_position_embeddings - int(batch.lengths.max()))
@@ -68,7 +68,7 @@ def _timed(
     target: Any, drafter: Any, prompt: Batch, seed: int, num_draft_tokens: int, temperature: float, most: int
 ) -> tuple[float, Output]:
     request = target, prompt.tokens, prompt.lengths, trial_keys(request_keys(seed, 1), TRAINING)
-    # To the ends of their texts: of what would come behind them nothing was learned.
+    # Decode only up to EOS, because nothing was learned about tokens after it.
     ends = tuple(i for i in target.config.eos_token_ids if i < target.config.vocab_size)
     options: dict[str, Any] = {"max_new_tokens": most, "eos_ids": ends,
                                "sampling": SamplingParams(temperature=temperature)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The loop: one jitted step, the state on disk every so often, and how well it goes on texts that are held out."""
+"""The training loop: one jitted step, regular states on disk, and evaluations on held-out texts."""
 
 import dataclasses
 import functools
@@ -26,20 +26,20 @@ from jspec.training.target_states import Sight, StoredStates, look
 
 _log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0
-_SHALLOW = 0.6  # of the steps, at first, that unroll a head half as deep: in 2/3 of the time (bench/NOTES.md)
+_SHALLOW = 0.6  # share of steps, the first ones, that unroll a head half as deep in 2/3 of the time (bench/NOTES.md)
 _STATE, _LOG = "state", "log.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train.
+    """The length and the speed of a training.
 
     Attributes:
-        steps: optimiser steps; None for no end, and a rate that does not fall.
-        depth: how many tokens in a row a draft is unrolled to; at first half of it.
+        steps: optimiser steps; None for no end and a rate that does not fall.
+        depth: how many tokens in a row a draft is unrolled to; half as many at first.
         loss: a name of `jspec.training.losses.LOSSES`.
-        rate: peak learning rate of the matrices (Muon) and, half of it, of the rest (AdamW).
-        save_every: steps between two states on disk, and between two looks at what is held out.
+        rate: the peak learning rate of the matrices (Muon). The rest (AdamW) has half of it.
+        save_every: steps between two states on disk, and between two evaluations on held-out texts.
     """
 
     steps: int | None
@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Batches, and what the target makes of them: stored, or computed by the step."""
+    """Batches, and the target's states of them, which are stored or computed by the step."""
 
     plan: Plan
     stored: StoredStates | None = None
@@ -62,13 +62,13 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One look at what is held out.
+    """One evaluation on held-out texts.
 
     Attributes:
         step: how many steps were made.
-        loss: mean of the training loss since the last look.
-        acceptance: of held-out texts, by depth: ``sum min(p, q)`` at temperature 1.
-        agreement: of held-out texts, by depth: how often draft and target find the same token likeliest.
+        loss: the mean training loss since the last evaluation.
+        acceptance: ``sum min(p, q)`` at temperature 1, by depth.
+        agreement: how often the draft and the target have the same likeliest token, by depth.
     """
 
     step: int
@@ -86,10 +86,10 @@ def fit(
     folder: Path,
     say: Callable[[Progress | int], None] = lambda _: None,
 ) -> Weights:
-    """Train, going on from what `folder` holds; ``say`` is told every step, and every look.
+    """Train from the state in `folder`, and call ``say`` after every step and every evaluation.
 
-    A run that was stopped at any moment and is started again, on as many devices, makes the same steps as one that was
-    not.
+    A run may be stopped at any moment. Started again on as many devices, it makes the same steps as a run that was
+    never stopped.
     """
     training = begin(trainee, schedule)
     early = training.step
@@ -110,12 +110,12 @@ def fit(
         step = early if number < _SHALLOW * schedule.steps else training.step
         state, loss = step(state, target, *asked)
         recent.append(loss)
-        jax.block_until_ready(recent[:-1][-1:])  # the step before: this one runs while the next batch is read
+        jax.block_until_ready(recent[:-1][-1:])  # wait for the step before; this one runs while the next batch is read
         say(number + 1)
         if (number + 1) % schedule.save_every == 0 or number + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
             loss = float(np.mean(jax.device_get(recent)))
-            # Nothing is left to be judged, too, where several models learn what those before them got wrong.
+            # There may also be nothing left to score if several models learn the tokens that earlier ones got wrong.
             expected = any(row.learned[2:].any() for row in held_out.plan.rows)
             if not np.isfinite([loss, *found.loss]).all() or (expected and not found.tokens[0]):
                 raise ValueError(f"After {number + 1} steps the loss is {loss}, held out {found.loss[0]}, where "
@@ -133,13 +133,14 @@ class Training(NamedTuple):
     """A training before its first step.
 
     Attributes:
-        state: weights, those that stay as they are, and the optimiser's moments.
-        step: ``(state, loss)`` of a state, which it takes, and a batch: the loss is that of the weights before.
-        scored_step: the same with the whole `Score` in the place of the loss, which takes longer.
-        score: the `Score` of a state and a batch.
+        state: the weights, the fixed weights, and the optimiser's moments.
+        step: a function from a state, which it consumes, and a batch to ``(state, loss)``. The loss is that of the
+            weights before the step.
+        scored_step: the same with the whole `Score` in place of the loss, which takes longer.
+        score: a function from a state and a batch to their `Score`.
 
-    Of a batch both are told the target, tokens and what of them is learned, as in `Batch`, and the target's `Sight` of
-    them or None.
+    For a batch, the functions take the target, `tokens` and `learned` as in `Batch`, and the target's `Sight` of the
+    tokens or None.
     """
 
     state: dict[str, Any]
@@ -149,7 +150,7 @@ class Training(NamedTuple):
 
 
 def begin(trainee: Trainee, schedule: Schedule) -> Training:
-    """Its functions are compiled once for every shape of batch."""
+    """Return a training whose functions compile once for every shape of batch."""
     optimiser = _optimiser(schedule)
 
     def said(weights: Weights, fixed: Weights, *batch: Any) -> Score:
@@ -164,14 +165,14 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
         gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], state["fixed"], *batch)
         updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
         new = {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}
-        # Muon would make a whole step of what it remembers, and one NaN many.
+        # Without this, Muon would make a whole step from its moments alone, and one NaN would become many.
         learns = (found.tokens.sum() > 0) & jnp.isfinite(optax.tree.norm(gradient))
         return state | jax.tree.map(lambda a, b: jnp.where(learns, a, b), new, _changing(state)), found
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
         state, found = scored_step(state, *batch)
-        return state, total(found)  # of nothing else is then anything computed
+        return state, total(found)  # the rest of the score is then not computed
 
     @jax.jit
     def score(state: dict[str, Any], *batch: Any) -> Score:
@@ -183,7 +184,7 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
 
 
 def measure(training: Training, state: dict[str, Any], target: Any, held_out: Source) -> Score:
-    """The score on all that is held out; means over tokens, 0 where a depth has none."""
+    """Return the score on all held-out rows, as means over tokens, or 0 for a depth without tokens."""
     parts = [jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.sight(batch)))
              for batch in held_out.plan.in_order()]  # fmt: skip
     counts = np.stack([part.tokens for part in parts])
@@ -192,7 +193,7 @@ def measure(training: Training, state: dict[str, Any], target: Any, held_out: So
 
 
 def predicted(acceptance: list[float]) -> float:
-    """Tokens a round of a chain as deep as `acceptance`: a draft is kept where all before it were."""
+    """Return tokens per round for a chain as deep as `acceptance`: a draft token is kept if all before it were."""
     return 1 + float(np.cumprod(acceptance).sum())
 
 
@@ -201,7 +202,7 @@ def _said(
     sight: Sight | None,
 ) -> Score:  # fmt: skip
     known = look(target, tokens, trainee.features) if sight is None else sight
-    # Of float16 small gradients would be 0.
+    # In float16 small gradients would be 0.
     dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype
     known = jax.lax.stop_gradient(known)
     known = known._replace(states=known.states.astype(target.dtype), hidden=known.hidden.astype(target.dtype))
@@ -213,7 +214,7 @@ def _said(
 
 
 def _finite(known: Sight, learned: Array) -> tuple[Sight, Array]:
-    """With nothing to learn of texts in which some state of the target is not finite: one would spoil all weights."""
+    """Mask texts in which some state of the target is not finite, because one such text would spoil all weights."""
     states, hidden = known.states, known.hidden
     kept = jnp.isfinite(states).all((1, 2, 3)) & jnp.isfinite(hidden).all((1, 2))
     states, hidden = jnp.where(kept[:, None, None, None], states, 0), jnp.where(kept[:, None, None], hidden, 0)
@@ -221,7 +222,10 @@ def _finite(known: Sight, learned: Array) -> tuple[Sight, Array]:
 
 
 def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
-    """Muon for matrices, AdamW for the rest: warm-up, then linearly down to zero; of no end, as it is."""
+    """Return Muon for matrices and AdamW for the rest.
+
+    The rate warms up, then falls linearly to zero. In a training without end it is constant.
+    """
     rate = optax.constant_schedule(schedule.rate)
     if schedule.steps is not None:
         warm = max(1, int(_WARMUP * schedule.steps))
@@ -232,15 +236,15 @@ def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
 
 
 def _placed(state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A copy of the state on every device, and what divides the rows of a batch among them."""
+    """Return a copy of the state on every device, and a function that divides the rows of a batch among them."""
     mesh = Mesh(np.array(jax.devices()), ("rows",))
     by_row = NamedSharding(mesh, PartitionSpec("rows"))
-    own = jax.tree.map(jnp.copy, state)  # the step takes its buffers
+    own = jax.tree.map(jnp.copy, state)  # the step consumes the buffers of its state
     return jax.device_put(own, NamedSharding(mesh, PartitionSpec())), functools.partial(jax.device_put, device=by_row)
 
 
 def _everywhere(target: Any) -> Any:
-    """A target that lies on some devices alone on all of them, once and not at every step."""
+    """Return the target on all devices. One that lies on only some of them is copied once, not at every step."""
     devices = jax.devices()
     whole = NamedSharding(Mesh(np.array(devices), ("rows",)), PartitionSpec())
 
@@ -251,14 +255,14 @@ def _everywhere(target: Any) -> Any:
 
 
 def _checkpointer(folder: Path) -> Any:
-    from orbax.checkpoint import v1 as ocp  # lazily: it takes over a second
+    from orbax.checkpoint import v1 as ocp  # imported lazily, because it takes over a second
 
     kept: Any = ocp.training.preservation_policies.LatestN(2)
     return ocp.training.Checkpointer(str((folder / _STATE).absolute()), preservation_policy=kept)
 
 
 def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """How many steps were made, and the state after them."""
+    """Return the number of steps made, and the state after them."""
     if not (folder / _STATE).exists():
         return 0, state
     with _checkpointer(folder) as checkpoints:
@@ -268,10 +272,12 @@ def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]
 
 
 def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) -> None:
-    """The log first: of a step whose state is not there, its lines are cut off again.
+    """Append to the log, then write the state.
+
+    The log comes first, because a restart cuts off its lines for steps whose state is missing.
 
     Raises:
-        convert.CheckpointError: the state could not be written; the one before is still there.
+        convert.CheckpointError: the state could not be written; the state before it is still there.
     """
     with (folder / _LOG).open("a", encoding="utf-8") as log:
         log.write(json.dumps(dataclasses.asdict(progress)) + "\n")
@@ -294,7 +300,7 @@ def _changing(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_log(folder: Path) -> Iterator[Progress]:
-    """All looks so far."""
+    """Yield all evaluations so far."""
     file = folder / _LOG
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         yield Progress(**json.loads(line))

@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Heads, adapters, vectors and models in training: what each says of whole texts.
+"""Heads, adapters, vectors and models in training: the logits of each for whole texts.
 
-All of them yield, for each depth, ``float32[B, S, V]``: at position t of one and the same token, so that what is said
-one depth later has seen one token less.
+All of them yield ``float32[B, S, V]`` for each depth. At position t, all depths are about one and the same token, so
+the logits of the next depth have seen one token less.
 """
 
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ from jspec.training.target_states import Sight
 
 
 def later(rows: Array, depth: int) -> Array:
-    """``rows[B, S, ...]``, each `depth` positions later; the first are zeros."""
+    """Return ``rows[B, S, ...]``, each `depth` positions later; the first ones are zeros."""
     return jnp.pad(rows, [(0, 0), (depth, 0)] + [(0, 0)] * (rows.ndim - 2))[:, : rows.shape[1]]
 
 
 def parallel(drafter: ParallelHeadsDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """Medusa and blockwise heads: at t of the token t + 2."""
+    """Yield the logits of Medusa and blockwise heads, at position t for the token t + 2."""
     logits = drafter.logits(target.norm(sight.hidden), target, depth)
     for i in range(depth):
         yield later(logits[:, :, i], i)
 
 
 def hydra(drafter: HydraDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """At t of the token t + 2, with the tokens up to t + 1."""
-    newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # of the last position there is none, and nothing to say
+    """Yield logits at position t for the token t + 2, given the tokens up to t + 1."""
+    newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # the last position has none, and nothing to predict
     read = target.norm(sight.hidden)
     for i in range(depth):
         read = jnp.concatenate([read, newest.astype(read.dtype)], axis=-1)
@@ -45,12 +45,15 @@ def hydra(drafter: HydraDrafter, target: Any, tokens: Array, sight: Sight, depth
 
 
 def _causal(size: int) -> Branches:
-    """A text as a tree of one branch: the fused kernels, which read plain texts, have no gradients."""
+    """Return a text as a tree of one branch, because the fused kernels, which take plain texts, have no gradients."""
     return Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
 
 
 def kangaroo(drafter: KangarooDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """At t of the token t + 1; of guesses it reads what the target would have, so that no depth is like another."""
+    """Yield logits at position t for the token t + 1.
+
+    For draft tokens, the adapter reads the states that the target would have, so one depth stands for all.
+    """
     batch, size = tokens.shape
     cache, start = drafter.adapter.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
     x, _ = drafter.adapter(sight.states[:, :, 0], cache, start, _causal(size))
@@ -58,7 +61,7 @@ def kangaroo(drafter: KangarooDrafter, target: Any, tokens: Array, sight: Sight,
 
 
 def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """At t of the token t + 2: the target reads the text, and behind every token all vectors."""
+    """Yield logits at position t for the token t + 2. The target reads the text, with all vectors after every token."""
     count, (batch, size) = len(drafter.embeddings), tokens.shape
     vectors = jnp.tile(target.config.vocab_size + jnp.arange(count, dtype=tokens.dtype), (batch, size))
     nodes = jnp.concatenate([tokens, vectors], axis=1)
@@ -70,7 +73,7 @@ def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, d
 
 
 def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """At t of the token t + 1; a model reads guesses as it does the text."""
+    """Yield logits at position t for the token t + 1. A model reads draft tokens as it reads the text."""
     batch, size = tokens.shape
     cache, start = drafter.model.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
     hidden, _ = drafter.model.forward(tokens, cache, start, branches=_causal(size))
@@ -78,7 +81,7 @@ def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth
 
 
 def _behind_all(size: int, count: int) -> Branches:
-    """A text of `size` tokens, then behind each of them `count` vectors in a row, ``[S + S M]`` nodes."""
+    """Return a tree of ``[S + S M]`` nodes: a text of `size` tokens, with `count` vectors in a row after each token."""
     at, place = np.repeat(np.arange(size), count), np.tile(np.arange(count), size)
     text = np.tril(np.ones((size, size), bool))
     before = (at == at[:, None]) & (place <= place[:, None])

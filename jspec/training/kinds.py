@@ -1,4 +1,4 @@
-"""What can be trained: for each kind of drafter how it begins, and what it says of whole texts."""
+"""The kinds of drafters that can be trained: the beginning of each, and its logits for whole texts."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from jspec.training.target_states import Sight
 Weights = dict[str, Any]
 _Unroll = Callable[[Any, Any, Array, Sight, int], Iterator[Array]]
 
-# Of a kind of drafter what it says of whole texts, and the offset of that, see `Trainee`.
+# For each kind of drafter, the function for its logits of whole texts, and their offset; see `Trainee`.
 _UNROLLS: dict[type, tuple[_Unroll, int]] = {
     EagleDrafter: (lambda drafter, target, tokens, sight, depth: eagle.unroll(drafter.head, target, tokens,
                                                                              sight.states, depth), 1),
@@ -49,15 +49,15 @@ class Trainee:
     """A drafter in training.
 
     Attributes:
-        weights: those that are trained, in float32.
-        fixed: all others, as they are.
-        features: the target's states that it reads, besides what leaves the last layer.
-        draft_ids: ``int32[D]``, the tokens it can guess; None for all.
-        offset: at position t it guesses the token ``t + 1 + offset``.
-        unroll: of weights, fixed ones too, target, ``tokens[B, S]`` and `Sight`, for a number of depths, the logits
-            ``[B, S', D]``.
-        drafter: what decodes with such weights.
-        repeats: whether each depth is the same weights once more, with more to compute.
+        weights: the trained weights, in float32.
+        fixed: all other weights, unchanged.
+        features: the target's states that it reads, besides the output of the last layer.
+        draft_ids: ``int32[D]``, the tokens that it can draft; None for all.
+        offset: at position t it drafts the token ``t + 1 + offset``.
+        unroll: a function of all weights, fixed ones too, the target, ``tokens[B, S]``, the `Sight` and a number of
+            depths. It yields the logits ``[B, S', D]`` of each depth.
+        drafter: a function from such weights to the drafter that decodes with them.
+        repeats: whether each depth applies the same weights once more, with more to compute.
     """
 
     weights: Weights
@@ -71,10 +71,10 @@ class Trainee:
 
 
 def trainee_of(drafter: Any) -> Trainee:
-    """`drafter` as one in training; of an EAGLE head, embedding and output head stay as they are.
+    """Return `drafter` as one in training. The embedding and the output head of an EAGLE head stay as they are.
 
     Raises:
-        TypeError: a drafter of another kind has nothing to learn.
+        TypeError: `drafter` is of another kind, which has nothing to learn.
     """
     if type(drafter) not in _UNROLLS:
         known = ", ".join(sorted(kind.__name__ for kind in _UNROLLS))
@@ -105,9 +105,9 @@ def trainee_of(drafter: Any) -> Trainee:
 
 
 def check_fits(drafter: Any, target: Any, depth: int) -> None:
-    """Raise TypeError or ValueError unless `drafter` can learn to draft so many tokens in a row for `target`.
+    """Raise TypeError or ValueError unless `drafter` can learn to draft `depth` tokens in a row for `target`.
 
-    What decoding with it would say of their sizes is said here, before anything is computed.
+    The errors that decoding would raise for their sizes are raised here, before anything is computed.
     """
     if isinstance(drafter, PassDrafter) and len(drafter.embeddings) < depth:
         raise ValueError(f"PassDrafter has {len(drafter.embeddings)} vectors, and depth is {depth}; use as many.")
@@ -123,12 +123,12 @@ def check_fits(drafter: Any, target: Any, depth: int) -> None:
 
 
 def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
-    """An EAGLE head, but for the embedding and the output head, which are the target's."""
+    """Return an untrained EAGLE head; its embedding and its output head are the target's."""
     return EagleDrafter(eagle.new_head(target, draft_ids, seed))
 
 
 def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> MedusaDrafter:
-    """Heads that begin as the target's own (Cai et al. 2024, section 2.2.1)."""
+    """Return heads that begin as the target's own head (Cai et al. 2024, section 2.2.1)."""
     drafter = MedusaDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
     for head in drafter.heads:
         head.lm_head.weight.set_value(target.head.wide())
@@ -138,29 +138,29 @@ def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) 
 
 
 def of_blockwise(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> BlockwiseDrafter:
-    """A layer in front of the target's own head."""
+    """Return an untrained layer in front of the target's own head."""
     return BlockwiseDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
 def of_hydra(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> HydraDrafter:
-    """Heads of which each has a first layer of its own, and the target's output head."""
+    """Return untrained heads, each with a first layer of its own and the target's output head."""
     return HydraDrafter.untrained(target, depth, own_head=False, rngs=nnx.Rngs(seed))
 
 
 def of_kangaroo(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
-    """An adapter behind the first tenth of the target's layers, and at least one; its norm begins as the target's."""
+    """Return an adapter after the first tenth of the target's layers, at least one. Its norm begins as the target's."""
     drafter = KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
     drafter.adapter.norm.weight.set_value(jnp.asarray(target.norm.weight[...], drafter.adapter.dtype))
     return drafter
 
 
 def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:
-    """Vectors a little apart."""
+    """Return look-ahead vectors that begin a little apart."""
     return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
 def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boost: int) -> None:
-    """Raise unless a training of `kind` can go on with the drafter `start`, on texts of `length` tokens."""
+    """Raise unless a training of `kind` can continue from the drafter `start`, on texts of `length` tokens."""
     if boost > 1:
         raise ValueError(f"boost is {boost}, and with start a training is of that drafter; leave out one of both.")
     if not isinstance(start, _CLASSES[kind]):
@@ -180,7 +180,7 @@ def check_kind(kind: str, target: Any) -> None:
 
 
 def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
-    """A model of every sixth layer of the target, which begin as they are there."""
+    """Return a model of every sixth layer of the target. Its layers begin with the target's weights."""
     check_kind("model", target)
     layers = range(0, len(target.layers), 6)
     config = dataclasses.replace(target.config, num_hidden_layers=len(layers), sampling=SamplingDefaults())
@@ -203,7 +203,7 @@ _CLASSES: dict[str, type] = {
     "model": ModelDrafter,
 }
 
-# Untrained, for a target: with the tokens it can guess (None for all), as deep as asked for, by a seed.
+# Functions for an untrained drafter, from a target, the tokens it can draft (None for all), a depth and a seed.
 KINDS: dict[str, Callable[[Any, np.ndarray | None, int, int], Any]] = {
     "eagle": of_eagle,
     "medusa": of_medusa,

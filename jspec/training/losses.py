@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
-"""How far a draft's law q is from the target's p: what training makes small.
+"""Distances of a draft's distribution q from the target's p, which training minimises.
 
-Leviathan et al. 2023, corollary 3.6: a token is accepted with probability ``sum min(p, q)``, which is one less the
-total variation distance. The losses are those of Zhou et al. 2024, "DistillSpec", section 4, and the one that is made
-of acceptance itself (arXiv 2602.23881, "LK losses").
+Leviathan et al. 2023, corollary 3.6: a token is accepted with probability ``sum min(p, q)``, which is one minus the
+total variation distance. The losses are those of Zhou et al. 2024, "DistillSpec", section 4, and one that is made from
+acceptance itself (arXiv 2602.23881, "LK losses").
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ _SLOPE = 3.0  # how soon "lk" turns from divergence to acceptance: lambda = exp(
 
 
 def acceptance(log_p: Array, log_q: Array) -> Array:
-    """``sum min(p, q)``, ``[...]`` of log-probabilities ``[..., D]``."""
+    """Return ``sum min(p, q)``, ``[...]``, from log-probabilities ``[..., D]``."""
     return jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
 
 
 def covered_acceptance(log_p: Array, log_q: Array, covered: Array) -> Array:
-    """The same where all that p is about has only ``covered[...]`` of the target's law."""
+    """Return the acceptance if the tokens of p have only ``covered[...]`` of the target's whole distribution."""
     return acceptance(log_p + jnp.log(covered)[..., None], log_q)
 
 
@@ -34,7 +34,7 @@ def _reverse_kl(log_p: Array, log_q: Array) -> Array:
 
 
 def _jsd(log_p: Array, log_q: Array) -> Array:
-    """Jensen and Shannon's: half the divergence of each from their mean."""
+    """Return the Jensen-Shannon divergence: half the divergence of each from their mean, summed."""
     log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
     return (_kl(log_p, log_m) + _kl(log_q, log_m)) / 2
 
@@ -48,19 +48,19 @@ Loss = Callable[[Array, Array, Array, Mean], Array]
 
 
 def _mean_of(divergence: Callable[[Array, Array], Array]) -> Loss:
-    """Where a draft can guess little of what comes, little can be learned."""
+    """Weight by coverage: if a draft can produce little of what comes, little can be learned."""
     return lambda log_p, log_q, covered, mean: mean(covered * divergence(log_p, log_q))
 
 
 def _lk(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
-    """Divergence while little is accepted, for its gradient is strong; then the rejection probability."""
+    """Return the divergence while little is accepted, because its gradient is strong; then the rejection rate."""
     accepted = mean(covered_acceptance(log_p, log_q, covered))
     weight = lax.stop_gradient(jnp.exp(-_SLOPE * accepted))
     return weight * mean(covered * _kl(log_p, log_q)) + (1 - weight) * (1 - accepted)
 
 
-# Of log-probabilities ``[..., D]`` over the tokens that can be guessed, of what these have of the target's whole law,
-# ``covered[...]``, and of the mean over the tokens that count: a number.
+# Each is a function of log-probabilities ``[..., D]`` over the tokens that can be drafted, of their share of the
+# target's whole distribution, ``covered[...]``, and of the mean over the tokens that count. It returns a number.
 LOSSES: dict[str, Loss] = {
     "kl": _mean_of(_kl),
     "reverse-kl": _mean_of(_reverse_kl),
@@ -71,5 +71,5 @@ LOSSES: dict[str, Loss] = {
 
 
 def log_probs(logits: Array) -> Array:
-    """Log-probabilities, none of them so small that a product with it is NaN."""
+    """Return log-probabilities, none of them so small that a product with it is NaN."""
     return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32)), -100.0)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What training makes small, and what is measured of it: a head's laws against the target's, depth by depth."""
+"""The objective of training, and its measures: a head's distributions against the target's, depth by depth."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ from jax import Array
 from jspec.training.losses import LOSSES, Loss, covered_acceptance, log_probs
 from jspec.training.target_states import Laws, Sight, laws_of
 
-_DECAY = 0.8  # of a later depth, which is reached less often (EAGLE-3)
+_DECAY = 0.8  # factor for each later depth, which is reached less often (EAGLE-3)
 
 
 class Judge(NamedTuple):
-    """The target's laws of a batch, over the D tokens that can be guessed.
+    """The target's distributions for a batch, over the D tokens that can be drafted.
 
     Attributes:
-        log_probs: ``float32[B, S, D]``, at t of the token t + 1, of those D alone.
-        covered: ``float32[B, S]``, what they have of the whole law.
-        likeliest: ``int32[B, S]``, which of the D is the target's likeliest token; D where none of them is.
-        learned: ``bool[B, S]``, the tokens to be guessed.
+        log_probs: ``float32[B, S, D]``, at position t for the token t + 1, over those D alone.
+        covered: ``float32[B, S]``, their share of the whole distribution.
+        likeliest: ``int32[B, S]``, the one of the D that is the target's likeliest token; D if none of them is.
+        learned: ``bool[B, S]``, the tokens to learn.
     """
 
     log_probs: Array
@@ -31,13 +31,13 @@ class Judge(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Of each depth, ``float32[depth]``: means over the tokens to be guessed.
+    """Means over the tokens to learn, for each depth, ``float32[depth]``.
 
     Attributes:
-        loss: as asked for.
+        loss: the chosen loss.
         acceptance: ``sum min(p, q)`` at temperature 1.
-        agreement: how often both find the same token likeliest, of all V.
-        tokens: how many.
+        agreement: how often the draft and the target have the same likeliest token, of all V.
+        tokens: the number of tokens.
     """
 
     loss: Array
@@ -47,32 +47,38 @@ class Score(NamedTuple):
 
 
 def judge(target: Any, known: Sight, draft_ids: Array | None, learned: Array) -> Judge:
-    """Of what the target makes of a text; `draft_ids`, ``int32[D]``, are the tokens that can be guessed."""
+    """Return the target's distributions from its states of a text.
+
+    `draft_ids`, ``int32[D]``, are the tokens that can be drafted.
+    """
     if draft_ids is None:
         logits: Array = target.logits(known.hidden)
         return Judge(log_probs(logits), jnp.ones(learned.shape), logits.argmax(-1), learned)
     laws: Laws = laws_of(target, known.hidden) if known.laws is None else known.laws
     few: Array = target.head.logits(target.norm(known.hidden), draft_ids)
     guess = few.argmax(-1)
-    # Both sums are of the same numbers; rounded otherwise, one of some could be more than that of all.
+    # Both sums have the same terms. Different rounding could make the sum of some larger than the sum of all.
     covered = jnp.minimum(1, jnp.exp(jax.nn.logsumexp(few, axis=-1) - laws.log_mass))
     same = jnp.take(draft_ids, guess) == laws.likeliest
     return Judge(log_probs(few), covered, jnp.where(same, guess, draft_ids.size), learned)
 
 
 def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
-    """Of logits ``[B, S', D]`` a depth: at t of the token ``t + 1 + offset``, the first `depth` positions left out."""
+    """Return the score of logits ``[B, S', D]`` for each depth.
+
+    They are at position t for the token ``t + 1 + offset``. The first `depth` positions are left out.
+    """
     rows = [_score_one(logits, offset, depth, judge, LOSSES[loss]) for depth, logits in enumerate(said)]
     return Score(*map(jnp.stack, zip(*rows, strict=True)))
 
 
 def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss) -> tuple[Array, Array, Array, Array]:
-    size = judge.learned.shape[1] - 1 - offset  # positions behind which there is a token to be guessed
+    size = judge.learned.shape[1] - 1 - offset  # positions with a token to draft after them
     log_p, covered = judge.log_probs[:, offset : offset + size], judge.covered[:, offset : offset + size]
     is_law = jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
     meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth) & is_law
     count = jnp.maximum(meant.sum(), 1)
-    # Also before the loss, for a gradient of what is left out behind it would be 0 times NaN.
+    # Mask before the loss, too, because the gradient of what is masked only after it would be 0 times NaN.
     log_q, log_p = (jnp.where(meant[..., None], part, 0) for part in (log_probs(logits[:, :size]), log_p))
     covered = jnp.where(meant, covered, 1)
 
@@ -85,6 +91,6 @@ def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss)
 
 
 def total(score: Score) -> Array:
-    """The one number that is made small: later depths count less."""
+    """Return the one number that training minimises. Later depths count less."""
     weights = _DECAY ** jnp.arange(score.loss.size)
     return (weights * score.loss).sum() / weights.sum()

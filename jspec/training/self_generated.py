@@ -1,7 +1,7 @@
-"""Chats that the target writes itself: what a drafter is trained on where there is no data.
+"""Chats that the target writes itself: training data for a drafter if there is no other data.
 
-A drafter has to guess what this target writes, and nobody writes that better. The user's turns are sampled too, after
-what the chat template puts before them, as Xu et al. 2024, "Magpie", section 2.1, does it.
+A drafter has to draft what this target writes, and no other source matches the target better. The user's turns are
+sampled too, after the text that the chat template puts before them, as in Xu et al. 2024, "Magpie", section 2.1.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ _MARK = "\ue000"  # a private character, which no template has
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What a chat template puts around the user's turn."""
+    """The tokens that a chat template puts around the user's turn."""
 
     before: list[int]
     after: list[int]
 
 
 def frame_of(tokenizer: Any) -> Frame:
-    """The frame of a conversation's first turn, up to where the answer starts.
+    """Return the frame of a conversation's first turn, up to where the answer starts.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that changes what the user says.
+        ValueError: the tokenizer has no chat template, or one that changes the user's text.
     """
     if tokenizer.chat_template is None:
         raise ValueError("The target has no chat template, and without one it cannot write chats by itself; give data, "
@@ -50,19 +50,21 @@ def frame_of(tokenizer: Any) -> Frame:
 def write_chats(
     target: Any, tokenizer: Any, seed: int, *, batch: int, answer_tokens: int, temperatures: tuple[float, ...]
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and answers as ids, none twice; an answer ends with the token that ended it, or at `answer_tokens`.
+    """Return prompts and answers as ids, without duplicates.
+
+    An answer ends with the token that ended it, or at `answer_tokens`.
 
     Args:
         target: a `jspec.Llama` with its `tokenizer`.
-        seed: another one gives other chats.
-        batch: how many at most; none at all where no question came to an end.
-        temperatures: of the answers, by turns; questions are sampled at 1.
+        seed: another seed gives other chats.
+        batch: the most chats to write. The result is empty if no question came to an end.
+        temperatures: the temperatures of the answers, used in turn; questions are sampled at 1.
     """
     frame, ends = frame_of(tokenizer), eos_ids(target, tokenizer)
     ones = np.ones(batch, np.float32)
     questions = _continue(target, tokenizer, ends, [frame.before] * batch, 2 * seed, QUESTION_TOKENS, ones)
     whole = [frame.before + ids[:-1] + frame.after for ids in questions if len(ids) > 1 and ids[-1] in ends]
-    # As many rows as before, so that nothing compiles again: some questions are answered twice, the second time at
+    # Keep the number of rows, so that nothing compiles again. Some questions are answered twice, the second time at
     # another turn of the temperatures.
     count = len(whole)
     prompts = [whole[(i + i // count * (1 - count % 2)) % count] for i in range(batch)] if whole else []
@@ -77,7 +79,7 @@ def write_answers(
     answer_tokens: int,
     temperatures: tuple[float, ...],
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts as ids and the target's answers to them, none twice; otherwise as `write_chats`."""
+    """Return prompts as ids and the target's answers to them, without duplicates; otherwise like `write_chats`."""
     heat = np.resize(np.asarray(temperatures, np.float32), len(prompts))
     answers = _continue(target, tokenizer, eos_ids(target, tokenizer), prompts, seed, answer_tokens, heat)
     chats = {(*prompt, -1, *answer): (prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)}

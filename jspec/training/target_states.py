@@ -1,4 +1,4 @@
-"""What the target makes of a batch, computed when it is needed or read from disk."""
+"""The target's states of a batch, computed when they are needed or read from disk."""
 
 import functools
 import hashlib
@@ -24,12 +24,12 @@ _DESCRIPTION = "states.json"
 
 
 class Sight(NamedTuple):
-    """Of every token of a batch.
+    """The target's states of every token of a batch.
 
     Attributes:
-        states: ``[B, S, F, E]``, those that the drafter reads.
-        hidden: ``[B, S, E]``, what leaves the last layer.
-        laws: what is known of the laws behind `hidden`, if anything is.
+        states: ``[B, S, F, E]``, the states that the drafter reads.
+        hidden: ``[B, S, E]``, the output of the last layer.
+        laws: the `Laws` of `hidden`, or None if they are not known.
     """
 
     states: Array
@@ -38,7 +38,7 @@ class Sight(NamedTuple):
 
 
 class Laws(NamedTuple):
-    """Of the target's laws, over all V tokens, what a drafter that guesses fewer is measured with.
+    """The parts of the target's distributions, over all V tokens, that measure a drafter that drafts fewer tokens.
 
     Attributes:
         likeliest: ``int32[B, S]``, the likeliest token.
@@ -50,14 +50,14 @@ class Laws(NamedTuple):
 
 
 def laws_of(target: Any, hidden: Array) -> Laws:
-    """Of the target's states ``[B, S, E]`` in its own dtype."""
+    """Return the `Laws` of the target's states ``[B, S, E]``, in the target's own dtype."""
     logits = target.logits(hidden)
     return Laws(logits.argmax(-1), jax.nn.logsumexp(logits, axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames="features")
 def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
-    """The target's reading of ``tokens[B, S]``."""
+    """Return the target's states of ``tokens[B, S]``."""
     batch, size = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
     hidden, states, _ = target.forward_with_features(tokens, target.new_cache(batch, size), start, features)
@@ -65,14 +65,17 @@ def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model's or drafter's sizes, dtypes and weights; the same on all devices, in whatever parts it lies there."""
+    """Return a hash of a model's or drafter's sizes, dtypes and weights.
+
+    The hash is the same on all devices, in whatever parts the weights lie there.
+    """
     leaves = jax.tree.leaves(model)
     known = [(leaf.dtype.name, leaf.shape, int(bits)) for leaf, bits in zip(leaves, _bits(leaves), strict=True)]
     return hashlib.sha256(f"{_config(model)} {known}".encode()).hexdigest()
 
 
 def _config(model: Any) -> Any:
-    """What is fixed in it beside its arrays."""
+    """Return the settings of the model that are fixed besides its arrays."""
     if isinstance(model, InOwnFiles):
         return model.described()
     return getattr(model, "config", None) or getattr(getattr(model, "head", None), "config", None)
@@ -80,19 +83,19 @@ def _config(model: Any) -> Any:
 
 @jax.jit
 def _bits(leaves: list[Array]) -> list[Array]:
-    """Sums over the bits of numbers: of integers, in any order the same."""
+    """Return sums over the bits of numbers. Sums of integers are the same in any order."""
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     return [jax.lax.bitcast_convert_type(leaf, kinds[leaf.dtype.itemsize]).sum(dtype=jnp.uint32) for leaf in leaves]
 
 
 class StoredStates:
-    """A folder of safetensors files: of every row of a plan what `look` said, in bfloat16.
+    """A folder of safetensors files with the result of `look` for every row of a plan, in bfloat16.
 
     Args:
-        folder: made if it is not there; what an earlier run has written is kept.
-        plan: whose rows.
-        about: what else the states depend on, see `fingerprint`.
-        few: whether the drafter guesses some tokens only, so that it needs `Laws` of all.
+        folder: created if it is missing; the files of an earlier run are kept.
+        plan: the plan whose rows are stored.
+        about: everything else that the states depend on; see `fingerprint`.
+        few: whether the drafter drafts only some tokens, so that it needs the `Laws` of all.
 
     Raises:
         ValueError: the folder holds states of something else, or is damaged.
@@ -116,17 +119,17 @@ class StoredStates:
         }
 
     def write(self, target: Any, say: Callable[[int, int], None]) -> None:
-        """Compute what is missing; ``say(done, all)`` counts rows.
+        """Compute the missing states; ``say(done, all)`` counts rows.
 
         Raises:
-            convert.CheckpointError: the disk is full; what was written before stays.
+            convert.CheckpointError: the disk is full; files written before stay.
         """
         pending: dict[str, np.ndarray] = {}
         for batch in self._plan.in_order(self._places.keys()):
             sight = jax.device_get(look(target, jnp.asarray(batch.tokens), self._features))
             whole = np.concatenate([sight.states, sight.hidden[:, :, None]], axis=2).astype(ml_dtypes.bfloat16)
             kept = {"": whole}
-            if self._few:  # of the states as they will be read
+            if self._few:  # from the states as they will be read
                 laws = jax.jit(laws_of)(target, jnp.asarray(whole[:, :, -1], target.dtype))
                 kept |= {f".{name}": np.asarray(part) for name, part in laws._asdict().items()}
             for place, number in enumerate(batch.numbers):
@@ -139,7 +142,7 @@ class StoredStates:
         self._flush(pending)
 
     def read(self, batch: Batch) -> Sight:
-        """What was written of the rows of a batch."""
+        """Return the stored states for the rows of a batch."""
         whole: dict[str, np.ndarray] = {}
         for place, number in enumerate(batch.numbers):
             if number < 0:
@@ -153,7 +156,7 @@ class StoredStates:
         return Sight(states[:, :, :-1], states[:, :, -1], Laws(*laws) if laws else None)
 
     def _flush(self, pending: dict[str, np.ndarray]) -> None:
-        """Write a shard of what is pending."""
+        """Write a shard with the pending states."""
         if not pending:
             return
         names = (self._folder / f"states-{number:05}.safetensors" for number in itertools.count())

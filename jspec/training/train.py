@@ -1,4 +1,4 @@
-"""`train_drafter`: from a target to a drafter for it, in a folder from which an interrupted run goes on."""
+"""`train_drafter`: train a drafter for a target, in a folder from which an interrupted run resumes."""
 
 import dataclasses
 import json
@@ -26,31 +26,31 @@ from jspec.training.self_generated import frame_of, write_answers, write_chats
 from jspec.training.target_states import StoredStates, fingerprint
 
 _log = logging.getLogger("jspec")
-_WRITERS, _ANSWER = 192, 256  # chats at once, and how long an answer may be
-_FEW_WRITERS, _SHORT = 16, 64  # where little is wanted; and how long an answer is at least, more or less
-_HEAT = (0.0, 1.0)  # temperatures of the answers, for both have to be guessed
+_WRITERS, _ANSWER = 192, 256  # most chats in a batch, and most tokens of an answer
+_FEW_WRITERS, _SHORT = 16, 64  # fewest chats in a batch, and roughly the fewest tokens of an answer
+_HEAT = (0.0, 1.0)  # temperatures of the answers, because a drafter has to draft at both
 _HELD_OUT_ROWS = 64
-_ROUNDS = 1_000_000  # of writing, for one seed
-_WRITTEN = 500_000  # tokens that the target writes where there is no data
+_ROUNDS = 1_000_000  # rounds of writing for one seed
+_WRITTEN = 500_000  # tokens that the target writes if there is no data
 _RECIPE = "recipe.json"
-PROMPTS = "prompts.json"  # of held-out texts, for measuring what comes out, with room for as much again
+PROMPTS = "prompts.json"  # prompts of held-out texts to measure the drafter with; each leaves room for as much again
 _PROMPTS, _TEXT_PROMPT = 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that decides what comes out; a folder belongs to one.
+    """The settings that determine the trained drafter. A folder belongs to one recipe.
 
     Attributes:
-        kind: of drafter, a name of `KINDS`.
+        kind: the kind of drafter, a key of `KINDS`.
         steps, depth, loss, rate: see `Schedule`.
-        step_tokens: tokens a step, padding included.
-        length: longest text, in tokens; longer ones are read in parts.
-        written_tokens: how many tokens of answers the target writes to questions of its own; None: 500,000 without
-            data, and none beside it.
-        draft_vocab: how many of the most frequent tokens an EAGLE head can guess; others guess every token.
-        seed: of the weights, the order and what the target writes.
-        boost: how many draft models, each trained where those before it are wrong (kind "model").
+        step_tokens: tokens per step, padding included.
+        length: the longest text, in tokens; longer texts are read in parts.
+        written_tokens: how many tokens of answers the target writes to questions of its own. None means 500,000
+            without data, and none with data.
+        draft_vocab: how many of the most frequent tokens an EAGLE head can draft; other kinds draft every token.
+        seed: the seed of the weights, the order and the texts that the target writes.
+        boost: how many draft models to train, each on the tokens where those before it are wrong (kind "model").
     """
 
     kind: str = "eagle"
@@ -66,7 +66,7 @@ class Recipe:
     boost: int = 1
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be."""
+        """Raise ValueError for an invalid field."""
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}.")
         if self.loss not in LOSSES:
@@ -103,29 +103,29 @@ def train_drafter(
     """Train a drafter for `target`.
 
     Args:
-        target: a `jspec.Llama`; it stays as it is.
-        tokenizer: its own.
-        kind: "eagle", a head of generation 3; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter behind the
-            target's first layers; "pass", look-ahead embeddings; or "model", some of the target's layers as a draft.
-        data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; those that end with the
-            user's turn the target answers. Or the folder of an earlier training, for what the target wrote there; or
-            several of these. None, or beside it with ``written_tokens``: the target writes its own, answers to
-            questions that it asks itself (it needs a chat template).
-        folder: of the state, the texts that were written and a log; a run that was stopped goes on from it.
-        start: a drafter of that kind to go on with, in place of an untrained one; an EAGLE head guesses the tokens that
-            it guessed before.
-        store_states: compute what the target makes of the texts once, and keep it there: 2 bytes for each of F + 1
-            states of E numbers, of every token. Otherwise every step computes it anew.
-        say: is told the number of every step, and a `Progress` at every look at held-out texts.
+        target: a `jspec.Llama`; training does not change it.
+        tokenizer: the target's tokenizer.
+        kind: "eagle", a head of generation 3; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter after the
+            target's first layers; "pass", look-ahead embeddings; or "model", a draft model of some target layers.
+        data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; or the folder of an
+            earlier training, for the texts that the target wrote there; or several of these. The target answers chats
+            that end with the user's turn. With None, or if ``written_tokens`` is set too, the target answers questions
+            that it asks itself, which needs a chat template.
+        folder: holds the state, the written texts and a log; a run that was stopped resumes from it.
+        start: a drafter of that kind to continue from, instead of an untrained one; an EAGLE head drafts the same
+            tokens as before.
+        store_states: compute the target's states of the texts once, and store them in `folder`: 2 bytes for each of
+            F + 1 states of E numbers, for every token. Otherwise every step computes the states anew.
+        say: called with the number of every step, and with a `Progress` at every evaluation on held-out texts.
         recipe: fields of `jspec.training.train.Recipe`, such as ``steps=2000``.
 
     Returns:
         The drafter, in the target's dtype; with ``boost=K`` a `jspec.MultiDrafter` of K models.
 
     Raises:
-        ValueError: data that is empty or malformed, a target without a chat template where one is needed, an argument
-            out of range, a start of another kind, or a folder of another recipe, target, data or start.
-        OSError, convert.CheckpointError: the disk is full; nothing is left half-written.
+        ValueError: `data` is empty or malformed, the target lacks a chat template that it needs, an argument is out of
+            range, `start` has another kind, or `folder` belongs to another recipe, target, data or start.
+        OSError, convert.CheckpointError: the disk is full; no file is left half-written.
     """
     check_target(target)
     chosen = Recipe(kind=kind, **recipe)
@@ -138,10 +138,10 @@ def train_drafter(
     given = _given(files := _files(data), tokenizer, chosen.length, max(0, positions - _ANSWER), about["target"])
     wanted = chosen.written_tokens or (0 if given else _WRITTEN)
     if wanted:
-        frame_of(tokenizer)  # what cannot be is said before anything is begun
+        frame_of(tokenizer)  # raises before any work begins
     questions = [row.tokens.tolist() for row in given if row.is_question]
     if given and not (wanted or questions):
-        texts.divide(given)  # what is too little is said before a folder belongs to it
+        texts.divide(given)  # raises for too little data before the folder belongs to it
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, chosen, about | {"data": texts.digest(given) if given else None})
@@ -161,7 +161,7 @@ def train_drafter(
 
 
 def _checked(start: Any, target: Any, recipe: Recipe) -> Any:
-    """What a training begins with, None for an untrained drafter; refused where that cannot be."""
+    """Return the drafter to start from, None for an untrained one, or raise if training cannot start from it."""
     if start is None:
         return check_kind(recipe.kind, target)
     start = as_drafter(start)
@@ -170,7 +170,7 @@ def _checked(start: Any, target: Any, recipe: Recipe) -> Any:
 
 
 def _files(data: Any) -> list[Path]:
-    """None of None."""
+    """Return `data` as a list of files, empty for None."""
     files = [] if data is None else [Path(data)] if isinstance(data, str | Path) else [Path(file) for file in data]
     if data is not None and not files:
         raise ValueError("data names no file; give at least one, or None for what the target writes itself.")
@@ -178,7 +178,7 @@ def _files(data: Any) -> list[Path]:
 
 
 def _given(files: list[Path], tokenizer: Any, length: int, room: int, about: str) -> list[Row]:
-    """The texts and questions of all `files`."""
+    """Return the texts and questions of all `files`."""
     for file in files:
         recipe = file / _RECIPE
         if recipe.is_file() and json.loads(recipe.read_text(encoding="utf-8"))["target"] != about:
@@ -191,7 +191,7 @@ def _fitted(
     target: Any, start: Any, about: str, parts: Sequence[list[Row]], recipe: Recipe, folder: Path, store_states: bool,
     say: Callable[[Progress | int], None],
 ) -> Any:  # fmt: skip
-    """A drafter trained on the first of both `parts`, the other one held out, going on with `start` if there is one."""
+    """Return a drafter trained on the first of `parts`, with the second held out, from `start` if there is one."""
     size, few = target.config.vocab_size, None
     if recipe.kind == "eagle" and recipe.draft_vocab < size:
         few = texts.frequent(parts[0], recipe.draft_vocab, size)
@@ -211,18 +211,18 @@ def _fitted(
 
 
 def _some(rows: list[Any], count: int) -> list[Any]:
-    """So many of `rows` from all of them, which stand by kind and length."""
+    """Return up to `count` of `rows` at even distances, because the rows are ordered by kind and length."""
     return [rows[i] for i in np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
 
 
 def _prompt(row: Row) -> list[int]:
-    """What is given of a chat, or a text's first tokens."""
+    """Return the given tokens of a chat, or a text's first tokens."""
     given = int(row.learned.argmax()) or min(_TEXT_PROMPT, len(row.tokens))
     return row.tokens[:given].tolist()
 
 
 def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) -> None:
-    """A folder goes on with the recipe, the target and the data that it was begun with."""
+    """Raise ValueError unless the folder was begun with this recipe, target and data; record them in a new folder."""
     file, wanted = folder / _RECIPE, dataclasses.asdict(recipe) | about
     if not file.exists():
         texts.write_text(file, json.dumps(wanted, indent=1) + "\n")
@@ -237,11 +237,11 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
 
 @dataclasses.dataclass
 class _Writing:
-    """What the target writes, a round in a file of its own; what is there is not written again.
+    """The texts that the target writes, with a file for each round. A round whose file exists is not written again.
 
     Attributes:
-        rounds: the number of the next one, which decides with the seed what is written. Where texts of an earlier
-            training are data, theirs come before.
+        rounds: the number of the next round, which determines its texts together with the seed. If the data includes
+            an earlier training, its rounds come first.
     """
 
     target: Any
@@ -251,7 +251,7 @@ class _Writing:
     rounds: int
 
     def own_chats(self, wanted: int) -> list[Row]:
-        """Answers to questions of its own, of at least `wanted` tokens."""
+        """Return the target's answers to its own questions, of at least `wanted` tokens."""
         found: list[Row] = []
         batch = min(_WRITERS, max(_FEW_WRITERS, -(-wanted // _SHORT)))
         while (done := sum(int(row.learned.sum()) for row in found)) < wanted:
@@ -268,7 +268,7 @@ class _Writing:
         return found
 
     def answers(self, questions: list[list[int]]) -> list[Row]:
-        """Answers to all `questions`, those of like length together."""
+        """Return answers to all `questions`, batched with questions of similar length."""
         found, questions = list[Row](), sorted(questions, key=len)
         for first in range(0, len(questions), _WRITERS):
             _log.info("Writing: %d of %d answers", first, len(questions))
