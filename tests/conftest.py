@@ -10,12 +10,13 @@ import jax
 import jaxlib.version
 import numpy as np
 import pytest
-import text_pair
 
 import convert
 from jspec import Llama, cli
 from jspec.cli import app as _app  # noqa: F401, loads the commands
 from jspec.models.load import from_arrays
+
+pytest.register_assert_rewrite("support")  # before any test imports it
 
 TOY = convert.LlamaConfig(
     vocab_size=61,
@@ -215,6 +216,8 @@ def prompts():
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Folders of a tiny target and its draft."""
+    from support import text_pair
+
     folder = tmp_path_factory.mktemp("sources")
     return text_pair.write(folder / "target"), text_pair.write(folder / "draft", distance=0.3)
 

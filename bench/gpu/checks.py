@@ -7,8 +7,8 @@ import pytest
 
 from bench.gpu.record import Record
 
-_FILES = ("tests/test_round.py", "tests/test_rules.py")
-_FEW = ("tests/test_rules.py", "-k", "receipts and TopK")
+_FILES = ("tests/decoding/test_round.py", "tests/acceptance/test_rules.py")
+_FEW = ("tests/acceptance/test_rules.py", "-k", "receipts and TopK")
 # Compiled as shipped, without files in the tree; a library's warning is not an error there.
 _OPTIONS = ("-p", "no:cacheprovider", "--as-shipped", "-o", "filterwarnings=default")
 _WORKERS = 14  # share the device: most of a test's time goes into compiling, on one core each

@@ -1,0 +1,332 @@
+"""The rules beside rejection: block verification enumerated, coupling against plain decoding, receipts against laws."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.acceptance import RULES, block, lossy, rejection
+from jspec.acceptance.block import Block, block_chances, block_weights
+from jspec.acceptance.rejection import Rejection, next_probs
+from jspec.core.keys import Purpose, gumbel, stream
+from jspec.core.probs import sample_with_noise
+from jspec.core.sampling import SamplingParams
+from jspec.core.types import BONUS, Draft
+from jspec.drafters import ModelDrafter
+from support import oracle, toys
+from support.accept import random_laws, tables
+
+# The others are one of these on a chain, see tests/acceptance/test_tree_rules.py.
+ON_CHAINS = ("rejection", "block", "coupled")
+LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15), jspec.Relaxed(3, 1.0))
+
+
+def autoregressive(laws, start=1.0):
+    """The joint law of the tokens that follow, base V; `start` is the mass of every prefix so far."""
+    joint = np.asarray(start)
+    for law in laws:
+        joint = (joint.reshape(-1, 1) * law).ravel()
+    return joint
+
+
+def block_by_definition(draft, target_probs):
+    """Weights and chances of Sun et al. 2024, algorithm 2, path by path in plain Python."""
+    weights, chances = [], []
+    for path, q, p in zip(*map(np.asarray, (draft.tokens, draft.probs, target_probs)), strict=True):
+        w, row = [1.0], []
+        for i, token in enumerate(path):
+            w.append(min(w[-1] * p[i, token] / q[i, token], 1.0) if q[i, token] > 0 else 0.0)
+        for i in range(1, len(path)):
+            left = np.maximum(w[i] * p[i] - q[i], 0).sum()
+            row.append(1.0 if w[i] >= 1 else left / (left + 1 - w[i]))
+        weights.append(w)
+        chances.append([*row, w[-1]])
+    return np.array(weights), np.array(chances)
+
+
+def enumerated_block(p, q, draft, target_probs):
+    """The joint law of k + 1 tokens whose first came from one round of block verification, and its mean kept drafts."""
+    paths, k = draft.tokens.shape
+    vocab_size = target_probs.shape[-1]
+    weights = jax.jit(block_weights)(draft, target_probs)
+    chances = np.asarray(jax.jit(block_chances)(weights, draft, target_probs))
+    reached = autoregressive(q)  # of each path
+    joint, kept = np.zeros(vocab_size ** (k + 1)), 0.0
+    for n in range(k + 1):
+        mass = reached * np.prod(1 - chances[:, n:], axis=1) * (chances[:, n - 1] if n else 1)
+        counts = jnp.full(paths, n, jnp.int32)
+        after = np.asarray(jax.jit(next_probs)(counts, draft, target_probs, weights[:, n : n + 1]))
+        # By path and not by prefix: where something is wrong, what was drafted behind the prefix may matter.
+        texts = (mass[:, None] * after).reshape(vocab_size**n, -1, vocab_size).sum(1)
+        joint += autoregressive(p[n + 1 :], texts.ravel())
+        kept += n * mass.sum()
+    return joint, kept
+
+
+def test_block_verification_enumerated_where_drafts_stop_midway(report):
+    """The length of a draft may depend on the draft: every text of a round still has its probability, in float64."""
+    rng, errors, fewer, biases = np.random.default_rng(1), [], [], []
+    with jax.enable_x64(True):
+        for v, k in ((2, 2), (3, 2), (3, 3), (2, 4)):
+            p, q, draft, target_probs = tables(rng, v, k)
+            full = enumerated_block(p, q, draft, target_probs)[1]
+            # Drafting stops behind the first token 0, which stays.
+            going = np.cumprod(np.asarray(draft.tokens) != 0, axis=1)
+            drafted = np.pad(going[:, :-1], ((0, 0), (1, 0)), constant_values=1)
+            short = Draft(draft.tokens, draft.probs * drafted[..., None])
+            joint, kept = enumerated_block(p, q, short, target_probs)
+            errors.append(np.abs(joint - autoregressive(p)).max())
+            fewer.append(full - kept)
+            # What must not be: to drop the token 0 as well, which was looked at.
+            wrong = enumerated_block(p, q, Draft(draft.tokens, draft.probs * going[..., None]), target_probs)[0]
+            biases.append(np.abs(wrong - autoregressive(p)).max())
+    report(tables=len(errors), max_error=f"{max(errors):.1e}", kept_less=f"{min(fewer):.2f} to {max(fewer):.2f}",
+           wrong_variant=[f"{bias:.1e}" for bias in biases])  # fmt: skip
+    assert max(errors) <= 1e-12 and min(fewer) > 0.01
+    # On one of the tables the wrong variant is right by chance.
+    assert np.sum(np.array(biases) > 1e-3) == 3 and max(biases) > 0.1
+
+
+def test_block_verification_enumerated(report):
+    """Every text of a round, the rest decoded plainly, in float64; and never fewer drafts kept than token by token."""
+    rng = np.random.default_rng(0)
+    shapes, errors, gains = [(v, k) for v in (2, 3, 4) for k in (1, 2, 3, 4)], [], []
+    with jax.enable_x64(True):
+        for i in range(64):
+            p, q, draft, target_probs = tables(rng, *shapes[i % len(shapes)])
+            joint, kept = enumerated_block(p, q, draft, target_probs)
+            both, by_tokens = 1.0, 0.0
+            for n in range(len(q)):
+                both = autoregressive([np.minimum(p[n], q[n])], both)
+                by_tokens += both.sum()
+            weights = jax.jit(block_weights)(draft, target_probs)
+            for ours, theirs in zip((weights, jax.jit(block_chances)(weights, draft, target_probs)),
+                                    block_by_definition(draft, target_probs), strict=True):  # fmt: skip
+                np.testing.assert_allclose(ours, theirs, atol=1e-12)
+            errors.append(np.abs(joint - autoregressive(p)).max())
+            gains.append(kept - by_tokens)
+    report(tables=len(errors), max_error=f"{max(errors):.1e}", least_gain=f"{min(gains):.1e}",
+           mean_gain=f"{np.mean(gains):.3f} drafts a round")  # fmt: skip
+    assert max(errors) <= 1e-12
+    assert min(gains) >= -1e-12 and max(gains) > 0.01
+
+
+@pytest.mark.parametrize("name", ON_CHAINS)
+def test_a_broken_context_is_neither_avoided_nor_hidden(report, name, quick_compile):
+    """After token 0 the target's logits are NaN: half of the texts must end there, under every rule."""
+    target = toys.MarkovModel(jnp.array([[jnp.nan, jnp.nan], [0.0, 0.0]]))
+    draft = toys.MarkovModel(jnp.log(jnp.array([[0.9, 0.1]] * 2)))
+    draws = 20_000
+    out = jspec.speculative_generate(target, ModelDrafter(draft), np.ones((draws, 1), int), np.ones(draws, int),
+                                     jax.random.split(jax.random.key(0), draws), max_new_tokens=2, num_draft_tokens=2,
+                                     accept=name)  # fmt: skip
+    broken = np.asarray(out.stats.invalid)
+    report(texts=draws, ended_there=broken.mean())
+    assert abs(broken.mean() - 0.5) < 4 * 0.5 / draws**0.5
+    np.testing.assert_array_equal(out.tokens[:, 0] == 0, broken)
+
+
+def markov():
+    """Target and draft of `texts`, whose texts begin in state 2."""
+    return toys.markov_pair(3, vocab_size=4, scale=1.5)
+
+
+def texts(rule, seed, draws=200_000, k=3):
+    """Counts of the four tokens that rounds of `rule` lead to on Markov tables, and the target's joint law."""
+    target, draft = markov()
+    tokens, lengths = jnp.full((draws, 1), 2, jnp.int32), jnp.ones(draws, jnp.int32)
+    keys = jax.random.split(jax.random.key(seed), draws)
+    out = toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, toys.both_transforms(SamplingParams(), draws),
+                      max_new_tokens=4, num_draft_tokens=k, rule=rule)  # fmt: skip
+    law = oracle.softmax(np.asarray(target.table, float))
+    joint = oracle.joint_law(lambda text: law[text[-1] if text else 2], 4, 4)
+    return np.bincount(np.asarray(out.tokens) @ [64, 16, 4, 1], minlength=256), joint, out
+
+
+@pytest.mark.parametrize("name", ON_CHAINS)
+def test_four_tokens_over_several_rounds_have_the_joint_law(report, name):
+    counts, joint, _ = texts(RULES[name], seed=1)
+    p = oracle.p_value(counts, joint)
+    report(texts=counts.sum(), p=f"{p:.2g}", alpha=oracle.ALPHA, sees_tv=f"{oracle.detectable(counts.sum(), 255):.4f}")
+    assert p > oracle.ALPHA
+
+
+def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
+    """The planted bug: block verification with streams by position, as token-by-token rejection may have them."""
+
+    def by_position(keys, positions, purpose):
+        return keys if positions.ndim == 1 and purpose is Purpose.ACCEPT else stream(keys, positions, purpose)
+
+    monkeypatch.setattr(block, "stream", by_position)
+    counts, joint, _ = texts(Block(), seed=1)
+    p = oracle.p_value(counts, joint)
+    report(texts=counts.sum(), p=f"{p:.1e}", alpha=oracle.ALPHA)
+    assert p < oracle.ALPHA
+
+
+@pytest.mark.slow  # a part of it runs in tests/exactness/test_matrix.py
+def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, quick_compile):
+    """500 requests of 64 tokens, for a near draft, a far one and the target itself."""
+    tokens, lengths, keys = prompts([1 + i % 9 for i in range(500)])
+    sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], 500), top_p=np.resize([1.0, 0.9, 0.8], 500))
+    target = toy(0)
+    plain = jspec.generate(target, tokens, lengths, keys, max_new_tokens=64, sampling=sampling)
+    different, rates = 0, []
+    for draft in (toy(0, distance=0.1), toy(1), target):
+        for k in (1, 3, 5):
+            out = jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=64,
+                                             num_draft_tokens=k, sampling=sampling, accept="coupled")  # fmt: skip
+            different += (np.asarray(out.tokens) != plain.tokens).any(1).sum()
+            rates.append(float(out.stats.accepted.sum() / out.stats.drafted.sum()))
+    report(texts=500 * 9, tokens=500 * 64 * 9, different=different, kept=[f"{rate:.2f}" for rate in rates])
+    assert different == 0
+    assert min(rates[6:]) == 1.0 and rates[3] < rates[0] < 1
+
+
+def test_coupled_acceptance_is_that_of_the_noise(report):
+    """Shared Gumbel noise draws i from both with chance ``1 / sum_j max(p_j/p_i, q_j/q_i)``: blocks, then tokens."""
+    rng, vocab_size, draws = np.random.default_rng(5), 8, 200_000
+    noise = gumbel(jax.random.split(jax.random.key(6), draws), vocab_size)
+    width = noise.shape[-1]
+    worst, kept, optimal = 0.0, [], []
+    for _ in range(20):
+        p, q = rng.gamma(0.5, size=(2, vocab_size)) + 1e-3
+        p, q = p / p.sum(), q / q.sum()
+        drawn = [sample_with_noise(noise, jnp.broadcast_to(jnp.float32(law), (draws, vocab_size))) for law in (p, q)]
+        same = float(jnp.mean(drawn[0] == drawn[1]))
+        blocks = [np.pad(law, (0, -vocab_size % width)).reshape(-1, width) for law in (p, q)]
+        rate = sum(agree(*(block[i] for block in blocks)).sum() * share
+                   for i, share in enumerate(agree(*(block.sum(1) for block in blocks))))  # fmt: skip
+        worst = max(worst, abs(same - rate) / (rate * (1 - rate) / draws) ** 0.5)
+        kept.append(rate)
+        optimal.append(np.minimum(p, q).sum())
+    report(pairs=20, draws_each=draws, max_abs_z=f"{worst:.2f}", kept=f"{np.mean(kept):.3f}",
+           optimal=f"{np.mean(optimal):.3f}")  # fmt: skip
+    assert worst < 4.5
+
+
+def agree(p, q):
+    """The chance that shared Gumbel noise draws index i from both, for every i."""
+    p, q = p / p.sum(), q / q.sum()
+    return np.array([1 / np.maximum(p / a, q / b).sum() if a > 0 and b > 0 else 0.0 for a, b in zip(p, q, strict=True)])
+
+
+@pytest.mark.parametrize("rule", LOSSY, ids=str)
+def test_receipts_are_the_distance_of_the_enumerated_law(report, rule):
+    """The law of a lossy rule's token, measured on its own thresholds, is as far from p as its receipt says."""
+    rng, pairs, vocab_size = np.random.default_rng(7), 500, 8
+    p, q = random_laws(rng, (pairs, vocab_size)), random_laws(rng, (pairs, vocab_size))
+    tokens = np.tile(np.arange(vocab_size, dtype=np.int32), pairs)[:, None]
+    keys, start = jax.random.split(jax.random.key(8), tokens.size), jnp.zeros(tokens.size, jnp.int32)
+    with jax.enable_x64(True):
+        draft = Draft(jnp.asarray(tokens), jnp.repeat(jnp.asarray(q), vocab_size, 0)[:, None])
+        laws = jnp.repeat(jnp.asarray(p), vocab_size, 0)[:, None].repeat(2, 1)
+        thresholds, after, receipts = judged(rule, keys, start, draft, laws)
+    kept, possible = thresholds.reshape(p.shape), q > 0
+    np.testing.assert_allclose(kept[possible], chances(rule, p, np.where(possible, q, 1))[possible], atol=1e-6)
+    accepted = q * kept
+    law = accepted + (1 - accepted.sum(1, keepdims=True)) * after.reshape(pairs, vocab_size, vocab_size)[:, 0]
+    error = np.abs(np.abs(law - p).sum(1) / 2 - receipts.reshape(p.shape)[:, 0]).max()
+    report(pairs=pairs, mean_distance=f"{receipts.mean():.3f}", max_error=f"{error:.1e}")
+    assert error <= 1e-6 and receipts.mean() > 0.01
+    if isinstance(rule, jspec.Lenient):
+        assert (law <= p / rule.leniency + 1e-9).all()
+
+
+def chances(rule, p, q):
+    """How often `rule` keeps each token, by its definition: rows of laws ``[N, V]``."""
+    entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1, keepdims=True)
+    rank = (p[:, None, :] > p[:, :, None]).sum(2)  # how many are likelier
+    return {
+        jspec.Lenient: lambda: p / (rule.leniency * q),
+        jspec.Typical: lambda: np.where(p > np.minimum(rule.epsilon, rule.delta * np.exp(-entropy)), 1, 0),
+        jspec.TopK: lambda: np.where((rank < rule.k) & (p > 0), 1, 0),
+        jspec.Threshold: lambda: np.where(p >= rule.probability, 1, 0),
+        jspec.Relaxed: lambda: np.where(
+            (rank < rule.beta) & (p > 0) & (np.log(p.max(1, keepdims=True) / np.where(p > 0, p, 1)) <= rule.tau), 1, 0
+        ),
+    }[type(rule)]().clip(max=1)
+
+
+def judged(rule, keys, start, draft, laws):
+    """Acceptance thresholds of every row, the law after a rejection, and the receipts, all out of ``rule.accept``."""
+    seen = {}
+
+    def verdict(u):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rejection, "uniform", lambda keys: u[:, None])
+            patch.setattr(rejection, "next_probs", lambda n, *rest: seen.setdefault("law", next_probs(n * 0, *rest)))
+            seen.clear()
+            out = rule.accept(keys, start, draft, laws)
+        return out.num_accepted == 1, seen["law"], out.distortion[:, 0]
+
+    run = jax.jit(verdict)
+    thresholds = oracle.acceptance_thresholds(lambda u: np.asarray(run(u)[0]), draft.tokens.size)
+    _, after, receipts = map(np.asarray, run(np.zeros(draft.tokens.size)))
+    return thresholds, after, receipts
+
+
+@pytest.mark.slow
+def test_receipts_add_up_over_the_text(report, quick_compile):
+    """One row a text: its receipt is the sum over its tokens, each judged at the state the text had reached."""
+    rule = jspec.TopK(1)
+    counts, joint, out = texts(rule, seed=2)
+    p, q = (oracle.softmax(np.asarray(model.table, float)) for model in markov())
+    each = np.where(p == p.max(1, keepdims=True), np.maximum(q - p, 0), 0).sum(1)  # of a token drafted in a state
+    states = np.concatenate([np.full((len(out.tokens), 1), 2), out.tokens[:, :-1]], axis=1)
+    expected = np.where(out.origins == BONUS, 0, each[states]).sum(1)
+    np.testing.assert_allclose(out.stats.distortion, expected, atol=1e-5)
+    distance = np.abs(counts / counts.sum() - joint).sum() / 2
+    noise = np.sqrt(2 / np.pi * joint / counts.sum()).sum() / 2
+    paid = float(out.stats.distortion.mean())
+    report(distance_of_texts=f"{distance:.3f}", mean_receipt=f"{paid:.3f}", sampling_noise=f"{noise:.4f}")
+    assert 0.05 < distance <= paid + 4 * noise
+
+
+def test_a_receipt_does_not_depend_on_neighbours(toy, prompts, quick_compile):
+    target, draft = toy(0), toy(1)
+    tokens, lengths, keys = prompts([4, 6])
+    limits = np.array([4, 24])
+
+    def receipts(rows):
+        sampling = SamplingParams(max_tokens=limits[rows])
+        return jspec.speculative_generate(target, draft, tokens[rows], lengths[rows], keys[rows], max_new_tokens=24,
+                                          sampling=sampling, accept=jspec.Lenient(0.1)).stats.distortion  # fmt: skip
+
+    together = receipts(slice(0, 2))
+    assert together[0] > 0
+    np.testing.assert_allclose(receipts(slice(0, 1)), together[:1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ON_CHAINS)
+def test_exact_rules_pay_nothing(name, quick_compile):
+    assert RULES[name].exact
+    np.testing.assert_array_equal(texts(RULES[name], seed=3, draws=8)[2].stats.distortion, 0)
+
+
+def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact(quick_compile):
+    @dataclasses.dataclass(frozen=True)
+    class Silent(Rejection):
+        exact = False
+
+    assert np.isnan(texts(Silent(), seed=3, draws=8)[2].stats.distortion).all()
+
+
+@pytest.mark.slow
+def test_more_leniency_keeps_more_drafts(report, quick_compile):
+    """The direction of table 5 of Leviathan et al. 2023."""
+    rates = [np.mean(np.asarray(texts(rule, seed=4, draws=20_000)[2].stats.accepted))
+             for rule in (Rejection(), jspec.Lenient(1.0), jspec.Lenient(0.5), jspec.Lenient(0.1))]  # fmt: skip
+    report(kept=[f"{rate:.3f}" for rate in rates])
+    assert rates[0] == rates[1] < rates[2] < rates[3]
+
+
+def test_every_rule_says_what_it_is():
+    assert all(rule.exact for rule in RULES.values())
+    assert not any(rule.exact for rule in LOSSY)
+    types = {value for value in vars(lossy).values() if isinstance(value, type)}
+    defined = {value for value in types if value.__module__ == lossy.__name__}
+    assert {type(rule) for rule in LOSSY} == defined

@@ -1,0 +1,203 @@
+"""Rules of trees beside those of `test_walk`: K-SEQ's own number, and receipts against enumerated laws."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec import Tree, TreeDrafter
+from jspec.acceptance import k_seq, lossy
+from jspec.acceptance.k_seq import judge_alike, law_behind_all, shared_factor
+from jspec.drafters import BigramDrafter
+from jspec.rules import RULES, Draft, kept_in_turn, law_behind
+from support import drafters, oracle, toys, walk
+from support.accept import degenerate_rows, random_laws
+from support.walk import CASES, TOLERANCE, drafts, ends_of_walk, joint_law, tables, text_of, texts_behind
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
+
+LENIENT, TYPICAL = jspec.Lenient(0.3), jspec.Typical(0.3, 0.6)
+FEW = {("two children", True), ("1-2-1", False)}
+TREES = [pytest.param(name, replacement, marks=[] if (name, replacement) in FEW else pytest.mark.slow)
+         for name in CASES if name != "depth first" for replacement in (False, True)]  # fmt: skip
+KEYS = jax.random.split(jax.random.key(0), 1)
+
+
+def every_draft(tree, vocab_size, replacement, seed=0):
+    """Target's laws by text, and every draft with its weight, as one batch with the target's laws behind its nodes."""
+    p, q = tables(np.random.default_rng(seed), vocab_size, tree.max_depth)
+    found = drafts(tree, q, replacement)
+    weights, tokens, laws = (np.array(part) for part in zip(*found, strict=True))
+    behind = np.array([[p[text_of(tree, node, row)] for node in range(tree.size + 1)] for row in tokens])
+    return p, found, weights, Draft(jnp.asarray(tokens), jnp.asarray(laws), tree), jnp.asarray(behind)
+
+
+def distances(joint, p, depth):
+    """By position the mean over texts before it of the distance of its law from the target's; last that of texts."""
+    vocab_size, found = joint.shape[0], []
+    for n in range(depth + 1):
+        prefixes = joint.sum(tuple(range(n + 1, depth + 1))).reshape(-1, vocab_size)
+        target = np.array([p[text] for text in np.ndindex((vocab_size,) * n)])
+        found.append(np.abs(prefixes - prefixes.sum(1, keepdims=True) * target).sum() / 2)
+    return np.array(found), np.abs(joint - texts_behind(p, (), p[()], depth + 1)).sum() / 2
+
+
+@pytest.mark.parametrize(("name", "replacement"), TREES)
+def test_receipts_of_lenience_bound_the_distance_of_every_position(report, name, replacement):
+    tree, vocab_size = CASES[name]
+    with jax.enable_x64(True):
+        p, found, weights, draft, behind = every_draft(tree, vocab_size, replacement)
+        paid = np.asarray(kept_in_turn([jnp.zeros((len(weights), tree.max_depth))] * tree.max_children, draft, behind,
+                                       LENIENT._bound)[1])  # fmt: skip
+        ends = list(ends_of_walk(draft, behind, LENIENT._bound))
+        joint = joint_law(tree, p, found, lambda *_: ends)
+    mean = np.zeros(tree.max_depth + 1)
+    for node, (mass, _) in enumerate(ends):
+        for depth, above in enumerate([0, *tree.paths[node][: tree.offsets[node]]]):
+            mean[depth] += (weights * mass * paid[:, above]).sum()
+    off, texts = distances(joint, p, tree.max_depth)
+    report(off=np.round(off, 3).tolist(), receipts=np.round(mean, 3).tolist(), texts=f"{texts:.3f}")
+    assert abs(joint.sum() - 1) < TOLERANCE and (joint <= most_of(p, tree.max_depth, 0.3) + TOLERANCE).all()
+    assert (off <= mean + TOLERANCE).all() and 0.02 < texts <= mean.sum() + TOLERANCE
+    if tree.max_children == 1:
+        np.testing.assert_allclose(mean, off, atol=TOLERANCE)
+
+
+def most_of(p, depth, leniency):
+    """The most that a text may have: each of its tokens ``1 / leniency`` of the target's."""
+    return texts_behind(p, (), p[()], depth + 1) / leniency ** (depth + 1)
+
+
+@pytest.mark.parametrize(("name", "replacement"), TREES[2:])  # without the chain, see tests/acceptance/test_rules.py
+def test_receipts_of_the_longest_branch_bound_the_distance_of_texts(report, name, replacement):
+    texts, mean = of_longest(name, replacement)
+    report(texts=f"{texts:.3f}", receipts=f"{mean:.3f}")
+    assert 0.01 < texts <= mean + TOLERANCE
+
+
+def of_longest(name, replacement):
+    """The distance of texts of a round of `Typical` from the target's, and the mean receipt."""
+    tree, vocab_size = CASES[name]
+    with jax.enable_x64(True):
+        p, found, weights, draft, behind = every_draft(tree, vocab_size, replacement)
+        rows, keys = len(weights), jnp.broadcast_to(KEYS, len(weights))
+        accept = jax.jit(lambda: TYPICAL.accept(keys, jnp.zeros(rows, jnp.int32), draft, behind))
+        verdict = jax.device_get(accept())
+        law = jax.jit(lambda end: law_behind(end, draft, behind, bound_of(TYPICAL)))
+        end = np.pad(verdict.path, ((0, 0), (1, 0)))[np.arange(rows), verdict.num_accepted]
+        joint = joint_law(
+            tree,
+            p,
+            found,
+            lambda *_: [
+                ((end == node).astype(float), np.asarray(law(jnp.full(rows, node)))) for node in range(tree.size + 1)
+            ],
+        )
+    kept = np.arange(tree.max_depth + 1) <= verdict.num_accepted[:, None]
+    paid = np.where(kept, verdict.distortion, 0).sum(1)
+    assert abs(joint.sum() - 1) < TOLERANCE
+    return distances(joint, p, tree.max_depth)[1], weights @ paid
+
+
+def bound_of(rule):
+    return lambda left, p: jnp.where(rule._keeps(p), jnp.inf, 0)
+
+
+def test_receipts_that_forget_the_parting_are_caught(report, monkeypatch):
+    """Planted: nothing is added where the branch was chosen by what lies behind it."""
+
+    def forgetful(*arguments):
+        verdict = accept_longest(*arguments)
+        honest = jnp.where(verdict.distortion >= 1, verdict.distortion - 1, verdict.distortion)
+        return dataclasses.replace(verdict, distortion=honest)
+
+    accept_longest = lossy.accept_longest
+    monkeypatch.setattr(lossy, "accept_longest", forgetful)
+    texts, planted = of_longest("3-1", True)
+    report(texts=f"{texts:.3f}", planted=f"{planted:.3f}")
+    assert texts > planted + 0.05
+
+
+@pytest.mark.parametrize("rule", [pytest.param(jspec.Lenient(0.5), marks=pytest.mark.slow), jspec.Typical(0.5, 0.9)])
+def test_receipts_of_trees_bound_the_distance_of_texts_over_several_rounds(report, rule):
+    """Through the shipped program: four tokens on tables of their last one."""
+    target, draft = toys.markov_pair(3, vocab_size=4, scale=1.5)
+    law = oracle.softmax(np.asarray(target.table, float))
+    joint = oracle.joint_law(lambda text: law[text[-1] if text else 2], 4, 4)
+    draws, drafter = 20_000, TreeDrafter(BigramDrafter(jnp.log(jax.nn.softmax(draft.table))), Tree.branching((2, 2)))
+    batch = np.full((draws, 1), 2), np.ones(draws, int), jax.random.split(jax.random.key(1), draws)
+    out = drafters.generate(target, drafter, batch, max_new_tokens=4, accept=rule)
+    counts = np.bincount(out.tokens @ [64, 16, 4, 1], minlength=256)
+    distance, paid = np.abs(counts / draws - joint).sum() / 2, float(out.stats.distortion.mean())
+    noise = np.sqrt(2 / np.pi * joint / draws).sum() / 2
+    report(distance_of_texts=f"{distance:.3f}", mean_receipt=f"{paid:.3f}", sampling_noise=f"{noise:.3f}")
+    assert 3 * noise < distance <= paid + 4 * noise
+
+
+def test_the_shared_factor_is_the_least_that_is_enough(report):
+    """Against a bisection in float64 NumPy of K-SEQ's own equation, 1 - (1 - b)^k = rho b (Sun et al. 2023)."""
+    rng, rows = np.random.default_rng(0), 300
+    p, q = random_laws(rng, (rows, 6)), random_laws(rng, (rows, 6))
+    q, count = (q + rng.random((rows, 1)) * p) / (1 + rng.random((rows, 1))), rng.integers(1, 5, rows)
+    q = q / q.sum(1, keepdims=True)
+    found = np.asarray(shared_factor(jnp.float32(p), jnp.float32(q), jnp.asarray(count), 4))
+    low, high = np.ones(rows), count.astype(float)
+    for _ in range(60):
+        middle = (low + high) / 2
+        b = np.minimum(q, p / middle[:, None]).sum(1)
+        enough = (1 - (1 - b) ** count <= middle * b) | (b == 0)
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    touching = np.minimum(p, q).sum(1) > 1e-6
+    report(rows=int(touching.sum()), largest_error=f"{np.abs(found - high)[touching].max():.1e}")
+    np.testing.assert_allclose(found[touching], high[touching], atol=2e-5)
+    assert (found >= 1).all() and (found <= count).all()
+
+
+@pytest.mark.parametrize("change", ["children without replacement", "a factor that is too small"])
+def test_planted_bugs_of_k_seq_are_caught(report, monkeypatch, change):
+    tree, vocab_size = CASES["two children"]
+    if change == "a factor that is too small":
+        monkeypatch.setattr(k_seq, "shared_factor", lambda *args: 0.95 * shared_factor(*args))
+    worst = walk.error(tree, vocab_size, change != "children without replacement", "k-seq")
+    report(largest_error=f"{worst:.1e}")
+    assert worst > 1e-3
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2.0**-24])
+def test_degenerate_siblings_give_no_nan_and_no_impossible_token(u):
+    """Two children of one law; without a law in p or q, with equal ones, with tokens that cannot be."""
+    kinds, draft, target_probs = degenerate_rows(np.random.default_rng(2), 2_000)
+    draft = Draft(draft.tokens[:, :1].repeat(2, 1), draft.probs[:, :1].repeat(2, 1), Tree((0, 0)))
+    kept, rest = jax.jit(judge_alike)(jnp.full(draft.tokens.shape, u, jnp.float32), draft, target_probs)
+    law = np.asarray(law_behind_all(jnp.zeros(len(kinds), jnp.int32), rest, target_probs))
+    p, token = np.nan_to_num(np.asarray(target_probs[:, 0])), np.asarray(draft.tokens[:, :1])
+    assert np.isfinite(law).all() and not ((law > 0) & (p <= 0)).any()
+    assert not (np.asarray(kept) & (np.take_along_axis(p, token, 1) <= 0)).any()
+    q = np.take_along_axis(np.asarray(draft.probs[:, 0]), token, 1)[:, 0]
+    assert np.asarray(kept)[(np.array(kinds) == "p == q") & (q > 0)].all()
+
+
+@pytest.mark.parametrize(("name", "same"), [("k-seq", "rejection"), ("traversal", "block")])
+def test_what_a_rule_of_trees_is_on_a_chain(name, same):
+    kinds, draft, target_probs = degenerate_rows(np.random.default_rng(3), 500)
+    keys, start = jax.random.split(jax.random.key(1), len(kinds)), jnp.arange(len(kinds))
+    ours, theirs = (RULES[rule].accept(keys, start, draft, target_probs) for rule in (name, same))
+    np.testing.assert_array_equal(ours.num_accepted, theirs.num_accepted)
+    np.testing.assert_array_equal(ours.next_token, theirs.next_token)
+
+
+def test_k_seq_keeps_more_of_equal_children_than_each_alone(report):
+    """The chance that one of k children is kept: between that of one and that of the best transport."""
+    rng, kept = np.random.default_rng(1), {}
+    p, q = random_laws(rng, (200, 6)), random_laws(rng, (200, 6))
+    for count in (1, 2, 4, 8):
+        factor = np.asarray(shared_factor(jnp.asarray(p), jnp.asarray(q), jnp.full(200, count), count), float)
+        kept[count] = 1 - (1 - np.minimum(q, p / factor[:, None]).sum(1)) ** count
+    bound = {count: np.minimum(p, 1 - (1 - q) ** count).sum(1) for count in kept}
+    report(**{f"k={count}": f"{rate.mean():.3f} of {bound[count].mean():.3f}" for count, rate in kept.items()})
+    assert all((kept[count] >= kept[fewer] - 1e-5).all() for fewer, count in ((1, 2), (2, 4), (4, 8)))
+    assert all((kept[count] <= bound[count] + 1e-5).all() for count in kept)
+    assert all((kept[count] >= (1 - 1 / np.e) * bound[count] - 1e-5).all() for count in kept)

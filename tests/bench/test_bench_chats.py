@@ -1,0 +1,265 @@
+"""The benchmarks of a model that answers chats, with a tiny one; and how they compare texts."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from flax import nnx
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+import jspec
+from bench import agreement, answers, chats, first_answer, llamacpp, plots, rivals
+from bench.__main__ import app
+from bench.subject import Subject
+from jspec.training import dataset as rows
+from pair.corpus import Document
+from support import eagle_heads, text_pair
+from support.templates import TEMPLATE
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+TOKENIZER = text_pair.tokenizer()
+TOKENIZER.chat_template = TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """The folder of a tiny target with a chat template and positions for all questions."""
+    folder = text_pair.write(tmp_path_factory.mktemp("bench") / "chatty", max_position_embeddings=2048)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def bench(chatty, tmp_path):
+    """``bench(command, *options)``: the written report of a command on the tiny target."""
+
+    def run(command, *options):
+        done = CliRunner().invoke(app, [command, "--target", str(chatty), "--output", str(tmp_path), *options])
+        assert done.exit_code == 0, done.output
+        (file,) = tmp_path.glob(f"{command}*.json")
+        assert file.with_suffix(".png").exists()
+        return json.loads(file.read_text())
+
+    return run
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Two short questions of each kind, and a short corpus."""
+    monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
+    monkeypatch.setattr(agreement, "load_corpus", lambda: ([Document("a.py", "def f():\n    pass\n")], []))
+
+
+def test_there_are_sixteen_different_questions_of_each_kind():
+    found = [question for kind in chats.KINDS for question in chats.questions(kind)]
+    assert len(set(found)) == len(found) == 64
+
+
+def test_questions_are_asked_by_the_template():
+    row = chats.rows(TOKENIZER, "code", 1)[0]
+    assert TOKENIZER.decode(row) == f"[user]{chats.questions('code')[0]}\n[assistant]"
+
+
+def test_requests_have_all_questions_in_their_order():
+    asked = [np.arange(1, n) for n in (5, 40, 9)]
+    found = chats.requests(TOKENIZER, asked, 2)
+    assert [tokens.shape for tokens, *_ in found] == [(2, 64), (1, 32)]
+    rows = [row[:n].tolist() for tokens, lengths, _ in found for row, n in zip(tokens, lengths, strict=True)]
+    assert rows == [one.tolist() for one in asked]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "tokens", "at"),
+    [
+        ([1, 1, 1], [5, 6, 7], None),
+        ([1, 1, 1], [5, 4, 7], 1),
+        ([1, 1, 1], [5, 6], 2),
+        ([1, 1, 1], [5, 6, 7, 8], 3),
+        ([1, 1e-4, 1], [5, 4, 7], None),
+        ([1, 1e-4, 1], [5], None),
+        ([1, 1, 1e-4], [5, 4, 7], 1),
+        ([1e-4, 1e-4, 1], [1, 2, 3], None),
+    ],
+)
+def test_texts_may_part_from_a_near_tie_on(gaps, tokens, at):
+    assert agreement.Expected("code 1", [5, 6, 7], np.array(gaps)).parts(tokens) == at
+
+
+@pytest.mark.parametrize(("text", "kept"), [([3, 0, 4, 0], [3, 0]), ([3, 4], [3, 4]), ([0], [0]), ([], [])])
+def test_a_text_ends_with_its_first_end(text, kept):
+    assert rivals.to_end(text, (0,)) == kept
+
+
+def test_transformers_greedy_texts_and_gaps(chatty):
+    """Each row as it is alone, and the gaps those of its own logits."""
+    torch = pytest.importorskip("torch")
+    target = jspec.load(chatty)
+    subject = agreement.Subject("x", target, None, TOKENIZER)
+    asked = {"long": np.arange(1, 30), "short": np.arange(40, 45)}
+    together = agreement.expected(subject, asked, 2, 6)
+    twin = rivals.twin(target)
+    for one, prompt in zip(together, asked.values(), strict=True):
+        ids = prompt.tolist()
+        for token, gap in zip(one.tokens, one.gaps, strict=True):
+            with torch.no_grad():
+                first, second = twin(torch.tensor([ids])).logits[0, -1].topk(2).values.tolist()
+            assert gap == pytest.approx(first - second, abs=1e-3)
+            ids.append(token)
+        assert one.tokens == rivals.greedy(twin, [prompt], 6, (0,))[0][0]
+
+
+def test_the_answers_agree_with_transformers(bench, short, monkeypatch):
+    pytest.importorskip("torch")
+    made = agreement.made
+    monkeypatch.setattr(agreement, "made", lambda *args: dict(itertools.islice(made(*args).items(), 2)))
+    report = bench("agreement", "--requests", "1", "--batch", "2", "--max-new-tokens", "12", "--num-draft-tokens", "1")
+    assert [row["drafter"] for row in report["rows"]] == ["plain", "lookup"]
+    for row in report["rows"]:
+        assert row["identical, %"] == 100 and row["texts"] == 4 and row["compared"] > 12
+    assert "4 chats, 12 new tokens at most, batch 2" in report["title"]
+    assert report["notes"][-1] == "Texts that part elsewhere: none."
+
+
+def test_texts_that_part_are_named(bench, short, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(agreement, "made", lambda *_: {"plain": None})
+    right = agreement.expected
+    monkeypatch.setattr(agreement, "expected", lambda *args: [
+        agreement.Expected(one.question, [*one.tokens[:2], -1, *one.tokens[3:]], np.ones(len(one.tokens)))
+        for one in right(*args)])  # fmt: skip
+    report = bench("agreement", "--requests", "1", "--batch", "2", "--max-new-tokens", "12")
+    assert report["rows"][0]["identical, %"] == 0 and report["rows"][0]["to the end"] == 0
+    assert "plain: chat 1, token 2; plain: summary 1, token 2" in report["notes"][-1]
+
+
+def test_every_way_to_draft_is_compared(chatty, short):
+    subject = agreement.Subject("x", jspec.load(chatty), None, TOKENIZER)
+    found = agreement.made(subject, {"code 1": np.arange(1, 9)})
+    assert list(found)[:4] == ["plain", "lookup", "retrieval", "unigram"]
+    assert sum(isinstance(one, jspec.EarlyExitDrafter) for one in found.values()) == 2
+    assert sum(isinstance(one, jspec.FallbackDrafter) for one in found.values()) == 3
+
+
+def test_a_target_without_a_template_is_refused(tmp_path):
+    pytest.importorskip("torch")
+    folder = text_pair.write(tmp_path / "mute")
+    done = CliRunner().invoke(app, ["agreement", "--target", str(folder), "--output", str(tmp_path)])
+    assert done.exit_code == 1 and "has no chat template" in done.output and done.output.count("\n") == 1
+
+
+def test_without_torch_there_is_nothing_to_agree_with(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    done = CliRunner().invoke(app, ["agreement"])
+    assert done.exit_code == 1 and "pip install torch" in done.output
+
+
+def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
+    monkeypatch.setattr(chats, "KINDS", ("chat", "code"))
+    monkeypatch.setattr(answers, "early_exit", lambda _: {})  # compiling is what takes time here
+    report = bench("answers", "--requests", "1", "--batch", "1", "--batch", "2", "--num-draft-tokens", "1",
+                   "--max-new-tokens", "6", "--repeats", "1")  # fmt: skip
+    rows = {(row["question"], row["batch"], row["program"]): row for row in report["rows"]}
+    assert {(kind, batch) for kind, batch, _ in rows} == {(kind, batch) for kind in chats.KINDS for batch in (1, 2)}
+    for (_, batch, program), row in rows.items():
+        assert row["tokens/s"] > 0 and row["same texts"] == f"{batch} of {batch}"
+        assert (row["tokens a round"] != "") == (program in ("lookup", "recycling, 8 nodes"))
+    assert rows["code", 1, "plain"]["x plain"] == 1
+    if importlib.util.find_spec("torch"):
+        assert rows["chat", 1, "lookup"]["x transformers lookup"] > 0
+        assert rows["chat", 2, "lookup"]["x transformers plain"] > 0
+        assert rows["chat", 2, "lookup"]["x transformers lookup"] == ""
+    assert ("llama_cpp is not installed" in report["notes"][1]) == (importlib.util.find_spec("llama_cpp") is None)
+
+
+def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty, tmp_path):
+    monkeypatch.setattr(chats, "KINDS", ("chat",))
+    head = jspec.EagleDrafter(eagle_heads.eagle(jspec.load(chatty), features=(0, 1))).save(tmp_path / "head")
+    report = bench("answers", "--requests", "1", "--batch", "1", "--num-draft-tokens", "1", "--max-new-tokens", "4",
+                   "--repeats", "1", "--temperature", "1", "--head", str(head), "--tree", "0,0")  # fmt: skip
+    rows = {row["program"]: row for row in report["rows"]}
+    assert {"head", "head, tree", "lookup"} <= set(rows) and "transformers plain" not in rows
+    assert all(row["tokens a round"] >= 1 for name, row in rows.items() if name != "plain")
+    done = CliRunner().invoke(app, ["answers", "--target", str(chatty), "--tree", "0"])
+    assert done.exit_code == 2 and "give --head" in done.output
+
+
+def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):
+    (tmp_path / rows.TEXTS).mkdir()
+    chats_ = [rows.of_answer([1, 2 + i % 50, 5 + i // 50], [5, 6, 7]) for i in range(100)]
+    rows.save([*chats_, rows.of_answer([], range(9))], tmp_path / rows.TEXTS / "00000.safetensors")
+    held_out = {tuple(row.tokens[:3]) for row in rows.divide(chats_)[1]}
+    found = chats.by_kind(None, len(held_out), tmp_path)["held out"]
+    assert 1 < len(held_out) < 20 and sorted(map(tuple, found)) == sorted(held_out)
+    report = bench("answers", "--requests", "2", "--batch", "1", "--num-draft-tokens", "1", "--max-new-tokens", "3",
+                   "--repeats", "1", "--temperature", "1", "--held-out", str(tmp_path))  # fmt: skip
+    assert {row["question"] for row in report["rows"]} == {"held out"}
+    assert {row["same texts"].split()[-1] for row in report["rows"]} == {"2"}
+    rows.save(chats_[:2], tmp_path / rows.TEXTS / "00000.safetensors")
+    done = CliRunner().invoke(app, ["answers", "--target", str(chatty), "--held-out", str(tmp_path)])
+    assert done.exit_code == 1 and "1 of its questions" in done.output
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_what_drafts_a_tree_falls_back_on_nothing(branches, chatty):
+    target = jspec.load(chatty)
+    head = (jspec.PassDrafter.untrained(target, 2, rngs=nnx.Rngs(0)) if branches
+            else jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)))  # fmt: skip
+    names = answers.drafters(Subject("x", target, head), 2, ())
+    assert "head" in names and ("lookup, else head" in names) is not branches
+
+
+def test_speeds_count_the_tokens_of_each_program():
+    rows = answers._rows("code", 1, {"plain": [[1, 2, 3, 0]], "llama.cpp": [[1, 0]]},
+                         {"plain": np.array([2.0, 2.0]), "llama.cpp": np.array([4.0, 4.0])})  # fmt: skip
+    assert [row["tokens/s"] for row in rows] == [2, 0.5]
+    assert [row["x llama.cpp"] for row in rows] == [4, 1] and rows[1]["x plain"] == 0.25
+    assert rows[1]["same texts"] == "0 of 1"
+
+
+@pytest.mark.parametrize(("limit", "text"), [(9, [5, 6, 0]), (2, [5, 6])])
+def test_llama_cpp_stops_where_the_text_does(limit, text):
+    llm = SimpleNamespace(reset=lambda: None, generate=lambda ids, temp: iter([*ids, 0, 7]))
+    assert llamacpp.answer(llm, np.array([5, 6]), limit, (0,)) == text
+
+
+def test_every_kind_of_question_has_a_bar_of_each_program():
+    rows = [{"question": kind, "batch": batch, "program": name, "tokens/s": batch * speed}
+            for kind in ("chat", "code") for batch in (1, 8) for name, speed in (("plain", 2), ("lookup", 3))
+            if (batch, name) != (8, "lookup")]  # fmt: skip
+    figure = Figure()
+    plots.answers(figure, rows)
+    assert [[bar.get_width() for bar in panel.patches] for panel in figure.axes] == [[2, 2, 3, 3], [16, 16]]
+    assert len({bar.get_y() for bar in figure.axes[0].patches}) == 4
+
+
+def test_seconds_to_the_first_answer_begin_with_nothing(monkeypatch):
+    """Every path of a command is in the empty folder, but for the clone's source; the second answer is not counted."""
+    done, published = [], {}
+
+    def timed(step, folder):
+        variables = first_answer.environment(folder)
+        assert folder in Path(variables["XDG_CACHE_HOME"]).parents
+        assert not {"JAX_COMPILATION_CACHE_DIR", "PYTHONPATH"} & variables.keys()
+        paths = [part for part in step.command if isinstance(part, Path) and part != first_answer.ROOT]
+        assert all(folder in path.parents for path in paths)
+        if step.downloads:
+            (folder / "wheels").mkdir(exist_ok=True)
+            (folder / "wheels" / step.name).write_bytes(b"x" * 2_000_000)
+        done.append(step.name)
+        return 10.0 ** len(done), "Paris.\n"
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "there")
+    monkeypatch.setenv("PYTHONPATH", "there")
+    monkeypatch.setattr(first_answer, "_timed", timed)
+    monkeypatch.setattr(first_answer, "publish", lambda *args, **facts: published.update(facts, rows=args[2]))
+    first_answer.run()
+    assert done[0] == "clone" and done[-2:] == ["first answer", "second answer"]
+    assert published["seconds"] == 11_111_110 and published["seconds_of_downloads"] == 1e3 + 1e5
+    assert [row["step"] for row in published["rows"] if row["MB"] == 2] == ["packages", "model"]
+    assert "(4 MB)" in published["notes"][0] and published["notes"][1].endswith("France? Paris.")

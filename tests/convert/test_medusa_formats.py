@@ -1,0 +1,264 @@
+"""Medusa's heads from files compute what PyTorch does, are written again as they were, and refused where damaged."""
+
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import toys
+
+torch = pytest.importorskip("torch")
+from safetensors.numpy import load_file  # noqa: E402
+from torch import nn  # noqa: E402
+
+import jspec  # noqa: E402
+from convert import CheckpointError  # noqa: E402
+from support.checkpoints import raw_config  # noqa: E402
+from support.checkpoints import tensors as llama_tensors  # noqa: E402
+from support.damage import config, cut, edit_tensors, pickled, rename  # noqa: E402
+from support.disks import small_disk  # noqa: E402
+from support.eagle_checkpoints import write  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+E, V, OWN = 16, 31, "medusa_lm_head.safetensors"
+TARGET = toys.tiny_llama(0, 2, vocab_size=V)
+FILES = {"medusa": OWN, "vllm": "model.safetensors"}
+
+
+class ResBlock(nn.Module):
+    """Cai et al. 2024, section 2.1.1."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.linear = nn.Linear(E, E, bias)
+
+    def forward(self, x):
+        return x + nn.functional.silu(self.linear(x))
+
+
+class Blocks(nn.Module):
+    """The residual blocks of a head as vLLM names them."""
+
+    def __init__(self, blocks, bias):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(E, E, bias) for _ in range(blocks))
+
+
+def medusa(directory, blocks=1, count=3, dtype=torch.float32, tied=False):
+    """Heads as published, ``(module, directory)``; `tied` as ``[ResBlock()] * n`` made them, one block n times."""
+    torch.manual_seed(0)
+    made = [[ResBlock()] * blocks if tied else [ResBlock() for _ in range(blocks)] for _ in range(count)]
+    module = nn.ModuleList(nn.Sequential(*one, nn.Linear(E, V, bias=False)) for one in made)
+    fields = {"medusa_num_heads": count, "medusa_num_layers": blocks, "base_model_name_or_path": "org/target",
+              "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
+    return module, write(directory, fields, {k: t.to(dtype) for k, t in module.state_dict().items()}, OWN)
+
+
+def vllm(directory, blocks=1, count=3, dtype=torch.float32, bias=False, shared=False, prefix=""):
+    """The same in vLLM's names, ``(module, directory)``; `shared`: one output head."""
+    torch.manual_seed(0)
+    outputs = [nn.Linear(E, V, bias=False)] * count if shared else [nn.Linear(E, V, bias=False) for _ in range(count)]
+    module = nn.Module()
+    module.blocks = nn.ModuleList(Blocks(blocks, bias) for _ in range(count))
+    module.lm_heads = nn.ModuleList(outputs[:1] if shared else outputs)
+    fields = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": E, "vocab_size": V,
+              "num_heads": count, "num_hidden_layers": blocks, "max_paths": 64, "topk": 10,
+              "truncated_vocab_size": V, "medusa_fc_bias": bias, "original_lm_head": shared,
+              "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
+    write(directory, fields, {prefix + k: t.to(dtype) for k, t in module.state_dict().items()})
+    heads = nn.ModuleList()
+    for one, output in zip(module.blocks, outputs, strict=True):
+        residual = [ResBlock(bias) for _ in range(blocks)]
+        for block, linear in zip(residual, one.layers, strict=True):
+            block.linear = linear
+        heads.append(nn.Sequential(*residual, output))
+    return heads, directory
+
+
+CASES = [(medusa, {}), (medusa, {"blocks": 2}), (medusa, {"blocks": 2, "tied": True}),
+         (vllm, {}), (vllm, {"blocks": 2, "bias": True}), (vllm, {"shared": True}),
+         (vllm, {"prefix": "medusa_heads."})]  # fmt: skip
+
+
+def check_logits(drafter, module):
+    x = np.random.default_rng(1).normal(size=(2, 5, E)).astype(np.float32)
+    found = drafter.logits(jnp.asarray(x), TARGET, len(module))
+    with torch.no_grad():
+        for i, head in enumerate(module):
+            np.testing.assert_allclose(found[:, :, i], head(torch.tensor(x)), atol=1e-4)
+
+
+def fields_of(path):
+    return json.loads((path / "config.json").read_text())
+
+
+def check_same_files(first, second):
+    names = {file.name for file in first.iterdir()}
+    assert names == {file.name for file in second.iterdir()}
+    (weights,) = names - {"config.json"}
+    assert (first / weights).read_bytes() == (second / weights).read_bytes()
+    assert fields_of(second) | fields_of(first) == fields_of(second)
+
+
+@pytest.mark.parametrize(("make", "case"), CASES)
+def test_heads_from_files_and_back(tmp_path, make, case):
+    module, path = make(tmp_path / "heads", **case)
+    drafter = jspec.MedusaDrafter.load(path, TARGET)
+    assert drafter.num_heads == 3
+    check_logits(drafter, module)
+    check_same_files(path, drafter.save(tmp_path / "again", make.__name__))
+
+
+@pytest.mark.parametrize("make", [medusa, vllm])
+def test_half_precision_and_the_other_layout(tmp_path, make):
+    module, path = make(tmp_path / "heads", dtype=torch.bfloat16)
+    drafter = jspec.MedusaDrafter.load(path)
+    assert drafter.heads[0].lm_head.weight[...].dtype == jnp.float32
+    check_same_files(path, drafter.save(tmp_path / "again", make.__name__))
+    other = "vllm" if make is medusa else "medusa"
+    between = jspec.MedusaDrafter.load(drafter.save(tmp_path / "between", other))
+    check_logits(between, module.to(torch.bfloat16).float())
+
+
+def test_trained_biases_and_heads_are_written(tmp_path):
+    """Where the files had none, or one for all."""
+    _, path = vllm(tmp_path / "heads", shared=True)
+    drafter = jspec.MedusaDrafter.load(path)
+    drafter.heads[1].blocks[0].linear.bias.set_value(jnp.ones(E))
+    drafter.heads[2].lm_head.weight.set_value(jnp.zeros((E, V)))
+    again = jspec.MedusaDrafter.load(drafter.save(tmp_path / "again"))
+    x = jnp.ones((1, 1, E))
+    np.testing.assert_array_equal(again.logits(x, TARGET, 3), drafter.logits(x, TARGET, 3))
+    raw = fields_of(tmp_path / "again")
+    assert (raw["medusa_fc_bias"], raw["original_lm_head"]) == (True, False)
+
+
+def test_the_names_that_vllm_reads(tmp_path):
+    """Its `Medusa` and `MedusaConfig`, of heads that come from no file; and those of the paper's code."""
+    _, path = medusa(tmp_path / "heads", blocks=2, count=2)
+    drafter = jspec.MedusaDrafter.load(path)
+    for head in drafter.heads:
+        head.origin = None
+    found = load_file(drafter.save(tmp_path / "vllm") / "model.safetensors")
+    assert set(found) == {f"blocks.{i}.layers.{j}.{kind}" for i in (0, 1) for j in (0, 1)
+                          for kind in ("weight", "bias")} | {"lm_heads.0.weight", "lm_heads.1.weight"}  # fmt: skip
+    assert fields_of(tmp_path / "vllm") == {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": E, "vocab_size": V,
+        "truncated_vocab_size": V, "num_heads": 2, "num_hidden_layers": 2, "medusa_fc_bias": True,
+        "original_lm_head": False, "torch_dtype": "float32"}  # fmt: skip
+    found = load_file(drafter.save(tmp_path / "medusa", "medusa") / OWN)
+    assert set(found) == {f"{i}.{name}" for i in (0, 1) for name in (
+        "0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")}  # fmt: skip
+
+
+def test_published_configs_count_too_few_heads(tmp_path):
+    module, path = medusa(tmp_path / "heads", count=5)
+    config(medusa_num_heads=2)(path)
+    drafter = jspec.MedusaDrafter.load(path)
+    check_logits(drafter, module)
+    assert fields_of(drafter.save(tmp_path / "again", "medusa"))["medusa_num_heads"] == 5
+
+
+def test_heads_beside_their_target(tmp_path):
+    """A checkpoint of Medusa-2 gives a target and its heads."""
+    module, heads = medusa(tmp_path / "heads")
+    raw = raw_config(hidden_size=E, vocab_size=V, num_attention_heads=2, num_key_value_heads=1, medusa_num_heads=3)
+    both_ = {name: torch.tensor(one) for name, one in llama_tensors(raw).items()}
+    both_ |= {f"medusa_head.{name}": torch.tensor(one) for name, one in load_file(heads / OWN).items()}
+    path = write(tmp_path / "both", raw, both_)
+    drafter = jspec.MedusaDrafter.load(path, jspec.load(path))
+    check_logits(drafter, module)
+    alone = load_file(drafter.save(tmp_path / "alone", "medusa") / OWN)
+    assert {name: one.tobytes() for name, one in alone.items()} == {
+        name: one.tobytes() for name, one in load_file(heads / OWN).items()}  # fmt: skip
+
+
+# ---- what is refused
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    root = tmp_path_factory.mktemp("medusa")
+    return {make.__name__: make(root / make.__name__, blocks=2)[1] for make in (medusa, vllm)}
+
+
+def tensor(layout, name, change):
+    """`name` replaced by what `change` makes of it; None removes it."""
+
+    def edit(found):
+        new = change(found.pop(name, None))
+        if new is not None:
+            found[name] = new
+
+    return edit_tensors(FILES[layout], edit)
+
+
+def gone(_):
+    return None
+
+
+DAMAGE = {
+    "a block is missing": ("medusa", tensor("medusa", "1.1.linear.weight", gone), "lacks 1.1.linear.weight"),
+    "a bias is missing": ("medusa", tensor("medusa", "0.0.linear.bias", gone), "lacks 0.0.linear.bias"),
+    "a head is missing": ("vllm", tensor("vllm", "lm_heads.2.weight", gone), "lacks lm_heads.2.weight"),
+    "unknown": ("vllm", tensor("vllm", "extra", lambda _: np.ones(2, np.float32)), "has unexpected extra"),
+    "a bias too many": ("vllm", tensor("vllm", "blocks.0.layers.0.bias", lambda _: np.ones(E, np.float32)),
+                        "has unexpected blocks.0.layers.0.bias"),
+    "another shape": ("vllm", tensor("vllm", "blocks.0.layers.0.weight", lambda x: x[:9]), r"\[9, 16\], expected"),
+    "integers": ("medusa", tensor("medusa", "0.2.weight", lambda x: x.astype(np.int8)), "0.2.weight .* is I8; exp"),
+    "another count": ("vllm", config(num_heads=4), "lacks blocks.3.layers.0.weight"),
+    "a count without end": ("vllm", config(num_heads=10**9), "means 1000000000 heads of . blocks each, and"),
+    "blocks without end": ("vllm", config(num_hidden_layers=10**9), "heads of 1000000000 blocks each, and there are"),
+    "no count": ("vllm", config(num_heads=None), "num_heads is missing; expected a positive integer"),
+    "another depth": ("medusa", config(medusa_num_layers=1), "medusa_num_layers is 1 and .* behind 2 blocks"),
+    "fewer tokens": ("vllm", config(truncated_vocab_size=9), "truncated_vocab_size is 9, of which token_map"),
+    "a scale": ("vllm", config(logit_scale=2.0), "logit_scale is 2.0, which changes"),
+    "another model": ("vllm", config(architectures=["EAGLEModel"]), "architectures is .'EAGLEModel'., which changes"),
+    "no heads": ("medusa", edit_tensors(OWN, lambda w: [w.pop(n) for n in list(w)[1:]] + [w.update(x=w.popitem()[1])]),
+                 "are of no Medusa heads; expected those of Medusa"),
+    "no output head": ("medusa", edit_tensors(OWN, lambda w: [w.pop(f"{i}.2.weight") for i in range(3)]),
+                       "there is no output head, such as 0.1.weight"),
+    "cut": ("medusa", cut(OWN, 0.6), "is damaged or cut short"),
+    "no config": ("medusa", rename("config.json", "other.json"), "config.json is missing"),
+    "pickles": ("medusa", pickled("medusa_lm_head.pt"), r"only pickle files \(medusa_lm_head.pt\); .* convert it with "
+                r"PyTorch: .*torch\.load\('medusa_lm_head\.pt', weights_only=True\).*'medusa_lm_head\.safetensors'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused(bases, tmp_path, name):
+    base, damage, message = DAMAGE[name]
+    shutil.copytree(bases[base], tmp_path / "heads")
+    damage(tmp_path / "heads")
+    with pytest.raises(CheckpointError, match=message) as error:
+        jspec.MedusaDrafter.load(tmp_path / "heads", TARGET)
+    text = str(error.value)
+    assert text.endswith(".") and re.search("[;:] ", text) and "\n" not in text and len(text) < 600
+
+
+def test_the_heads_own_file_is_read_and_no_other(bases, tmp_path):
+    folder = shutil.copytree(bases["medusa"], tmp_path / "heads")
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (folder / name).write_bytes(b"")
+    drafter, expected = (jspec.MedusaDrafter.load(place) for place in (folder, bases["medusa"]))
+    for one, other in zip(jax.tree.leaves(drafter), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_another_target(bases):
+    with pytest.raises(ValueError, match="a target whose vocabulary is 31, and this target's is 9; use those"):
+        jspec.MedusaDrafter.load(bases["vllm"], toys.tiny_llama(0, 1, vocab_size=9))
+
+
+def test_places_and_formats(bases, tmp_path):
+    drafter = jspec.MedusaDrafter.load(bases["vllm"])
+    with pytest.raises(CheckpointError, match="format 'sglang' is unknown; choose one of medusa, vllm"):
+        drafter.save(tmp_path / "out", "sglang")
+    (tmp_path / "taken").touch()
+    with pytest.raises(CheckpointError, match="taken exists and is not overwritten"):
+        drafter.save(tmp_path / "taken")
+    with small_disk(3000), pytest.raises(CheckpointError, match="check the disk"):
+        drafter.save(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

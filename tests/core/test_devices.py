@@ -1,0 +1,199 @@
+"""The programs as XLA compiles them for an H100, a T4 and a TPU v5e, none of which is here: see .ci/devices."""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jspec
+from bench import abstract, compiled, devices, graphs
+from bench.hlo import arrays
+from jspec.acceptance import RULES
+from jspec.engine.runner import Device
+from jspec.engine.slots import Needs, Sizes
+from jspec.planning import roofline
+from jspec.planning.memory import Weights, footprint, slots_of
+from jspec.training import fit, kinds
+from support import cover
+from support.caches import copies_of_a_cache
+
+PAIRS = {"h100": "llama-3.2-3b/llama-3.2-1b", "t4": "llama-3.2-3b/llama-3.2-1b", "v5e": "109m"}
+# Heads as the fused kernels take them.
+SIZES = {"hidden_size": 128, "head_dim": 64, "vocab_size": 512}
+ON = [pytest.param(name, marks=getattr(pytest.mark, devices.DEVICES[name].platform)) for name in PAIRS]
+GPUS = [pytest.param("h100", marks=pytest.mark.cuda), pytest.param("t4", marks=pytest.mark.cuda)]
+
+
+@functools.cache
+def program(name, plain=False, batch=1, layers=2, **options):
+    """A pair of few layers, compiled; `options` are those of XLA."""
+    device = devices.prepare(name)
+    models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=layers)
+    setting = abstract.Setting(batch, draft_length=0 if plain else 4)
+    traced = abstract.trace(*models, setting, devices.topology(device))
+    return compiled.read(*graphs.compiled(traced.lower(), options)), models, setting
+
+
+def large(kernels, models, setting):
+    """The kernels without a product that write an array as large as a matrix or a layer's cache, laws apart."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: [model.new_cache(setting.batch, 512) for model in models]))
+    leaves += [leaf for leaf in jax.tree.leaves(models) if len(leaf.shape) > 1]
+    least, vocab = min(leaf.size for leaf in leaves), models[0].config.vocab_size
+    return [kernel for kernel in kernels if kernel.moves for _, sizes in arrays(kernel.shape)
+            if math.prod(sizes) >= least and vocab not in sizes]  # fmt: skip
+
+
+def check(found, models, setting):
+    assert not large(found.kernels, models, setting)
+    assert written_once(found.prefill, models, setting)
+    # In the loop nothing waits for the host, and no row for another.
+    assert (found.loops, found.waits, found.conditionals, found.host) == ([], 0, 0, 0)
+
+
+def written_once(kernels, models, setting):
+    """Whether reading the prompt writes no weights, and of the caches each part once, at its full size."""
+    slots = slots_of(setting.width + setting.new_tokens, setting.draft_length)
+    caches = jax.tree.leaves(jax.eval_shape(lambda: [model.new_cache(setting.batch, slots) for model in models]))
+    # What writes no memory reads into a TPU's own.
+    writers = [kernel for kernel in kernels if kernel.written and not kernel.flops]
+    found = Counter(sides(sizes) for kernel in writers for _, sizes in arrays(kernel.shape))
+    rooms = Counter(sides(leaf.shape) for leaf in caches)
+    weights = {sides(leaf.shape) for leaf in jax.tree.leaves(models) if len(leaf.shape) > 1}
+    return not weights & found.keys() and all(found[one] <= count for one, count in rooms.items())
+
+
+def sides(shape):
+    """Of an array, whichever way round it lies."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
+@pytest.mark.parametrize("name", ON)
+def test_nothing_large_is_moved(name, plain, batch, report):
+    found, models, setting = program(name, plain, batch)
+    report(kernels=found.count(), megabytes=round(found.temporary / 1e6))
+    check(found, models, setting)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
+@pytest.mark.parametrize("name", GPUS)
+def test_nor_where_a_library_multiplies(name, plain):
+    """Which kernels multiply is measured on the device; it must not matter."""
+    check(*program(name, plain, xla_gpu_enable_triton_gemm=False))
+
+
+@pytest.mark.cuda
+def test_kernels_of_an_h100(report):
+    """Attention, a norm after each block, four products, a sum of parts, and the activation."""
+    device = devices.prepare("h100")
+    few, more = ([*abstract.pair(PAIRS["h100"], device.dtype, num_hidden_layers=n)] for n in (2, 4))
+    layers = compiled.by_layer(device, *zip(few, more, strict=True), abstract.Setting())
+    base = program("h100", plain=True)[0].count() - 2 * layers["plain"]
+    report(**layers, beside_layers=base)
+    assert max(layers.values()) <= 10 and base + 28 * layers["plain"] <= 300
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
+def test_the_host_of_an_h100_starts_little(plain, report):
+    """One graph before the loop of drafting, one for each of its turns, one behind; loops' conditions by themselves."""
+    found, _, setting = program("h100", plain)
+    report(**vars(found.graphs))
+    assert found.graphs.captured + found.graphs.outside == found.count()
+    assert found.graphs.launched <= setting.draft_length + 1
+    assert found.graphs.outside <= 0.1 * found.count()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"quantized": True}, {"qk_norm": True}, {"attention_bias": True}, {"mlp_bias": True}], ids=str
+)
+@pytest.mark.parametrize("name", GPUS)
+def test_plans_count_the_kernels_that_there_are(name, changes, report):
+    device, config = devices.prepare(name), abstract.configs(PAIRS[name])[0]
+    more = dict(changes)
+    quantized = more.pop("quantized", False)
+
+    def count(layers):
+        shallow = dataclasses.replace(config, num_hidden_layers=layers, **more)
+        model = abstract.model(shallow, device.dtype, quantized)
+        return compiled.compile_and_read(device, model, None, abstract.Setting().plain()).count()
+
+    two, four = count(2), count(4)
+    layer = (four - two) / 2
+    report(layer=layer, beside=two - 2 * layer)
+    planned = roofline.kernels_a_layer(Weights(dataclasses.replace(config, **more), 2, quantized), device.dtype)
+    assert layer == pytest.approx(planned, abs=1)
+    assert two - 2 * layer == pytest.approx(roofline.KERNELS_A_PASS + roofline.KERNELS_A_ROUND, rel=0.3)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_plans_know_what_a_long_prompt_takes(name, report):
+    """Beside the caches, which are whole in the end only."""
+    device, setting = devices.prepare(name), abstract.Setting(width=2048, new_tokens=16)
+    models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=2)
+    found = compiled.compile_and_read(device, *models, setting)
+    planned = footprint(tuple(Weights(model.config, 2) for model in models), 1, 2048 + 16, 2048, setting.draft_length)
+    report(planned=planned.temporaries, allocated=found.temporary - planned.caches)
+    assert planned.temporaries == pytest.approx(found.temporary - planned.caches, rel=0.3)
+
+
+@pytest.mark.parametrize("one", cover.pairwise() + cover.TREES, ids=cover.name)
+@pytest.mark.parametrize("name", ON)
+def test_every_program_is_compiled(name, one):
+    """Any two choices of drafter, rule, length, dtype and batch meet in one of these programs.
+
+    Products are the library's on GPUs: for some small ones XLA has no Triton kernel unless it can try several.
+    """
+    device = devices.prepare(name)
+    traced = abstract.trace(*cover.program(one, device.dtype, **SIZES), devices.topology(device))
+    options = {"xla_gpu_enable_triton_gemm": False} if device.platform == "cuda" else None
+    assert compiled.read(traced.lower().compile(options)).host == 0
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+@pytest.mark.parametrize("name", ON)
+def test_a_training_step_compiles(name, kind):
+    """In the device's dtype, with the target's states computed on the way."""
+    device = devices.prepare(name)
+    config = dataclasses.replace(abstract.configs("109m")[0], num_hidden_layers=3, num_key_value_heads=1,
+                                 num_attention_heads=2, intermediate_size=256, **SIZES)  # fmt: skip
+    target = jspec.Llama(config, jax.numpy.dtype(device.dtype), rngs=nnx.Rngs(0))
+    schedule = fit.Schedule(steps=9, depth=2)
+    begun = kinds.KINDS[kind](target, np.arange(100) if kind == "eagle" else None, schedule.depth, 0)
+    trainee = kinds.trainee_of(begun)
+    training = fit.begin(trainee, schedule)
+    batch = jax.ShapeDtypeStruct((8, 64), "int32"), jax.ShapeDtypeStruct((8, 64), "bool")
+    shapes = abstract.divided((training.state, target, *batch), Mesh(devices.topology(device), ("model",)))
+    assert training.step.lower(*shapes, None).compile()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [("seat",), ("read", 32), ("read several",), ("follow",), ("play", 0, Needs.LEAN, 8)]
+    + [("play", 4, needs, 8) for needs in Needs],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ON)
+def test_the_programs_of_an_engine(name, key, report, monkeypatch):
+    """None copies a cache. What asks constraints on the host can be compiled only where its device is."""
+    monkeypatch.setattr(jax, "pure_callback", lambda asked, of, *_: jax.numpy.zeros(of.shape, of.dtype))
+    chip = devices.prepare(name)
+    config = dataclasses.replace(abstract.configs("109m")[0], num_hidden_layers=2, num_key_value_heads=2,
+                                 num_attention_heads=4, intermediate_size=256, **SIZES)  # fmt: skip
+    target, draft = (jspec.Llama(config, jax.numpy.dtype(chip.dtype), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    drafter = jspec.ModelDrafter(draft)
+    one = Device(target, drafter, RULES["rejection"], Sizes(8, 500, 1, (32, 256), (0, 4), 4, 5))
+    function, shapes = one._function(*key)
+    where = abstract.divided(((target, drafter), one._slots, *shapes), Mesh(devices.topology(chip), ("model",)))
+    run = jax.jit(lambda models, *rest: function(*models, *rest), donate_argnums=1)
+    program = run.lower(*where).compile()
+    of_cache, copies = copies_of_a_cache(program.as_text(), config, 8 * one.positions)
+    report(cache_sized=of_cache, copies=len(copies))
+    assert of_cache and not copies

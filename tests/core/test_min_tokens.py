@@ -1,0 +1,88 @@
+"""No end of text among the first new tokens: the law, by enumeration; what it means where it cannot be."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from support import drafters, oracle, toys
+from support.law import NUM_TOKENS, VOCAB, plain
+from support.oracle import ALPHA
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+PROMPTS, FEWEST, EOS = ((6, 1, 6, 1), (5,), (4, 4, 0, 4)), (0, 1, 2), (1, 6)
+DRAWS = 16_384
+TREE = jspec.Tree.branching((2, 1))
+
+
+@functools.cache
+def pair():
+    target = toys.tiny_llama(10)
+    return target, toys.tiny_llama(11, 1, related_to=target)
+
+
+def law(target, prompt, fewest):
+    """``float64[512]``: a text that ends early is followed by token 0, as `pad_id` is."""
+
+    def next_law(text):
+        logits = np.asarray(plain(target, np.array([[*prompt, *text]])))[0, -1]
+        bias = np.where(np.isin(np.arange(VOCAB), EOS) & (len(text) < fewest), -np.inf, 0)
+        return oracle.sampling_law(logits, logit_bias=bias)
+
+    return oracle.joint_law(functools.cache(next_law), VOCAB, NUM_TOKENS, EOS)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "k"))
+def counts(target, drafter, keys, fewest, rule, k):
+    """``int[3, 512]``, texts of the three prompts under ``keys[N, 3]``."""
+    tokens = np.zeros((3, 4), np.int32)
+    for row, prompt in zip(tokens, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    copies = len(keys)
+    out = jspec.speculative_generate(
+        target, drafter, np.tile(tokens, (copies, 1)), np.tile([4, 1, 4], copies), keys.ravel(), accept=rule,
+        max_new_tokens=NUM_TOKENS, sampling=jspec.SamplingParams(min_tokens=fewest), eos_ids=EOS,
+        **{} if k is None else {"num_draft_tokens": k})  # fmt: skip
+    texts = (out.tokens @ np.asarray([VOCAB**2, VOCAB, 1])).reshape(keys.shape)
+    rows = np.broadcast_to(np.arange(3), texts.shape)
+    return jax.numpy.zeros((3, VOCAB**NUM_TOKENS), np.int32).at[rows, texts].add(1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "k", "tree"),
+    [
+        ("rejection", 2, None),
+        ("coupled", jspec.UpTo(2), None),
+        ("traversal", None, TREE),
+        pytest.param("block", jspec.UpTo(4), None, marks=pytest.mark.slow),
+        pytest.param("rejection", None, TREE, marks=pytest.mark.slow),
+    ],
+)
+def test_the_law_has_no_early_end(report, rule, k, tree):
+    """Three rows of one batch, with 0, 1 and 2 tokens before an end."""
+    target, draft = pair()
+    drafter = draft if tree is None else jspec.TreeDrafter(draft, tree)
+    found = counts(target, drafter, jax.random.split(jax.random.key(0), (DRAWS, 3)), np.tile(FEWEST, DRAWS), rule, k)
+    p_values = [oracle.p_value(np.asarray(row), law(target, prompt, fewest))
+                for row, prompt, fewest in zip(found, PROMPTS, FEWEST, strict=True)]  # fmt: skip
+    report(settings=3, texts_each=DRAWS, min_p=f"{min(p_values):.2g}",
+           sees_tv=f"{oracle.detectable(DRAWS, VOCAB**NUM_TOKENS - 1, ALPHA / 3):.3f}")  # fmt: skip
+    assert min(p_values) * 3 > ALPHA
+
+
+def test_beyond_the_limit_only_the_limit_ends_a_text(prompts):
+    target, draft = pair()
+    out = drafters.generate(target, draft, prompts([3, 4], vocab_size=VOCAB), max_new_tokens=40, num_draft_tokens=3,
+                            sampling=jspec.SamplingParams(min_tokens=[50, 0]), eos_ids=EOS)  # fmt: skip
+    assert out.lengths[0] == 40 and not np.isin(out.tokens[0], EOS).any()
+    assert out.lengths[1] < 40
+
+
+def test_raw_log_probabilities_do_not_know_of_it(prompts):
+    """They are the model's own, whatever was forbidden; those of the law are higher, for it has fewer tokens."""
+    target, _ = pair()
+    out = jspec.generate(target, *prompts([3], vocab_size=VOCAB), max_new_tokens=8, eos_ids=EOS,
+                         sampling=jspec.SamplingParams(min_tokens=8))  # fmt: skip
+    assert (np.asarray(out.logprobs) > np.asarray(out.raw_logprobs) + 1e-3).all()

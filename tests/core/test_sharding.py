@@ -1,0 +1,74 @@
+"""Several devices: any mesh, explicit, automatic or under shard_map, gives the text of one device."""
+
+import json
+
+import pytest
+
+from support import on_devices
+
+
+def _outcomes(cases):
+    """Name -> what came of it, of the quick or the slow cases of devices.py; errors are strings."""
+    return dict(map(json.loads, on_devices.output(4, "devices", cases)))
+
+
+def _wrong(outcomes):
+    """The cases, of `devices.compare` and others that say True, that came out otherwise than on one device."""
+    return {name: found for name, found in outcomes.items()
+            if not (found["same"] and found["off"] < 1e-5 if isinstance(found, dict) else found is True)}  # fmt: skip
+
+
+COLUMNS = {f"{name}.{part}": parts for name in ("qkv_proj", "gate_up_proj")
+           for part, parts in (("weight", [1, 2]), ("scale", [2]))}  # fmt: skip
+ROWS = {f"{name}.{part}": parts for name in ("o_proj", "down_proj", "embed_tokens")
+        for part, parts in (("weight", [2, 1]), ("scale", [1]))}  # fmt: skip
+NORMS = {f"{name}.weight": [1] for name in ("norm", "input_layernorm", "post_attention_layernorm")}
+REFUSED = {
+    "no such axis": "ValueError: The mesh has the axes ('data', 'model') and none named 'tensor'",
+    "no sharding": "TypeError: sharding must be a jax.sharding.Sharding, or a function",
+    "gives none": "TypeError: sharding must give a jax.sharding.Sharding for every weight",
+    "rank": "ValueError: layers.0.input_layernorm.weight has shape (256,), which",
+    "uneven": "ValueError: embed_tokens.weight has shape (256, 2048), which",
+    "part of a mesh": "ValueError: jax.shard_map over ('data',) leaves the axes ('model',) to XLA",
+}
+
+
+def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
+    """One process for all: its start and the programs of one device are a good part of the cost."""
+    outcomes = _outcomes("quick")
+    groups = {}
+    for name, found in outcomes.items():
+        kind, what = name.split(": ")
+        groups.setdefault(kind, {})[what] = found
+    texts = groups["text"]
+    assert not _wrong(texts)
+    for place, found in texts.items():
+        report(place=place, logprobs_off=f"{found['off']:.0e}", exchanges=found["exchanges"])
+        if not place.endswith("plain"):  # the other texts have a row without a law
+            assert found["invalid"] == [False, False, False, True] and found["accepted"] > 0
+    # Of rows all that devices tell each other is whether all are done; under shard_map not even that.
+    assert texts["explicit, rows"]["exchanges"] == texts["automatic, rows, plain"]["exchanges"] == {"all-reduce": 1}
+    assert texts["explicit, rows, tree"]["exchanges"] == {"all-reduce": 1}
+    assert texts["shard_map"]["exchanges"] == texts["shard_map, dynamic tree"]["exchanges"] == {}
+    assert len(groups["traced"]) > 10 and not any(groups["traced"].values()), groups["traced"]
+    for kind, parts in groups["loaded"].items():
+        assert parts == COLUMNS | ROWS | NORMS, kind
+    assert not _wrong(groups["head"])
+    assert groups["refused"].keys() == REFUSED.keys()
+    for case, found in groups["refused"].items():
+        assert str(found).startswith(REFUSED[case]), found
+    first, *others = groups["documented"]["text"]
+    assert len(others) == 3 and isinstance(first, list), groups["documented"]
+    assert all(text == first for text in others)
+
+
+@pytest.mark.slow
+def test_everything_on_every_mesh(report):
+    """Each drafter, rule and draft length, int8, bfloat16, vmap, and what is measured."""
+    found = _outcomes("slow")
+    half, tuned = found.pop("half precision"), found.pop("tuned")
+    off = max(outcome["off"] for outcome in found.values() if isinstance(outcome, dict))
+    report(programs=len(found), wrong=len(_wrong(found)), logprobs_off=f"{off:.1e}", same_in_bfloat16=half)
+    assert not _wrong(found)
+    assert half in (True, False), half
+    assert tuned in range(3), tuned

@@ -1,0 +1,348 @@
+"""How far to draft: the law stays, the right lengths come out, and what is not wanted is not computed."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.core.row_ops import slice_rows, write_rows
+from jspec.core.types import pytree
+from jspec.drafters.draft_length import as_draft_length, compiled_lengths
+from support import drafters, oracle, toys
+from support.exits import LENGTHS, TOKENS, K, drafted
+from support.few import by_default
+from support.matrix import check_texts, pair, text_p_values
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
+
+LENGTH_RULES = (
+    jspec.UpTo(3), jspec.WhileConfident(3, 0.3), jspec.Heuristic(3), jspec.ByAcceptance(3, cost_ratio=0.3),
+    jspec.ByConfidence(3, acceptance=0.7), jspec.WhileConfident(3, 0.3, first=0.3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "name", "rule"), [
+    (LENGTH_RULES[0], "retrieval", "rejection"), (LENGTH_RULES[4], "mixture", "block"),
+    (LENGTH_RULES[5], "model", "rejection"), (LENGTH_RULES[5], "fallback", "rejection"),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        (jspec.Heuristic(2), "cascade", "rejection"), (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
+        (LENGTH_RULES[1], "mixture", "block"))),
+], ids=str)  # fmt: skip
+def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
+    p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length)
+    check_texts(report, p_values, 8_192, len(LENGTH_RULES) + 1)  # of one two drafters are tested
+
+
+@pytree
+class Discarding(jspec.ModelDrafter):
+    """Stops before a token that it is unsure of, which it has drawn: the variant that must not be."""
+
+    def propose(self, state, context, num_draft_tokens):
+        draft, state = super().propose(state, context, num_draft_tokens)
+        sure = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1) >= 0.3
+        return dataclasses.replace(draft, probs=draft.probs * jnp.cumprod(sure, axis=1)), state
+
+
+def test_discarding_the_token_that_was_looked_at_is_biased(report):
+    """By as much as theory says; the same rule that keeps the token is not."""
+    draws, prompt = 200_000, 3
+    target, draft = toys.markov_pair(0)
+    p, q = (np.exp(t := np.asarray(model.table[prompt], float)) / np.exp(t).sum() for model in (target, draft))
+    sure, left = q >= 0.3, np.maximum(p - q, 0)
+    rejected = (q - np.minimum(p, q))[sure].sum()
+    biased = np.where(sure, np.minimum(p, q), 0) + rejected * left / left.sum() + q[~sure].sum() * p
+    keys, found = jax.random.split(jax.random.key(0), draws), {}
+    model, rules = jspec.ModelDrafter(draft), (jspec.WhileConfident(2, 0.3), jspec.WhileConfident(2, 0.3, first=0.5))
+    for name, drafter, length in (("discarding", Discarding(draft), 1), ("keeping", model, rules[0]),
+                                  ("not drawing", model, rules[1])):  # fmt: skip
+        out = jspec.speculative_generate(target, drafter, np.full((draws, 1), prompt), np.ones(draws, int), keys,
+                                         max_new_tokens=1, num_draft_tokens=length)  # fmt: skip
+        counts = np.bincount(np.asarray(out.tokens)[:, 0], minlength=8)
+        found[name] = oracle.p_value(counts, p), oracle.p_value(counts, biased)
+    told = {name: tuple(map(float, ps)) for name, ps in found.items()}
+    report(distance=f"{np.abs(p - biased).sum() / 2:.3f}", **told)
+    assert found["discarding"][0] < 1e-12 < oracle.ALPHA < found["discarding"][1]
+    assert found["keeping"][0] > oracle.ALPHA and found["not drawing"][0] > oracle.ALPHA
+
+
+def test_it_stops_behind_the_first_token_it_is_unsure_of():
+    """The tokens are those of a full draft; how many there are follows from the draft's own law."""
+    draft, most, lengths = toys.tiny_llama(11), jnp.array([1, 3, 3, 2, 0]), set()
+    for threshold, sampling in ((0.2, {}), (0.45, {"temperature": 0.0}), (0.4, {"top_p": 0.5})):
+        full = drafted(jspec.ModelDrafter(draft), **sampling)
+        text = write_rows(
+            jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K))), jnp.asarray(full.tokens), jnp.asarray(LENGTHS)
+        )
+        laws = slice_rows(jax.nn.softmax(draft(text)), jnp.asarray(LENGTHS) - 1, K)
+        sure = np.take_along_axis(np.asarray(laws), full.tokens[..., None], axis=-1)[..., 0] >= threshold
+        expected = np.minimum(1 + np.cumprod(sure[:, :-1], axis=1).sum(1), most)
+        lengths |= set(expected[1:3].tolist())
+        rule = jspec.WhileConfident(K, threshold)
+        out = drafted(jspec.ModelDrafter(draft), budget=most, draft_length=rule, **sampling)
+        kept = np.arange(K) < expected[:, None]
+        np.testing.assert_array_equal(out.probs.any(-1), kept)
+        np.testing.assert_array_equal(out.tokens[kept], full.tokens[kept])
+        np.testing.assert_array_equal(out.probs[kept], full.probs[kept])
+    assert lengths == {1, 2, 3}
+
+
+def test_it_does_not_begin_where_no_token_is_likely():
+    """By the law of the first, so that a row which begins drafts what it would have drafted anyway."""
+    full = drafted(jspec.ModelDrafter(draft := toys.tiny_llama(11)))
+    text = slice_rows(jax.nn.softmax(draft(jnp.asarray(TOKENS))), jnp.asarray(LENGTHS) - 1, 1)[:, 0].max(-1)
+    for first in (np.sort(text)[1:] + np.sort(text)[:-1]) / 2:
+        rule = jspec.WhileConfident(K, 1e-6, first=float(first))
+        out = drafted(jspec.ModelDrafter(draft), budget=jnp.full(len(TOKENS), K), draft_length=rule)
+        begins = np.asarray(text) >= first
+        assert 0 < begins.sum() < len(begins)
+        np.testing.assert_array_equal(out.probs.any(-1), np.broadcast_to(begins[:, None], out.tokens.shape))
+        np.testing.assert_array_equal(out.probs[begins], full.probs[begins])
+        np.testing.assert_array_equal(out.tokens[begins], full.tokens[begins])
+
+
+@pytree
+class Counted(toys.MarkovModel):
+    """Notes in `ROWS` how many rows each pass has that is really run."""
+
+    name: jax.Array
+
+    def forward(self, tokens, cache, start, past=None):
+        jax.debug.callback(lambda name: ROWS.append((int(name), tokens.shape[1])), self.name)
+        return super().forward(tokens, cache, start, past)
+
+
+ROWS = []
+
+
+def test_what_no_row_wants_is_not_computed():
+    table = jnp.asarray(3 * np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    target, draft = (Counted(table, jnp.array(name)) for name in (0, 1))
+    batch = np.array([[1]]), np.array([1]), jax.random.split(jax.random.key(0), 1)
+
+    def rows(drafter, length, batch=batch):
+        ROWS.clear()
+        out = drafters.generate(target, drafter, batch, max_new_tokens=24, num_draft_tokens=length)
+        jax.effects_barrier()
+        counts = {name: sorted(n for which, n in ROWS[1:] if which == name) for name in (0, 1)}
+        return counts, int(out.stats.rounds.sum()), int(out.stats.drafted.sum())
+
+    counts, rounds, drafted = rows(jspec.NGramDrafter(60, 60), jspec.UpTo(8))
+    assert (counts[0], drafted) == ([1] * rounds, 0)
+    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.WhileConfident(8, 0.999))
+    assert counts[0] == [2] * rounds and len(counts[1]) == drafted + 1  # one pass a token, and the prompt's
+    for drafter in (
+        jspec.ModelDrafter(draft),
+        jspec.FallbackDrafter(jspec.NGramDrafter(60, 60), jspec.ModelDrafter(draft)),
+    ):
+        counts, rounds, drafted = rows(drafter, jspec.WhileConfident(8, 0.999, first=0.999))
+        assert (counts[0], drafted) == ([1] * rounds, 0) and len(counts[1]) <= rounds + 1  # it reads
+    both = jspec.FallbackDrafter(jspec.UnigramDrafter.from_tokens(np.arange(8), 8), jspec.ModelDrafter(draft))
+    counts, rounds, drafted = rows(both, jspec.UpTo(8))
+    assert drafted and len(counts[1]) <= rounds + 1
+    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.Heuristic(8))
+    assert set(counts[0]) > {9} and set(counts[0]) <= {1 + n for n in compiled_lengths(jspec.Heuristic(8))}
+
+
+@pytest.mark.parametrize(
+    ("length", "lengths"),
+    [(jspec.UpTo(8), (0, 8)), (jspec.UpTo(1), (0, 1)),
+     (jspec.Heuristic(8), (0, 1, 2, 4, 8)), (jspec.ByAcceptance(1), (0, 1)),
+     (jspec.WhileConfident(3), (0, 1, 2, 3)), (jspec.WhileConfident(3, first=0.5), (0, 3)),
+     (as_draft_length(np.int64(8)), (8,)), (as_draft_length(0), (0,))],
+)  # fmt: skip
+def test_few_lengths_are_compiled(length, lengths):
+    assert compiled_lengths(length) == lengths
+
+
+def test_each_row_has_its_own_length():
+    length = jspec.Heuristic(8)
+    state = length.init(4)
+    np.testing.assert_array_equal(state, 4)
+    state = length.update(state, jnp.array([4, 4, 4, 0]), jnp.array([4, 3, 0, 0]))
+    np.testing.assert_array_equal(state, [6, 3, 3, 4])
+    for _ in range(4):
+        state = length.update(state, state, state * jnp.array([1, 0, 1, 0]))
+    np.testing.assert_array_equal(length.budget(state, 4), [8, 1, 8, 1])
+
+
+def test_acceptance_leads_to_the_best_length_of_theory():
+    for cost in (0.05, 0.2, 0.5):
+        length = jspec.ByAcceptance(8, cost)
+        rates = np.array([0.3, 0.6, 0.8, 0.9])
+        state = length.init(4)
+        for _ in range(200):  # rounds that kept as many drafts as that rate makes likely
+            state = length.update(state, jnp.full(4, 99.0), jnp.asarray(rates / (1 - rates)))
+        found = np.asarray(length.budget(state, 4))
+        share = np.asarray((state[0] + 1) / (state[1] + 2))
+        best = [max(range(1, 9), key=lambda k: float(jspec.theory.speedup(a, k, cost))) for a in share]
+        np.testing.assert_array_equal(found, best)
+        weight = 10 / (1 - rates)  # judged drafts, with those of old rounds, beside two that were never drafted
+        np.testing.assert_allclose(share, (weight * rates + 1) / (weight + 2), rtol=1e-5)
+
+
+def test_a_threshold_moves_by_what_was_accepted():
+    length = jspec.ByConfidence(8, acceptance=0.75)
+    state = length.init(5)
+    np.testing.assert_allclose(state, 0.4)
+    drafted, accepted = jnp.array([4, 4, 4, 1, 0]), jnp.array([4, 3, 0, 1, 0])
+    moved = length.update(state, drafted, accepted)  # behind the first 3 of 3, 2 of 3, and none that was judged
+    np.testing.assert_allclose(moved, 0.4 + np.array([-0.0375, 0.0125, 0, 0, 0]), rtol=1e-6)
+    np.testing.assert_array_equal(length.continues(moved, jnp.full(5, 0.4)), [True, False, True, True, True])
+    for _ in range(60):
+        state = length.update(state, drafted, accepted)
+    np.testing.assert_allclose(state, [0, 1, 0.4, 0.4, 0.4], rtol=1e-5)
+
+
+def test_a_wanted_acceptance_is_found(report):
+    """Where all drafts of a round are accepted with the probability that they had, which no round tells of another."""
+    shares, rows, rounds = (0.82, 0.86, 0.9), 16, 4_000  # drafting all has 0.776
+
+    def play(state, key):
+        luck = jax.random.uniform(key, (len(shares), rows, 9))
+        sure, luck = luck[..., 0], luck[..., 1:]
+        drafted = jnp.where(sure >= state, 8, 1)
+        accepted = jnp.minimum(jnp.cumprod(luck < sure[..., None], axis=-1).sum(-1), drafted)
+        state = jnp.stack([jspec.ByConfidence(8, share).update(*row)
+                           for share, *row in zip(shares, state, drafted, accepted, strict=True)])  # fmt: skip
+        return state, (state, jnp.maximum(accepted - 1, 0), jnp.maximum(accepted + (accepted < drafted) - 1, 0))
+
+    began = jnp.stack([jspec.ByConfidence(8).init(rows)] * len(shares))
+    _, (state, accepted, judged) = jax.lax.scan(play, began, jax.random.split(jax.random.key(0), rounds))
+    found = np.asarray(accepted.sum((0, 2)) / judged.sum((0, 2)))
+    thresholds = np.asarray(state).mean((0, 2))
+    report(wanted=shares, found=found.round(3).tolist(), thresholds=thresholds.round(2).tolist())
+    np.testing.assert_allclose(found, shares, atol=0.01)
+    assert (np.diff(thresholds) > 0.05).all()
+
+
+@pytest.mark.parametrize("length", by_default(LENGTH_RULES, LENGTH_RULES[1:2]), ids=lambda one: type(one).__name__)
+def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
+    """Whatever the sampling parameters, limits and ends of text."""
+    target, drafter = toy(0), jspec.ModelDrafter(toy(0, distance=0.1))
+    batch, options = prompts([9, 1, 5, 3, 7, 2, 4]), drafters.every_parameter(7, 61)
+    common = {"max_new_tokens": 24, "num_draft_tokens": length, "accept": "coupled"}
+    plain = jspec.generate(target, *batch, max_new_tokens=24, **options)
+    out = drafters.generate(target, drafter, batch, **common, **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+    np.testing.assert_allclose(out.raw_logprobs, plain.raw_logprobs, atol=1e-4)
+    row = slice(2, 3)
+    alone = drafters.generate(target, drafter, [part[row] for part in batch], **common,
+                              **drafters.of_rows(options, row))  # fmt: skip
+    assert out.stats.accepted_at.shape == (7, 3)
+    np.testing.assert_array_equal(alone.stats.accepted_at[0], out.stats.accepted_at[2])
+    report(drafted=int(out.stats.drafted.sum()), accepted=int(out.stats.accepted.sum()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(jspec.Heuristic):
+    """Tells `RECORDS` what each round drafted and accepted."""
+
+    def update(self, state, drafted, accepted):
+        jax.debug.callback(lambda *counts: RECORDS.append(counts), drafted, accepted)
+        return super().update(state, drafted, accepted)
+
+
+@pytree
+class Asked(jspec.ModelDrafter):
+    """Tells `ASKED` how many tokens each row wanted."""
+
+    def propose(self, state, context, num_draft_tokens):
+        jax.debug.callback(ASKED.append, context.budget)
+        return super().propose(state, context, num_draft_tokens)
+
+
+RECORDS, ASKED = [], []
+
+
+def test_it_learns_what_each_round_has_brought(toy, prompts):
+    """Row by row the counts of all rounds add up to the statistics, and a row that is done asks for nothing more."""
+    RECORDS.clear(), ASKED.clear()
+    sampling = jspec.SamplingParams(max_tokens=np.array([0, 3, 9]))
+    out = drafters.generate(toy(0), Asked(toy(0, distance=0.1)), prompts([9, 1, 5]), max_new_tokens=24,
+                            num_draft_tokens=Recorded(4), sampling=sampling)  # fmt: skip
+    jax.effects_barrier()
+    drafted, accepted = np.sum(RECORDS, axis=0)
+    np.testing.assert_array_equal(drafted, out.stats.drafted)
+    np.testing.assert_array_equal(accepted, out.stats.accepted)
+    assert len(RECORDS) == len(ASKED) == out.stats.rounds.max() > out.stats.rounds.min()
+    np.testing.assert_array_equal((np.array(ASKED) > 0).sum(0), out.stats.rounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class TooMany(jspec.UpTo):
+    def budget(self, state, batch):
+        return jnp.full(batch, self.max_draft_tokens + 5)
+
+
+def test_more_than_the_most_is_the_most(toy, prompts):
+    target, batch = toy(0), prompts([4, 1])
+    drafter = jspec.CascadeDrafter(toy(1), jspec.NGramDrafter())
+    texts = [drafters.generate(target, drafter, batch, max_new_tokens=8, num_draft_tokens=length).tokens
+             for length in (TooMany(2), jspec.UpTo(2))]  # fmt: skip
+    np.testing.assert_array_equal(*texts)
+
+
+@pytest.mark.parametrize("name", ["retrieval", "cascade"])
+def test_drafts_of_one_token_are_the_least(toy, prompts, name):
+    target, batch = toy(0), prompts([4, 1])
+    drafter = drafters.make(name, target, toy(0, distance=0.1))
+    out = drafters.generate(target, drafter, batch, max_new_tokens=8, num_draft_tokens=jspec.UpTo(np.int64(1)),
+                            accept="coupled")  # fmt: skip
+    np.testing.assert_array_equal(out.tokens, jspec.generate(target, *batch, max_new_tokens=8).tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bursts(jspec.UpTo):
+    """Nothing wanted for five rounds, then all: rows out of step."""
+
+    def init(self, batch):
+        return 3 * jnp.arange(batch)
+
+    def budget(self, state, batch):
+        return jnp.where(state % 6 == 5, self.max_draft_tokens, 0)
+
+    def update(self, state, drafted, accepted):
+        return state + 1
+
+
+def test_what_was_not_wanted_for_long_has_been_read_all_the_same(prompts):
+    """A draft by the target itself is always accepted, however long none was wanted, and whatever neighbours want."""
+    target = toys.tiny_llama(10)
+    drafter, batch = drafters.make("cascade", target, target), prompts([3, 4], vocab_size=8)
+    options = {"max_new_tokens": 60, "num_draft_tokens": Bursts(4)}
+    with jax.enable_checks(True):  # a cascade drafts more than is wanted, which is cut off and need not be lawful
+        out = drafters.generate(target, drafter, batch, **options)
+        alone = drafters.generate(target, drafter, [part[:1] for part in batch], **options)
+    np.testing.assert_array_equal(out.tokens[0], alone.tokens[0])
+    np.testing.assert_array_equal(out.stats.accepted, out.stats.drafted)
+
+
+class Loose(jspec.UpTo):
+    __hash__ = None
+
+
+def test_mistakes_are_named(toy, prompts):
+    for make, message in (
+        (lambda: jspec.UpTo(0), "max_draft_tokens must be an int of at least 1; got 0"),
+        (lambda: jspec.Heuristic(True), "max_draft_tokens must be an int"),
+        (lambda: jspec.WhileConfident(4, 1.5), "threshold must be a number above 0 and at most 1; got 1.5"),
+        (lambda: jspec.WhileConfident(4, "a"), "threshold must be a number above 0 and at most 1; got 'a'"),
+        (lambda: jspec.WhileConfident(4, first=-0.1), "first must be a number above 0 and at most 1; got -0.1"),
+        (lambda: jspec.WhileConfident(4, first=None), "first must be a number above 0 and at most 1; got None"),
+        (lambda: jspec.ByConfidence(4, 0), "acceptance must be a number above 0 and at most 1; got 0"),
+        (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most 1000; got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    for length, message in ((jspec.WhileConfident(4), "how sure the draft is of each token, which NGramDrafter does"),
+                            (jspec.UpTo, r"an object such as jspec.UpTo\(8\)"),
+                            (SimpleNamespace(budget=1, max_draft_tokens=2), "without needs_confidence, init"),
+                            (Loose(2), r"Loose\(max_draft_tokens=2\) cannot be hashed")):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=message):
+            jspec.speculative_generate(toy(0), jspec.NGramDrafter(), *prompts([3]), max_new_tokens=4,
+                                       num_draft_tokens=length)  # fmt: skip

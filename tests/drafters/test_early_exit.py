@@ -1,0 +1,127 @@
+"""Drafting with the target's own layers, and mixing two drafters' laws: both against the same thing done plainly."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jspec
+from jspec.decoding.program import decode_program
+from support import drafters, toys
+from support.exits import LENGTHS, TOKENS, K, drafted
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def shortened(model, num_layers):
+    """`model` without the layers behind the first `num_layers`: a model of its own, with a cache of its own."""
+    short = nnx.clone(model)
+    short.layers = nnx.List(list(short.layers)[:num_layers])
+    short.config = dataclasses.replace(short.config, num_hidden_layers=num_layers)
+    return short
+
+
+@pytest.mark.parametrize(("rule", "k"), [
+    ("rejection", 1), ("block", 3), ("coupled", 3),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("rejection", 3), ("block", 1), ("coupled", 1)]),
+])  # fmt: skip
+def test_it_drafts_what_the_first_layers_would_as_a_model(report, rule, k):
+    target, batch = toys.tiny_llama(10, 3), (TOKENS, LENGTHS, jax.random.split(jax.random.key(1), 5))
+    options = {"max_new_tokens": 40, "num_draft_tokens": k, "accept": rule}
+    expected = drafters.generate(target, shortened(target, 2), batch, **options)
+    out = drafters.generate(target, jspec.EarlyExitDrafter(2), batch, **options)
+    jax.tree.map(np.testing.assert_array_equal, (out.tokens, out.stats), (expected.tokens, expected.stats))
+    everything = drafters.generate(target, jspec.EarlyExitDrafter(3), batch, **options)
+    np.testing.assert_array_equal(everything.stats.rounds, 40 // (k + 1))
+    report(tokens=int(out.lengths.sum()), accepted=f"{out.stats.accepted.sum() / out.stats.drafted.sum():.2f}")
+
+
+@pytest.mark.parametrize("unread", [1, 3])
+def test_layers_left_out_read_the_cache_of_the_whole_model(report, unread):
+    target, drafter = toys.tiny_llama(10, 3), jspec.EarlyExitDrafter(3, skipped=(1,))
+    out = drafted(drafter, target, unread)
+    errors = []
+
+    @jax.jit
+    def expected(read, rest):
+        cache, start = target.new_cache(1, 16), jnp.zeros(1, jnp.int32)
+        if read.size:
+            _, cache = target.forward(read[None], cache, start)
+        hidden, _ = target.forward(rest[None], cache, start + read.size, layers=(0, 2))
+        return jax.nn.softmax(target.logits(hidden))[0, -K:]
+
+    for row in range(5):
+        text = np.array([*TOKENS[row, : LENGTHS[row]], *out.tokens[row]])
+        read = max(int(LENGTHS[row]) - unread, 0)  # with all layers; the rest with layers 0 and 2
+        errors.append(np.abs(expected(text[:read], text[read:-1]) - out.probs[row]).max())
+    report(error=f"{max(errors):.1e}")
+    assert max(errors) < 1e-5
+
+
+def test_a_mixture_is_one(report):
+    tables = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    first, second = (jspec.BigramDrafter(jnp.asarray(table)) for table in tables)
+    errors = []
+    for temperature, weight in ((1.0, 0.3), (0.7, 0.9), (0.0, 0.5), (1.0, 0.0), (1.0, 1.0)):
+        out = drafted(jspec.MixtureDrafter(first, second, weight), temperature=temperature)
+        last = np.concatenate([TOKENS[np.arange(5), LENGTHS - 1][:, None], out.tokens[:, :-1]], axis=1)
+        laws = np.exp(tables) / np.exp(tables).sum(-1, keepdims=True)
+        mixed = weight * laws[0, last] + (1 - weight) * laws[1, last]
+        sharp = mixed ** (1 / temperature) if temperature else mixed == mixed.max(-1, keepdims=True)
+        errors.append(np.abs(out.probs - sharp / sharp.sum(-1, keepdims=True)).max())
+    report(error=f"{max(errors):.1e}")
+    assert max(errors) < 1e-6
+
+
+def test_a_mixture_of_one_that_has_no_guess_is_the_other():
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    known, silent = jspec.BigramDrafter(table), jspec.BigramDrafter(jnp.full((8, 8), -jnp.inf))
+    expected = drafted(known)
+    for first, second, weight in ((known, silent, 0.3), (silent, known, 0.3), (known, silent, 0), (silent, known, 1)):
+        out = drafted(jspec.MixtureDrafter(first, second, weight))
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
+        np.testing.assert_allclose(out.probs, expected.probs, atol=1e-6)
+    assert not drafted(jspec.MixtureDrafter(silent, silent, 0.3)).probs.any()
+
+
+def test_another_weight_compiles_nothing(toy, prompts):
+    batch, sizes = prompts([3]), []
+    for weight in (0.2, np.float32(0.5), 1):
+        mixture = jspec.MixtureDrafter(toy(1), jspec.ModelDrafter(toy(2)), weight)
+        drafters.generate(toy(0), mixture, batch, max_new_tokens=4)
+        sizes.append(decode_program._cache_size())
+    assert len(set(sizes)) == 1
+
+
+def test_mistakes_are_named(toy, prompts):
+    exit_, lookup = jspec.EarlyExitDrafter, jspec.NGramDrafter()
+    for make, error, message in (
+        (lambda: exit_(0), ValueError, "num_layers must be an int of at least 1; got 0"),
+        (lambda: exit_(2, (2,)), ValueError, "skipped holds 2; expected indices of layers, 0 to 1"),
+        (lambda: exit_(2, (0, 1)), ValueError, "skipped leaves none of 2 layers"),
+        (lambda: exit_(2, 0), ValueError, r"skipped must be indices of layers, such as \(3, 5\); got 0"),
+        (lambda: jspec.MixtureDrafter(toy(0), toy(1), "x"), ValueError, "weight must be one number between 0 and 1"),
+        (
+            lambda: jspec.MixtureDrafter(toy(0), lookup, 0.5),
+            TypeError,
+            "second is of type NGramDrafter, which does not",
+        ),
+        (
+            lambda: jspec.MixtureDrafter(toy(0), toy(1), 1.5),
+            ValueError,
+            "weight must be one number between 0 and 1; got 1.5",
+        ),
+        (lambda: jspec.MixtureDrafter(toy(0), toy(1), float("nan")), ValueError, "weight must be one number"),
+    ):
+        with pytest.raises(error, match=message):
+            make()
+    for drafter, message in ((exit_(2), r"EarlyExitDrafter\(num_layers=2\) drafts for a Llama of 1 layers"),
+                             (jspec.MixtureDrafter(toy(0), toy(1, vocab_size=60), 0.5), "vocabularies of 60 and 61"),
+                             *((jspec.MixtureDrafter(toy(0), toy(1), weight), "weight must be one number between 0")
+                               for weight in (None, np.ones(2), jnp.float32(1.5))),
+                             ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            jspec.speculative_generate(toy(0), drafter, *prompts([3]), max_new_tokens=4)

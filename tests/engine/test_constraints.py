@@ -1,0 +1,170 @@
+"""Constrained texts: their law by enumeration, the same text however it is drafted, and constraints that fail."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from jspec.engine import Engine, Request
+from jspec.engine.runner import Device
+from support import drafters, oracle
+from support.constrained import OPTIONS, NoMultiples, models, requests, texts
+from support.law import NUM_TOKENS, VOCAB, plain
+from support.matrix import PROMPTS
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture(autouse=True)
+def compiled_when_met(monkeypatch):
+    """Nothing is compiled in the background, either."""
+    monkeypatch.setattr(Device, "later", lambda _: [])
+
+
+def law(prompt, settings):
+    """``float64[512]``, of three tokens that `NoMultiples` allows."""
+
+    def next_law(text):
+        logits = np.asarray(plain(models()[0], np.array([[*prompt, *text]])))[0, -1]
+        matcher = NoMultiples()
+        matcher.text = list(text)
+        bias = np.where([matcher.may(token) for token in range(VOCAB)], 0, -np.inf)
+        return oracle.sampling_law(logits, logit_bias=bias, prompt=prompt, generated=text, **settings)
+
+    return oracle.joint_law(functools.cache(next_law), VOCAB, NUM_TOKENS)
+
+
+def drafter_of(kind):
+    return models()[1] if kind == "chain" else jspec.TreeDrafter(models()[1], jspec.Tree.branching((2, 1)))
+
+
+def check_law(report, kind, count):
+    """With a key and without, beside texts that nothing constrains."""
+    settings = ({}, {"top_p": 0.8, "repetition_penalty": 1.3})
+    kinds = [(keyed, i) for _ in range(count) for i in range(2) for keyed in (0, 1)]
+    keys = iter(jax.random.split(jax.random.key(1), len(kinds)))
+    requests = [Request(PROMPTS[i], NUM_TOKENS, jspec.SamplingParams(**settings[i]), next(keys) if keyed else None,
+                        constraint=NoMultiples) for keyed, i in kinds]  # fmt: skip
+    counts = np.zeros((2, 2, VOCAB**NUM_TOKENS), np.int64)
+    drafts = {"num_draft_tokens": 2} if kind == "chain" else {}
+    with Engine(models()[0], drafter_of(kind), slots=32, max_waiting=256, **OPTIONS, **drafts) as engine:
+        free = [Request(PROMPTS[2], NUM_TOKENS)] * 20
+        results = engine.generate([*free, *requests])[len(free) :]
+    for (keyed, i), result in zip(kinds, results, strict=True):
+        assert result.finish_reason == "length", result.error
+        counts[keyed, i, np.ravel_multi_index(result.tokens, (VOCAB,) * NUM_TOKENS)] += 1
+    p_values = [oracle.p_value(counts[keyed, i], law(PROMPTS[i], settings[i])) for keyed in (0, 1) for i in range(2)]
+    sees = oracle.detectable(count, VOCAB**NUM_TOKENS - 1, oracle.ALPHA / 4)
+    report(settings=4, texts_each=count, min_p=f"{min(p_values):.2g}", sees_tv=f"{sees:.3f}")
+    assert min(p_values) > oracle.ALPHA / 4
+
+
+@pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
+def test_texts_have_the_law_of_the_constrained_model(report, kind):
+    check_law(report, kind, 2_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_texts_have_the_law_of_the_constrained_model_at_length(report, kind):
+    check_law(report, kind, 40_000)
+
+
+def test_a_text_does_not_depend_on_how_it_was_drafted():
+    """Nor on neighbours; and it goes on behind a failure where it was."""
+    found = []
+    for draft, slots in ((None, 1), (drafter_of("chain"), 3), (drafter_of("tree"), 2)):
+        with Engine(models()[0], draft, slots=slots, **OPTIONS) as engine:
+            found.append(texts(engine.generate(requests())))
+    with Engine(models()[0], drafter_of("chain"), slots=3, num_draft_tokens=2, **OPTIONS) as engine:
+        play, calls = engine.device.play, iter(range(1000))
+        engine.device.play = lambda *how: 1 / 0 if next(calls) == 4 else play(*how)
+        found.append(texts(engine.generate(requests())))
+    assert found[1:] == found[:1] * 3
+    for request, tokens in zip(requests(), found[0], strict=True):
+        matcher = NoMultiples()
+        assert request.constraint is None or all(map(matcher.consume, tokens))
+
+
+def test_a_constraint_that_fails_ends_its_request_alone():
+    free, failing, other = requests(3)
+    failing = Request(failing.tokens, 24, key=failing.key, constraint=lambda: NoMultiples(fails_at=4))
+    with Engine(*models(), slots=3, **OPTIONS) as engine:
+        alone = texts(engine.generate([free, other]))
+        found = engine.generate([free, failing, other])
+        assert engine.generate([free])[0].tokens == alone[0] and not engine.device.constraints._followed
+    assert texts([found[0], found[2]]) == alone
+    assert found[1].finish_reason == "error" and found[1].error.endswith("RuntimeError: planted")
+    assert all(map(NoMultiples().consume, found[1].tokens[:1])) and len(found[1].tokens) <= 4
+
+
+def test_what_fails_behind_a_guess_is_no_failure_of_the_text():
+    """Until the text comes there, so that it ends at the same token however far it is drafted."""
+
+    class Breaks(NoMultiples):
+        """Breaks for good behind three times the same token, as a parser does that is asked too much."""
+
+        broken = False
+
+        def consume(self, token):
+            self.broken |= self.may(token) and self.text[-2:] == [token] * 2
+            return not self.alarm() and super().consume(token)
+
+        def allowed(self):
+            return None if self.alarm() else super().allowed()
+
+        def alarm(self):
+            if self.broken:
+                raise RuntimeError("planted")
+
+    found, tried = [], jspec.SamplingParams(temperature=3.0)
+    keys = jax.random.split(jax.random.key(3), 12)
+    for count in (1, 2):  # without a draft and with one
+        with Engine(*models()[:count], slots=3, **OPTIONS) as engine:
+            found.append(engine.generate([Request((1, 2), 24, tried, key, constraint=Breaks) for key in keys]))
+    whole = [[one.finish_reason for one in results] for results in found]
+    assert whole[0] == whole[1] and {"error", "length"} <= {*whole[0]}
+    for plain_one, drafted in zip(*found, strict=True):
+        if plain_one.finish_reason == "length":
+            assert plain_one.tokens == drafted.tokens
+        else:
+            assert drafted.is_refused and ("planted" in drafted.error or "cannot be" in drafted.error)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
+    def fails():
+        raise KeyError("planted")
+
+    free, _, other = requests(3)
+    bad = Request((1, 2), 9, key=free.key if keyed else None, constraint=fails)
+    with Engine(*models(), slots=2, **OPTIONS, journal=True) as engine:
+        alone = texts(engine.generate([free, other]))
+        found = engine.generate([free, bad, other, bad])
+    names = [name for name, _ in engine.device.commands]
+    assert names.count("constrain") == names.count("release") == engine.device.constraints.add(NoMultiples) - 1 == 2
+    assert texts([found[0], found[2]]) == alone
+    assert [found[i].error for i in (1, 3)] == ["The constraint cannot be made: KeyError: 'planted'"] * 2
+
+
+def test_drafted_ids_that_are_vectors_are_not_asked_for():
+    """Drafters with embeddings have the target read ids beyond its vocabulary."""
+    table = np.ones(VOCAB, bool)
+
+    class Table(NoMultiples):
+        def may(self, token):
+            return bool(table[token]) and super().may(token)
+
+    drafter = drafters.make("vectors", *models())
+    with Engine(models()[0], drafter, slots=2, **OPTIONS) as engine:
+        for result in engine.generate([Request((1, 2), 12, constraint=Table)] * 3):
+            assert result.finish_reason == "length", result.error
+
+
+def test_what_leaves_no_token_is_said():
+    bias = np.where(np.arange(VOCAB) == 0, 0, -np.inf).astype(np.float32)  # and no 0 may follow a 0
+    with Engine(*models(), slots=1, **OPTIONS) as engine:
+        result = engine.generate([Request((1,), 5, jspec.SamplingParams(logit_bias=bias), constraint=NoMultiples)])[0]
+    assert result.tokens == [0] and "No token may follow" in result.error

@@ -1,0 +1,191 @@
+"""What an engine compiles before it starts, which JAX's cache can keep, and what beside the first constrained text."""
+
+import dataclasses
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from jspec.engine import Engine, Request
+from jspec.engine.runner import Device, _programs
+from jspec.engine.slots import Needs
+from support.constrained import OPTIONS, NoMultiples, models, requests, texts
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ASKS = "python_cpu_callback"  # of a program that asks the host
+COMPILE = Device.compile
+
+
+def test_no_program_of_a_start_asks_the_host():
+    """JAX keeps none that does in its cache, and it would be compiled at every start."""
+    device = Engine(*models(), slots=2, **OPTIONS).device
+    asks = {key: ASKS in device._lowered(key).as_text() for key in (*device._keys(), *device._plays(*Needs))}
+    assert {key for key, does in asks.items() if does} == {*device._plays(Needs.CONSTRAINED)}
+    assert not {*device._keys()} & {*device._plays(Needs.CONSTRAINED)}
+
+
+@pytest.mark.parametrize("part", ["lowered", "compiled"])
+def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
+    """Without those behind it, and those that are there stay."""
+    _programs.cache_clear()
+    device, begun = Engine(*models(), slots=2, **OPTIONS).device, []
+    bad = device._keys()[-1 if part == "lowered" else 2]
+
+    def lowered(key):
+        if key == bad and part == "lowered":
+            raise RuntimeError("planted")
+        return types.SimpleNamespace(compile=lambda: compiled(key))
+
+    def compiled(key):
+        begun.append(key)
+        time.sleep(0.1)
+        if key == bad:
+            raise RuntimeError("planted")
+        return key
+
+    monkeypatch.setattr("jspec.engine.runner.ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(device, "_lowered", lowered)
+    with pytest.raises(RuntimeError, match="planted"):
+        COMPILE(device)
+    assert len(begun) <= 4 < len(device._keys()) and not device.is_compiled
+    assert part == "lowered" or {*device._keys()[:2]} <= {*device._programs}
+    _programs.cache_clear()
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Compiling for constrained texts, which goes on until it is told not to; not of the first steps, where told."""
+    ends, later = threading.Event(), Device.later
+    ends.free = 0
+    _programs.cache_clear()
+
+    def held(device):
+        steps = later(device)
+        return [*steps[: ends.free], *(lambda step=step: (ends.wait(60), step()) for step in steps[ends.free :])]
+
+    monkeypatch.setattr(Device, "later", held)
+    yield ends
+    ends.set()
+
+
+def wait_for(what):
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_constrained_texts_wait_for_their_programs_and_no_others_do(compiling):
+    free, constrained, *_ = requests()
+    ended = []
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        tenant = engine.submit(constrained, lambda result: result.finish_reason and ended.append(result))
+        assert texts(engine.generate([free])) == [tuple_of(free)] and not ended and engine.num_waiting == 1
+        gone = engine.submit(constrained, lambda _: None)
+        engine.cancel(gone)
+        wait_for(lambda: gone.result.finish_reason == "cancelled")
+        assert not ended
+        threading.Timer(0.5, compiling.set).start()  # while the engine is about to close, which loses nothing
+    assert [result is tenant.result for result in ended] == [True] and texts(ended) == [tuple_of(constrained)]
+
+
+def tuple_of(request):
+    """Its text, by an engine that compiles what it meets."""
+    return next(one.tokens for one in Engine(*models(), slots=1, **OPTIONS).here(request) if one.finish_reason)
+
+
+def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        engine.expect_constraints()
+        tenant = engine.submit(requests()[1], lambda _: None)
+        begun = time.monotonic()
+        engine.close(cancel=True)
+    assert tenant.result.finish_reason == "cancelled" and time.monotonic() - begun < 30  # of the 60 of a step
+    engine.expect_constraints()  # of which nothing comes
+
+
+def test_what_is_there_first_is_played_first(compiling):
+    """Without drafts, until the programs with drafts are there; the text is the same."""
+    request, compiling.free = requests()[1], 2
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        first = engine.generate([request])[0]
+        assert not any(first.drafted) and not engine._compiler.is_done
+        compiling.set()
+        wait_for(lambda: engine._compiler.is_done)
+        second = engine.generate([request])[0]
+    assert any(second.drafted) and texts([first]) == texts([second]) == [tuple_of(request)]
+
+
+@pytest.fixture
+def fails_once(monkeypatch):
+    """Has an engine compile no program of constrained texts at the first attempt; which it has tried."""
+    compiled = Device._program
+    _programs.cache_clear()
+
+    def make(engine):
+        failed = []
+
+        def program(device, *key):
+            if device is engine.device and key[2:3] == (Needs.CONSTRAINED,) and key not in failed:
+                failed.append(key)
+                raise MemoryError("planted")
+            return compiled(device, *key)
+
+        monkeypatch.setattr(Device, "_program", program)
+        return failed
+
+    return make
+
+
+def test_what_cannot_be_compiled_ends_those_that_need_it(fails_once):
+    """And nobody else; with the next one it is tried again."""
+    free, constrained, *_ = requests()
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        failed = fails_once(engine)
+        found = engine.generate([dataclasses.replace(free, key=None), constrained, free])
+        again = engine.generate([constrained])
+    assert [one.finish_reason == "error" for one in found] == [False, True, False] and not found[1].is_refused
+    assert found[1].error == "What a constraint needs cannot be compiled: MemoryError: planted"
+    assert texts(again) == [tuple_of(constrained)] and len(failed) == 4
+
+
+def test_what_another_engine_has_compiled_is_there(fails_once):
+    """Where one's own attempt has failed."""
+    constrained = requests()[1]
+    with Engine(*models(), slots=2, **OPTIONS) as mine, Engine(*models(), slots=2, **OPTIONS) as other:
+        failed = fails_once(mine)
+        assert mine.generate([constrained])[0].finish_reason == "error" and len(failed) == 4
+        assert texts(other.generate([constrained])) == texts(mine.generate([constrained])) == [tuple_of(constrained)]
+
+
+def test_without_a_thread_programs_are_compiled_when_they_are_met(compiling):
+    engine, request = Engine(*models(), slots=2, **OPTIONS), requests()[1]
+    engine.expect_constraints()
+    result = next(one for one in engine.here(request) if one.finish_reason)
+    assert texts([result]) == [tuple_of(request)]
+    engine.close()
+
+
+def test_a_failure_while_programs_are_compiled_loses_nobody(compiling):
+    free, constrained, *_ = requests()
+    with Engine(*models(), slots=2, **OPTIONS) as engine:
+        waiting = engine.submit(constrained, lambda _: None)
+        play, calls = engine.device.play, iter(range(1000))
+        engine.device.play = lambda *how: 1 / 0 if next(calls) == 2 else play(*how)
+        assert texts(engine.generate([free])) == [tuple_of(free)] and next(calls) > 2
+        compiling.set()
+    assert texts([waiting.result]) == [tuple_of(constrained)]
+
+
+def test_they_are_compiled_beside_what_runs(compilations):
+    """All of them, by the first such request, while slots change hands."""
+    keys = jax.random.split(jax.random.key(4), 3)
+    with Engine(*models(), slots=2, **OPTIONS, num_draft_tokens=1, accept="block") as engine:
+        engine.generate([Request((1, 2), 20, key=key) for key in keys] + requests()[1:2])
+        assert not engine.device.later()
+        before = compilations()
+        assert all(map(NoMultiples().consume, engine.generate(requests()[1:2])[0].tokens))
+        assert compilations() == before

@@ -1,0 +1,71 @@
+"""A text read in pieces leaves a drafter where `init` of the whole leaves it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.acceptance import RULES
+from jspec.core.sampling import SamplingParams
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
+from jspec.drafters.base import own_tree
+from jspec.drafters.capabilities import features_of
+from jspec.drafters.draft_length import Fixed
+from jspec.drafters.late_reading import begin, can_read, keeps_nothing, read_on
+from jspec.models.kv_cache import prefill_with_features
+from support import drafters, toys
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+PIECE = 3
+
+
+@pytest.mark.parametrize("name", drafters.NAMES + drafters.TREE_NAMES)
+def test_pieces_are_a_prompt(name, toy, prompts):
+    target = toy(0, num_hidden_layers=3)
+    drafter = drafters.make(name, target, toy(0, 0.3, num_hidden_layers=3))
+    assert can_read(drafter)
+    tokens, lengths, keys = (jnp.asarray(part) for part in prompts([9, 2, 1, 7, 4]))
+    tree = own_tree(drafter)
+    length = Fixed(3 if tree is None else tree.max_depth)
+    asked = toys.request(keys, lengths, 8, *toys.both_transforms(SamplingParams(temperature=0.9), len(lengths)))
+    whole, _ = jax.jit(lambda: start(target, drafter, asked, tokens, 8, length))()
+    read = jax.jit(_in_pieces, static_argnums=4)(target, drafter, tokens, lengths, whole.tokens.shape[1] + 8)
+    pieces = dataclasses.replace(whole, drafter=read)
+    play = jax.jit(lambda state: play_round(target, drafter, RULES["coupled"], length, asked, state))
+    for _ in range(2):  # of the second, too: what the first has left
+        (whole, one), (pieces, other) = play(whole), play(pieces)
+        for field in ("tokens", "count", "drafted", "accepted"):
+            np.testing.assert_array_equal(getattr(one, field), getattr(other, field), field)
+        assert np.asarray(one.drafted).any() or keeps_nothing(drafter)
+
+
+def _in_pieces(target, drafter, tokens, lengths, num_slots):
+    """The state of a drafter that has read all prompts but their last tokens, a few at a time."""
+    batch, width = tokens.shape
+    state = begin(drafter, target, batch, num_slots)
+    told = {}
+    if features := features_of(drafter):
+        _, all_of_them = prefill_with_features(target, tokens, num_slots, features)
+    tokens = jnp.pad(tokens, ((0, 0), (0, PIECE + 1)))
+    for at in range(0, width, PIECE):
+        count = jnp.clip(lengths - 1 - at, 0, PIECE)
+        if features:
+            piece = jnp.pad(all_of_them, ((0, 0), (0, PIECE), (0, 0), (0, 0)))[:, at : at + PIECE]
+            told = {"features": piece, "target": target}
+        begun = jnp.minimum(at, lengths - 1)  # what is behind a row's text is not to be overwritten
+        state = read_on(drafter, state, tokens[:, at : at + PIECE + 1], begun, count, **told)
+    return state
+
+
+def test_one_of_another_kind_cannot_be_read_in_pieces(toy):
+    class Reader(jspec.drafters.BigramDrafter):
+        def init(self, tokens, num_slots):
+            return tokens.sum(1)
+
+    reader = jax.tree_util.register_dataclass(Reader, data_fields=["logits"], meta_fields=[]).from_tokens([1, 2, 1], 4)
+    assert not can_read(reader) and not can_read(jspec.FallbackDrafter(jspec.NGramDrafter(), reader))
+    assert can_read(jspec.FallbackDrafter(jspec.NGramDrafter(), toy(0))) and keeps_nothing(jspec.NGramDrafter())

@@ -1,0 +1,183 @@
+"""States of the target that a drafter reads: those of the prompt and of every guess that was accepted."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.acceptance import RULES
+from jspec.acceptance.path import at_path
+from jspec.core.row_ops import write_rows
+from jspec.core.tree import Tree
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
+from jspec.drafters import AutoregressiveDrafter, FallbackDrafter, HorizontalDrafter, MixtureDrafter, NGramDrafter
+from jspec.drafters.base import certain, tree_of
+from jspec.drafters.draft_length import as_draft_length
+from support import toys
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LAYERS, NEW = (0, 2, 1), 20
+TARGET, DRAFT = toys.tiny_llama(0, 2), toys.tiny_llama(1, 1)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["features"])
+class Reader(AutoregressiveDrafter):
+    """Drafts what `draft` does, and keeps the states of the whole text."""
+
+    def __init__(self, draft, features=LAYERS):
+        self.draft, self.features = draft, features
+
+    vocab_size = property(lambda self: self.draft.vocab_size)
+    max_positions = property(lambda self: self.draft.max_positions)
+
+    def init(self, tokens, num_slots, features, lengths, target):
+        store = jnp.pad(features, ((0, 0), (0, num_slots - features.shape[1]), (0, 0), (0, 0)))
+        return self.draft.init(tokens, num_slots), store, jnp.zeros(len(tokens), jnp.int32)
+
+    def begin(self, state, context, tree):
+        logits, carry = self.draft.begin(state[0], context, tree)
+        return logits, (carry, state[1], context.lengths - 1)
+
+    def extend(self, carry, tokens, level, context):
+        logits, inner = self.draft.extend(carry[0], tokens, level, context)
+        return logits, (inner, *carry[1:])
+
+    def end(self, carry):
+        return self.draft.end(carry[0]), *carry[1:]
+
+    def keep(self, state, start, path):
+        return self.draft.keep(state[0], start, path), *state[1:]
+
+    def commit(self, state, draft, verdict, hidden, features, target):
+        return state[0], write_rows(state[1], at_path(features, verdict), state[2]), state[2]
+
+
+def beside_another(draft):
+    """A reader behind one that reads nothing, and beside one of other states."""
+    return FallbackDrafter(NGramDrafter(1, 1), MixtureDrafter(Reader(draft, (1, 0)), Reader(draft), 0.5))
+
+
+# What drafts, how far, by which rule, and where a reader's state is in its own.
+MADE = {
+    "chain": (Reader, 3, "rejection", lambda state: state),
+    "varying": (Reader, jspec.WhileConfident(3, 0.5), "block", lambda state: state),
+    "tree": (lambda draft: jspec.TreeDrafter(Reader(draft), Tree.branching((2, 1, 2))), 3, "traversal",
+             lambda state: state[0]),
+    "search": (lambda draft: jspec.DynamicTreeDrafter(Reader(draft), 6, 3, 2), 3, "coupled", lambda state: state[0]),
+    "beside another": (beside_another, 3, "rejection", lambda state: state[1][1]),
+    "before another": (lambda draft: HorizontalDrafter(Reader(draft), draft, 2), jspec.UpTo(3), "block",
+                       lambda state: state[0]),
+    "of another's path": (lambda draft: jspec.MultiDrafter([NGramDrafter(), Reader(draft), TARGET], 3), 3, "coupled",
+                          lambda state: state[1]),
+    "in a tree": (lambda draft: jspec.TreeDrafter(MixtureDrafter(draft, Reader(draft), 0.5), Tree.branching((2, 1, 2))),
+                  3, "rejection", lambda state: state[0][1]),
+}  # fmt: skip
+
+
+def states(tokens):
+    """``[B, S, F, E]`` of whole texts: what leaves the layers before."""
+    cache, zeros = TARGET.new_cache(*tokens.shape), jnp.zeros(len(tokens), jnp.int32)
+    return np.stack([TARGET.forward(tokens, cache, zeros, layers=range(i))[0] for i in LAYERS], axis=2)
+
+
+def test_they_are_what_leaves_the_layers_before(prompts):
+    tokens = jnp.asarray(prompts([9, 9], vocab_size=8)[0])
+    found = TARGET.forward_with_features(tokens, TARGET.new_cache(2, 9), jnp.zeros(2, jnp.int32), LAYERS)
+    np.testing.assert_allclose(found[1], states(tokens), atol=1e-6)
+    np.testing.assert_array_equal(found[1][:, :, 1], found[0])
+
+
+@pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), *list(MADE)[1:]])
+def test_a_drafter_is_told_those_of_the_text(prompts, name):
+    """After every round, of every token but the last; beside refused guesses, ends and limits."""
+    make, length, rule, place = MADE[name]
+    tokens, lengths, keys = prompts([5, 1, 3, 9], vocab_size=8)
+    drafter, length = make(jspec.ModelDrafter(DRAFT)), as_draft_length(length)
+    transforms = toys.both_transforms(jspec.SamplingParams(), 4)
+    asked = toys.request(keys, jnp.asarray(lengths), jnp.array([NEW, 7, NEW, 1]), *transforms)
+    tokens = np.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
+    state, _ = jax.jit(lambda: start(TARGET, drafter, asked, jnp.asarray(tokens), NEW, length))()
+    play = jax.jit(lambda state: play_round(TARGET, drafter, RULES[rule], length, asked, state)[0])
+    accepted = 0
+    while not state.done.all():
+        before, state = state, play(state)
+        accepted += int(jnp.maximum(state.lengths - before.lengths - 1, 0).sum())
+        whole = states(state.tokens)
+        store = place(state.drafter)[1]
+        for row in np.flatnonzero(~before.done):
+            upto = int(state.lengths[row]) - 1
+            np.testing.assert_allclose(store[row, :upto], whole[row, :upto], atol=1e-5)
+    assert accepted and tree_of(drafter, 3).max_depth == 3
+
+
+@pytest.mark.parametrize("name", ["chain", pytest.param("search", marks=pytest.mark.slow)])
+def test_the_text_is_that_without(prompts, name):
+    """Through the shipped program, where drafts are also looked at one by one."""
+    make, length, rule, _ = MADE[name]
+    reading, alone = make(jspec.ModelDrafter(DRAFT)), jspec.ModelDrafter(DRAFT)
+    if name == "search":
+        alone = jspec.DynamicTreeDrafter(alone, 6, 3, 2)
+    options = {"max_new_tokens": NEW, "accept": rule} | ({"num_draft_tokens": length} if name == "chain" else {})
+    batch = prompts([4, 2], vocab_size=8)
+    expected = jspec.speculative_generate(TARGET, alone, *batch, **options)
+    with jax.enable_checks(True):
+        found = jspec.speculative_generate(TARGET, reading, *batch, **options)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [((3,), "features of Reader holds 3; expected whole numbers from 0 to 2,"), ((0.5,), "holds 0.5; expected whole")],
+)
+def test_states_that_are_not_there(prompts, features, message):
+    drafter = Reader(jspec.ModelDrafter(DRAFT), features)
+    with pytest.raises(ValueError, match=message):
+        jspec.speculative_generate(TARGET, drafter, *prompts([3], vocab_size=8), max_new_tokens=8)
+
+
+def test_who_cannot_be_told(prompts):
+    reader = Reader(jspec.ModelDrafter(DRAFT))
+    with pytest.raises(TypeError, match="MarkovModel has no forward_with_features; use a"):
+        jspec.speculative_generate(toys.markov_pair(0)[0], reader, *prompts([3], vocab_size=8), max_new_tokens=8)
+    for error, make in (
+        ("which drafts a tree", lambda: FallbackDrafter(NGramDrafter(), jspec.TokenRecyclingDrafter())),
+        ("asks the target for more", lambda: jspec.CascadeDrafter(DRAFT, reader)),
+        ("second is of type Reader, which reads states of the target", lambda: HorizontalDrafter(DRAFT, reader, 1)),
+    ):
+        with pytest.raises(TypeError, match=error):
+            make()
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_likeliest"])
+@dataclasses.dataclass(frozen=True)
+class Curious:
+    """Guesses nothing, and remembers which tokens the target found likeliest."""
+
+    num_likeliest: int
+    vocab_size = max_positions = None
+
+    def init(self, tokens, num_slots):
+        return jnp.zeros((len(tokens), 4, self.num_likeliest), jnp.int32)
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.zeros((len(state), num_draft_tokens), jnp.int32)
+        return certain(tokens, tokens > 0, context), state
+
+    def commit(self, state, draft, verdict, hidden, likeliest):
+        return likeliest
+
+
+def test_each_of_two_is_told_as_many_likeliest_tokens_as_it_wants(prompts):
+    tokens, lengths, keys = prompts([5, 1], vocab_size=8)
+    drafter = FallbackDrafter(Curious(2), FallbackDrafter(Curious(3), Reader(jspec.ModelDrafter(DRAFT))))
+    transforms = toys.both_transforms(jspec.SamplingParams(temperature=0.0), 2)
+    state, new = toys.first_round(TARGET, drafter, jnp.asarray(tokens), jnp.asarray(lengths), keys, transforms, 3)
+    two, (three, _) = state.drafter
+    assert two.shape == (2, 4, 2) and three.shape == (2, 4, 3)
+    np.testing.assert_array_equal(two, three[..., :2])
+    np.testing.assert_array_equal(three[:, 0, 0], new.tokens[:, 0])

@@ -1,0 +1,149 @@
+"""Vectors that the target reads in place of tokens: what it makes of them reaches the drafter, and nothing else."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.acceptance import RULES
+from jspec.acceptance.walk import end_of
+from jspec.core.tree import Tree
+from jspec.decoding.program import start
+from jspec.decoding.round import play_round
+from jspec.drafters import Draft, FallbackDrafter, NGramDrafter
+from jspec.drafters.draft_length import as_draft_length
+from support import toys
+from support.embeddings import TARGET, longer_vocabulary
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+V, AHEAD = 8, 2
+# A chain of two guesses, and behind the last token and each of them two vectors in a row.
+TREE = Tree((0, 1, 0, 3, 1, 5, 2, 7))
+NODES = np.array([[3, 4], [5, 6], [7, 8]])  # the vectors behind each node of the chain
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["embeddings"], meta_fields=["foreign"])
+@dataclasses.dataclass(frozen=True)
+class LookAhead:
+    """Guesses what the target made of its look-ahead embeddings behind the last accepted token (PaSS)."""
+
+    embeddings: jax.Array
+    foreign: int = V  # the first id of the vectors
+    vocab_size = None
+    max_positions = None
+    tree = TREE
+
+    def init(self, tokens, num_slots):
+        return jnp.zeros((len(tokens), AHEAD), jnp.int32), jnp.zeros((len(tokens), AHEAD, self.embeddings.shape[1]))
+
+    def propose(self, state, context, num_draft_tokens):
+        rows = len(context.lengths)
+        ids = jnp.tile(self.foreign + jnp.arange(AHEAD), (rows, len(NODES)))
+        laws = jax.nn.one_hot(state[0], context.vocab_size)
+        tokens = jnp.concatenate([state[0], ids], axis=1)
+        return Draft(tokens, jnp.pad(laws, ((0, 0), (0, ids.shape[1]), (0, 0))), self.tree), state
+
+    def commit(self, state, draft, verdict, hidden):
+        end = jnp.asarray(NODES)[end_of(verdict.num_accepted, verdict.path)]
+        ahead = jnp.take_along_axis(hidden, end[..., None], axis=1).astype(jnp.float32)
+        return TARGET.logits(ahead).argmax(-1).astype(jnp.int32), ahead
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["embeddings"], meta_fields=["foreign"])
+@dataclasses.dataclass(frozen=True)
+class Chain(LookAhead):
+    """One that claims its vectors to be guesses."""
+
+    tree = None
+
+    def propose(self, state, context, num_draft_tokens):
+        tokens = jnp.tile(self.foreign + jnp.arange(AHEAD), (len(context.lengths), 1))
+        return Draft(tokens, None, None, jnp.ones(tokens.shape, bool)), state
+
+    def commit(self, state, draft, verdict, hidden):
+        return state
+
+
+def drafter(seed=0, **options):
+    return LookAhead(jax.random.normal(jax.random.key(seed), (AHEAD, TARGET.config.hidden_size)), **options)
+
+
+def test_what_the_target_makes_of_them_is_told(prompts):
+    """Of a model whose vocabulary has them, read afresh: behind every text that a round leaves but its last token."""
+    one, length = drafter(), as_draft_length(TREE.max_depth)
+    tokens, lengths, keys = prompts([5, 1, 3], vocab_size=V)
+    tokens = jnp.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
+    asked = toys.request(keys, jnp.asarray(lengths), jnp.full(3, 20), *toys.both_transforms(jspec.SamplingParams(), 3))
+    state, _ = jax.jit(lambda: start(TARGET, one, asked, tokens, 20, length))()
+    play = jax.jit(lambda state: play_round(TARGET, one, RULES["rejection"], length, asked, state))
+    model, kept = longer_vocabulary(one.embeddings), 0
+    read = jax.jit(lambda tokens: model.forward(tokens, model.new_cache(*tokens.shape), jnp.zeros(1, jnp.int32))[0])
+    for _ in range(4):
+        before = state.lengths
+        state, new = play(state)
+        kept += int(new.accepted.sum())
+        for row in range(3):
+            end = int(before[row]) + int(new.accepted[row])  # the text with what was accepted, without the token behind
+            text = np.append(np.array(state.tokens[row, :end]), [V, V + 1])
+            whole = np.array(read(jnp.asarray(np.pad(text, (0, 40 - text.size)))[None]))
+            np.testing.assert_allclose(state.drafter[1][row], whole[0, end : end + 2], atol=1e-5)
+    assert kept
+
+
+@pytest.mark.parametrize("how", ["float32", "int8", "bfloat16"])
+def test_texts_are_those_without(prompts, how):
+    """Under "coupled", with penalties: what stands at those nodes is no token."""
+    batch = prompts([4, 2], vocab_size=V)
+    model = jspec.quantize(TARGET) if how == "int8" else toys.tiny_llama(0, 2)
+    if how == "bfloat16":
+        model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+    options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(repetition_penalty=1.3, temperature=0.8)}
+    plain = jspec.generate(model, *batch, **options)
+    out = jspec.speculative_generate(model, drafter(), *batch, accept="coupled", record=True, **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert out.stats.accepted.sum() and not out.record.fates[:, :, 2:].any()
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: LookAhead(jnp.zeros((2, 5))), ValueError, r"of LookAhead are a \w+ of shape \[2, 5\]; expected an"),
+    (lambda: LookAhead(jnp.zeros(8)), ValueError, r"of shape \[8\]; expected an array \[M, 16\], the target's hidden"),
+    (lambda: LookAhead([[0.0] * 16]), ValueError, r"are a list of shape \[\]; expected an array"),
+
+    (lambda: FallbackDrafter(NGramDrafter(), drafter()), TypeError, "which drafts a tree"),
+])  # fmt: skip
+def test_refusals(prompts, make, error, message):
+    with pytest.raises(error, match=message):
+        jspec.speculative_generate(TARGET, make(), *prompts([3], vocab_size=V), max_new_tokens=8)
+
+
+def test_what_stands_behind_the_guesses_must_be_read(prompts):
+    chain = Chain(drafter().embeddings)
+    with pytest.raises(ValueError, match="Chain has embeddings, which are read in drafts of one length only; use a"):
+        jspec.speculative_generate(TARGET, chain, *prompts([3], vocab_size=V), max_new_tokens=8,
+                                   num_draft_tokens=jspec.UpTo(3))  # fmt: skip
+
+
+@pytest.mark.parametrize(("checks", "error"), [(False, ValueError), (True, jax.errors.JaxRuntimeError)])
+def test_vectors_are_no_guesses(prompts, checks, error):
+    """Whoever says that they are hears of it, in debug mode as well."""
+    with jax.enable_checks(checks), pytest.raises(error, match="outside the vocabulary of 8 tokens"):
+        out = jspec.speculative_generate(TARGET, Chain(drafter().embeddings), *prompts([3], vocab_size=V),
+                                         max_new_tokens=8, num_draft_tokens=2, accept="coupled")  # fmt: skip
+        jax.block_until_ready(out)
+
+
+def test_a_target_that_cannot_read_them(prompts):
+    with pytest.raises(TypeError, match="LookAhead has embeddings for the target, and MarkovModel has no"):
+        jspec.speculative_generate(toys.markov_pair(0)[0], drafter(), *prompts([3], vocab_size=V), max_new_tokens=8)
+
+
+def test_ids_beyond_them_are_read_as_some_token(prompts):
+    """They were no guess, so the text is what it was."""
+    batch = prompts([4], vocab_size=V)
+    with jax.enable_checks(True):
+        out = jspec.speculative_generate(TARGET, drafter(foreign=V + 1), *batch, max_new_tokens=8, accept="coupled")
+    np.testing.assert_array_equal(out.tokens, jspec.generate(TARGET, *batch, max_new_tokens=8).tokens)

@@ -1,0 +1,270 @@
+"""int8 weights: the rounding itself, the forward pass, loading, and the law of texts with an int8 draft or target."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import convert
+import jspec
+from jspec.bundled import PAIR
+from jspec.models import load as weights
+from jspec.models.layers import Linear
+from jspec.models.quantize import matrices
+from support import law, oracle, toys
+from support.checkpoints import BFLOAT16, hf_shapes, make, raw_config, tensors, write
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+GREEDY = jspec.SamplingParams(temperature=0.0)
+KINDS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen": {"qkv_bias": True, "qk_norm": True},
+    "tied, biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+}
+apply = jax.jit(lambda model, tokens: model(tokens))
+
+
+def _copy(model):
+    return jax.tree.map(lambda leaf: leaf, model)
+
+
+def _parts(module):
+    """The int8 weight and the scale, as NumPy arrays."""
+    assert module.scale is not None
+    return np.asarray(module.weight[...]), np.asarray(module.scale[...])
+
+
+def _dequantised(quantised, like):
+    """The Llama `like` with float32 weights that are those of `quantised`, multiplied out."""
+    twin = _copy(like)
+    for name, module in matrices(twin).items():
+        rounded, scale = _parts(matrices(quantised)[name])
+        module.weight.set_value(jnp.asarray(rounded * scale.astype(np.float64), jnp.float32))
+    return twin
+
+
+def _assert_same(first, second):
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_is_that_of_the_oracle(toy, dtype, report):
+    """In float64 NumPy; with a column of zeros, one too small to divide by, and one of an outlier among small ones."""
+    model = jax.tree.map(lambda leaf: leaf.astype(dtype), toy(0, num_hidden_layers=2))
+    odd = model.layers[1].mlp.down_proj
+    columns = odd.weight[...].at[:, 0].set(0).at[:, 1].set(1e-37).at[:, 2].multiply(1e-4).at[5, 2].set(-300)
+    odd.weight.set_value(columns)
+    quantised = jspec.quantize(model, "int8")
+    assert quantised.dtype == dtype
+    worst, compared = 0.0, 0
+    for name, module in matrices(quantised).items():
+        exact = np.asarray(matrices(model)[name].weight[...], np.float64)
+        rounded, scale = _parts(module)
+        assert (rounded.dtype, scale.dtype, scale.shape) == (np.int8, np.float32, exact.shape[1:])
+        expected = np.abs(exact).max(0) / 127
+        usable = expected >= np.finfo(np.float32).tiny
+        np.testing.assert_allclose(scale, np.where(usable, expected, 1), rtol=2e-7)
+        assert (np.abs(rounded).max(0) == np.where(usable, 127, 0)).all()
+        worst = max(worst, (np.abs(exact - rounded * scale.astype(np.float64)) / scale).max())
+        compared += exact.size
+    assert _parts(matrices(quantised)["layers.1.mlp.down_proj.weight"])[1][:2].tolist() == [1, 1]
+    report(weights=compared, largest_error_over_scale=f"{worst:.7f}", bound=0.5)
+    # Quotients as large as 127 are themselves rounded to float32 before they are rounded to integers.
+    assert worst <= 0.5 * (1 + 127 * np.finfo(np.float32).eps)
+
+
+def test_the_rest_is_shared_and_the_original_untouched(toy):
+    model = toy(1, attention_bias=True)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+    quantised = jspec.quantize(model, "int8")
+    _assert_same(model, toy(1, attention_bias=True))
+    assert all((old == new).all() for old, new in zip(before, jax.tree.leaves(model), strict=True))
+    assert quantised.norm.weight[...] is model.norm.weight[...]
+    old, new = (pair.layers[0].self_attn.qkv_proj.bias for pair in (model, quantised))
+    assert old is not None and new is not None and new[...] is old[...]
+    _assert_same(jspec.quantize(quantised, "int8"), quantised)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_dequantised_weights(toy, kind, report):
+    model = toy(2, num_hidden_layers=2, **KINDS[kind])
+    quantised = jspec.quantize(model, "int8")
+    assert (quantised.lm_head is None) == ("tied" in kind.split(", "))
+    tokens = np.random.default_rng(3).integers(0, 61, (4, 48), dtype=np.int32)
+    logits, expected = apply(quantised, tokens), apply(_dequantised(quantised, model), tokens)
+    difference, moved = np.abs(logits - expected).max(), np.abs(logits - apply(model, tokens)).max()
+    report(max_difference=f"{difference:.1e}", from_float32=f"{moved:.2f}", logits_std=f"{expected.std():.2f}")
+    assert logits.dtype == np.float32
+    assert difference <= 1e-4 < 1e-2 < moved
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_activations_and_cache_keep_the_dtype(toy, dtype, report):
+    model = toy(4, num_hidden_layers=2, attention_bias=True)
+    quantised = jspec.quantize(jax.tree.map(lambda leaf: leaf.astype(dtype), model), "int8")
+    tokens = np.random.default_rng(5).integers(0, 61, (2, 16), dtype=np.int32)
+    cache, forward = quantised.new_cache(2, 16), jax.jit(lambda model, *rest: model.forward(*rest))
+    hidden, written = forward(quantised, tokens, cache, np.zeros(2, np.int32))
+    assert {leaf.dtype for leaf in jax.tree.leaves((hidden, cache, written))} == {jnp.dtype(dtype)}
+    logits, expected = apply(quantised, tokens), apply(model, tokens)
+    error = float(np.abs(logits - expected).mean() / expected.std())
+    report(mean_error_over_std=f"{error:.4f}")
+    assert logits.dtype == np.float32
+    assert error < 0.05
+
+
+def test_float16_does_not_overflow_before_the_scale():
+    layer = Linear(512, 3, False, jnp.dtype("float16"), nnx.Rngs(0))
+    layer.weight.set_value(jnp.full((512, 3), 0.02, jnp.float16))
+    weights.pack(layer, layer.weight[...], "weight")
+    y = layer(jnp.full((1, 2, 512), 10, jnp.float16))
+    assert y.dtype == np.float16
+    np.testing.assert_allclose(np.asarray(y, np.float32), 102.4, rtol=1e-3)
+
+
+# The law of three tokens after each of three prompts, with the int8 form of a model related to the target as the draft.
+LAW_PROMPTS, LAW_SETTINGS = ((5,), (2, 7), (1, 4, 4, 0, 6, 3, 2)), ({}, {"temperature": 0.5, "top_p": 0.9}, {})
+
+
+@pytest.mark.slow
+def test_an_int8_draft_leaves_the_law_of_the_target(report, draws=32_768, chunk=1024):
+    target, drafts = law.llama_pair()
+    draft = jspec.quantize(drafts["related"], "int8")
+    tokens = np.full((3, 7), 5, np.int32)
+    for row, prompt in zip(tokens, LAW_PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = jnp.asarray([len(prompt) for prompt in LAW_PROMPTS])
+    rows = [law.filled(1, **settings) for settings in LAW_SETTINGS]
+    fields = {name: jnp.concatenate([getattr(row, name) for row in rows]) for name in toys.SPREAD_PARAMS}
+    keys = jax.random.split(jax.random.key(300), (draws // chunk, chunk, 3))
+    sampling, counts = jspec.SamplingParams(**fields), np.zeros((3, 512), np.int64)
+    for part in keys:
+        counts += np.asarray(law.text_counts(target, draft, tokens, lengths, part, sampling, "rejection", 2))
+    laws = [law.exact_law(target, *row) for row in zip(LAW_PROMPTS, LAW_SETTINGS, strict=True)]
+    p_values = [oracle.p_value(*pair) for pair in zip(counts, laws, strict=True)]
+    sees = oracle.detectable(draws, counts.shape[1] - 1)
+    report(rows=3, texts_each=draws, min_p=f"{min(p_values):.2g}", alpha_over_all=oracle.ALPHA, sees_tv=f"{sees:.4f}",
+           power=oracle.POWER)  # fmt: skip
+    assert min(p_values) * len(p_values) > oracle.ALPHA
+
+
+def test_greedy_text_with_an_int8_draft_is_plain_text(toy, prompts, report):
+    target = toy(3, num_key_value_heads=4)
+    batch = prompts(np.arange(1, 17), seed=6)
+    plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=GREEDY).tokens
+    for name, draft in {"itself": target, "related": toy(3, distance=0.06, num_key_value_heads=4)}.items():
+        out = jspec.speculative_generate(
+            target, jspec.quantize(draft, "int8"), *batch, max_new_tokens=64, sampling=GREEDY
+        )
+        rate = out.stats.accepted.sum() / out.stats.drafted.sum()
+        report(draft=name, tokens=plain.size, accepted=f"{rate:.1%}")
+        np.testing.assert_array_equal(out.tokens, plain)
+        assert {"itself": 0.8, "related": 0.2}[name] < rate < 1
+
+
+def test_greedy_text_of_an_int8_target_is_its_plain_text(toy, prompts, report):
+    full = toy(7)
+    target, batch = jspec.quantize(full, "int8"), prompts(np.arange(1, 17), seed=8)
+    plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=GREEDY).tokens
+    out = jspec.speculative_generate(target, full, *batch, max_new_tokens=64, sampling=GREEDY)
+    other = jspec.generate(full, *batch, max_new_tokens=64, sampling=GREEDY).tokens
+    report(tokens=plain.size, differing=int((out.tokens != plain).sum()), rounding_changes=int((other != plain).sum()))
+    np.testing.assert_array_equal(out.tokens, plain)
+    assert (other != plain).any(), "the text is the int8 model's own"
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("stored", [np.float32, BFLOAT16])
+def test_every_way_to_load_gives_the_same_model(tmp_path, changes, stored):
+    source = make(tmp_path / "hf", stored, shards=2, **changes)
+    convert.save(convert.load(source), tmp_path / "store")
+    for dtype in ("float32", "bfloat16"):
+        loaded = jspec.load(source, dtype, quantize="int8")
+        assert loaded.dtype == dtype
+        _assert_same(jspec.load(tmp_path / "store", dtype, quantize="int8"), loaded)
+        _assert_same(jspec.quantize(jspec.load(source, dtype), "int8"), loaded)
+
+
+def test_a_quarter_of_the_memory_and_never_the_whole_model_unquantised(tmp_path, monkeypatch, report):
+    source = make(tmp_path, hidden_size=256, intermediate_size=512, vocab_size=2048, head_dim=64)
+    full = sum(leaf.nbytes for leaf in jax.tree.leaves(jspec.load(source, "float32")))
+    gc.collect()
+    before, live = sum(array.nbytes for array in jax.live_arrays()), []
+
+    def watched(*arguments):
+        def each():
+            for pair in arrays:
+                yield pair
+                live.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+
+        config, directory, arrays = stream(*arguments)
+        return config, directory, each()
+
+    stream = weights.stream
+    monkeypatch.setattr(weights, "stream", watched)
+    quantised = jspec.load(source, "float32", quantize="int8")
+    assert {module.weight.dtype for module in matrices(quantised).values()} == {jnp.dtype("int8")}
+    size, largest = sum(leaf.nbytes for leaf in jax.tree.leaves(quantised)), 4 * 2048 * 256
+    report(of_float32=f"{size / full:.1%}", peak_above_it=f"{(max(live) - size) / largest:.2f} of the largest array")
+    assert 0.25 < size / full < 0.26
+    assert len(live) == len(convert.shapes(quantised.config))
+    assert max(live) <= size + largest
+
+
+@pytest.mark.parametrize("kind", ["int3", "", "INT8", 8, True, jnp.int8])
+def test_other_kinds_are_refused(tmp_path, toy, kind):
+    with pytest.raises(ValueError, match=r'^quantize=.* is not supported; use "int8", or None .*\.$'):
+        jspec.load(tmp_path / "nothing here", quantize=kind)
+    with pytest.raises(ValueError, match="is not supported"):
+        jspec.quantize(toy(0), kind)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("hf_name", "name"),
+    [("model.layers.1.mlp.up_proj.weight", "layers.1.mlp.gate_up_proj.weight"), ("lm_head.weight", "lm_head.weight")],
+)
+def test_a_weight_that_is_not_finite_is_refused(tmp_path, value, hf_name, name):
+    raw = raw_config()
+    broken = tensors(raw)
+    broken[hf_name][3, 4] = value
+    write(tmp_path, raw, broken)
+    assert hf_name in hf_shapes(raw)
+    with pytest.raises(ValueError, match=rf"^{name} has a value that is not finite, .*\.$"):
+        jspec.load(tmp_path, "float32", quantize="int8")
+    with pytest.raises(ValueError, match=rf"^{name} has a value that is not finite, .*\.$"):
+        jspec.quantize(jspec.load(tmp_path, "float32"), "int8")
+
+
+def test_one_program_serves_all_int8_models_of_a_shape(toy, prompts, compilations):
+    batch = prompts([3, 5], seed=9)
+
+    @jax.jit
+    def program(target, draft, tokens, lengths, keys):
+        return jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=8).tokens
+
+    pairs = [(toy(seed), jspec.quantize(toy(seed + 1), "int8")) for seed in (10, 12)]
+    first = np.asarray(program(*pairs[0], *batch))
+    compiled = compilations()
+    second = np.asarray(program(*pairs[1], *batch))
+    assert compilations() == compiled
+    assert (first != second).any()
+
+
+def test_on_a_tpu_a_tokens_numbers_lie_side_by_side(monkeypatch):
+    """As its programs read them; otherwise each call would begin with a copy."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    path = PAIR / "draft"
+    model = jspec.load(path, "float32")
+    for one in (model, jspec.load(path, "float32", "int8"), jspec.quantize(model)):
+        matrices = one.embed_tokens, one.layers[0].mlp.down_proj
+        assert [matrix.weight[...].format.layout.major_to_minor for matrix in matrices] == [(1, 0), (0, 1)]

@@ -1,0 +1,133 @@
+"""README and docs/: Python blocks run, commands parse, links lead somewhere, every public name is described."""
+
+import html
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+import bench.__main__
+import convert
+import jspec
+from jspec.bundled import PAIR
+from jspec.cli.app import app
+from support import gguf_files
+from support.places import ROOT
+
+PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
+         for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}  # fmt: skip
+# Run by test_sharding.py, on several devices, and by test_drafters.py.
+ELSEWHERE = {"docs/sharding.md", "docs/drafters.md"}
+COMMANDS = {"jspec": app, "python -m bench": bench.__main__.app}
+HOME = r"https://(?:github|raw\.githubusercontent)\.com/jspec-project/jspec/(?:(?:blob|tree)/)?main/"
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    """What the pages load from elsewhere: the bundled pair for models of the hub, one layer for SmolLM2."""
+    tiny, _ = gguf_files.model(tmp_path / "tiny.gguf", num_hidden_layers=1)
+    monkeypatch.setattr("convert.hub_names.find", lambda name: tiny)
+    monkeypatch.setattr("jspec.bundled.pretrained.head_of", lambda name: None)  # the head knows all layers
+    monkeypatch.setattr(
+        "convert.source._download", lambda repo_id, *_: PAIR / ("draft" if "135M" in repo_id else "target")
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in ELSEWHERE])
+def test_the_blocks_of_a_page_run(page, stand_ins, quick_compile):
+    """One after another, as one program."""
+    names = {}
+    for block in blocks(page, "python"):
+        exec(block, names)
+
+
+def commands():
+    """The lines of sh blocks, one command each, and what a table lists of `python -m bench`."""
+    for page, text in PAGES.items():
+        lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+        if "| `python -m bench` ... |" in text:
+            listed = re.findall(r"\| `(?!python)([^`]+)`(?: \.\.\.)? \|$", text, re.MULTILINE)
+            lines += [f"python -m bench {one}" for one in listed]
+        for line in lines:
+            for command in re.split(r"&&| \| ", line):
+                yield pytest.param(command.strip(), id=f"{page}: {command.strip()}")
+
+
+@pytest.mark.parametrize("command", [*commands()])
+def test_commands_parse(command, monkeypatch, tmp_path):
+    """None is run. Their options and values are known; files that they read are there."""
+    monkeypatch.chdir(tmp_path)
+    for file in re.findall(r"\S+\.(?:jsonl|txt)", command):
+        Path(file).touch()
+    program = next((name for name in COMMANDS if command.startswith(name)), None)
+    if program is None:
+        first, *others = command.split()
+        assert first in ("pip", "pytest", "echo", "curl") or (first == "bash" and (ROOT / others[0]).is_file())
+        return
+    name, *words = shlex.split(command.removeprefix(program))
+    group = typer.main.get_command(COMMANDS[program])
+    group.commands[name].make_context(name, words)
+
+
+def anchors(page):
+    """What stands behind # in links to a page."""
+    titles = re.findall(r"^#+ (.+)$", PAGES[page], re.MULTILINE)
+    given = re.findall(r"\{ #(\S+) \}", PAGES[page])
+    return {*given, *(re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles)}
+
+
+def test_the_tests_of_the_guarantees_exist():
+    named = re.findall(r"`(tests/\S+)`", PAGES["docs/guarantees.md"])
+    assert len(named) > 10
+    assert not [name for name in named if not list(ROOT.glob(name))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """Those to files of the repository, by path or by its address."""
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    for link in [*re.findall(r"\]\((\S+?)\)", text), *re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)]:
+        inside = re.sub(HOME, "", link)
+        if "://" in inside:
+            continue
+        path, _, anchor = inside.partition("#")
+        file = (ROOT if inside != link else (ROOT / page).parent) / (path or Path(page).name)
+        assert file.exists(), link
+        if anchor:
+            assert anchor in anchors(str(file.resolve().relative_to(ROOT))), link
+
+
+def test_every_public_name_is_in_the_reference():
+    described = [name for text in PAGES.values() for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+    assert len(described) == len(set(described))
+    public = {f"{module.__name__}.{name}" for module in (jspec, convert) for name in module.__all__}
+    assert public <= set(described)
+
+
+def test_sizes():
+    assert len(PAGES["README.md"].splitlines()) <= 120
+    long = [(page, line) for page, text in PAGES.items() for line in text.splitlines()
+            if len(line) > 120 and (page == "README.md" or not line.startswith("|"))]  # fmt: skip
+    assert not long
+
+
+def test_the_citation_names_this_version():
+    assert f"version = {{{jspec.__version__}}}" in PAGES["README.md"]
+
+
+def test_the_picture_is_that_of_a_run(quick_compile):
+    """Its texts, in their order; what rich draws around them may change."""
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    assert spec is not None and spec.loader is not None
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    fresh, committed = ([html.unescape(one) for one in re.findall(r"<text[^>]*>([^<]*)", svg)]
+                        for svg in (picture.picture(), picture.FILE.read_text(encoding="utf-8")))  # fmt: skip
+    assert fresh == committed

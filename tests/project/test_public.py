@@ -1,0 +1,227 @@
+"""The public names, the order of the files, and the sizes that keep them readable."""
+
+import ast
+import graphlib
+import importlib.util
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import convert
+import jspec
+from convert import moved
+
+ROOT = Path(jspec.__file__).parent
+# Each room imports only from those before it. Of `convert`, any part may be used by any file.
+ROOMS = ["core", "text", "theory", "models", "acceptance", "rules", "planning", "drafters", "lengths", "bundled",
+         "decoding", "tuning", "engine", "generation", "training", "online", "serve", "cli"]  # fmt: skip
+FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
+
+
+def _name(path):
+    """The module's dotted name."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path):
+    """Dotted names of everything a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            whole_package = node.module in ("jspec", "convert")
+            yield from (f"{node.module}.{a.name}" for a in node.names) if whole_package else [node.module]
+
+
+def _modules(path, known):
+    """Return the modules that a file imports, out of those that are known."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names} & known
+        elif isinstance(node, ast.ImportFrom):
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= parts & known if parts <= known else (parts | {node.module}) & known
+    return imported
+
+
+def _room(dotted):
+    return dotted.split(".")[1]
+
+
+def test_the_public_names():
+    assert jspec.__all__ == [
+        "BigramDrafter",
+        "BlockwiseDrafter",
+        "ByAcceptance",
+        "ByConfidence",
+        "CascadeDrafter",
+        "Completion",
+        "DynamicTreeDrafter",
+        "EagleDrafter",
+        "EarlyExitDrafter",
+        "FallbackDrafter",
+        "Heuristic",
+        "HorizontalDrafter",
+        "HydraDrafter",
+        "KangarooDrafter",
+        "Lenient",
+        "Llama",
+        "LookaheadDrafter",
+        "MedusaDrafter",
+        "MixtureDrafter",
+        "ModelDrafter",
+        "MultiDrafter",
+        "NGramDrafter",
+        "Output",
+        "PassDrafter",
+        "Plan",
+        "Relaxed",
+        "RetrievalDrafter",
+        "SamplingParams",
+        "Stats",
+        "Threshold",
+        "TokenRecyclingDrafter",
+        "TopK",
+        "Tree",
+        "TreeDrafter",
+        "Tuning",
+        "Typical",
+        "UnigramDrafter",
+        "UpTo",
+        "WhileConfident",
+        "best_exit",
+        "complete",
+        "demo_pair",
+        "generate",
+        "lengths",
+        "load",
+        "online",
+        "plan",
+        "pretrained",
+        "quantize",
+        "rules",
+        "speculative_generate",
+        "stream",
+        "tensor_parallel",
+        "theory",
+        "train_drafter",
+        "tune",
+    ]
+    for name in jspec.__all__:
+        assert inspect.getdoc(getattr(jspec, name)), f"jspec.{name} has no docstring"
+    assert {"acceptance_rate", "expected_tokens", "speedup", "optimal_k", "operations"} <= set(dir(jspec.theory))
+    for toolbox in (jspec.rules, jspec.lengths):
+        values = [getattr(toolbox, name) for name in toolbox.__all__]
+        assert all(inspect.getdoc(value) for value in values if inspect.isclass(value) or inspect.isfunction(value))
+    assert {"CheckpointError", "LlamaConfig", "load", "read_config"} <= set(convert.__all__)
+
+
+def test_the_signatures_that_callers_rely_on():
+    def parameters(function):
+        return [(p.name, p.kind is p.KEYWORD_ONLY) for p in inspect.signature(function).parameters.values()]
+
+    batch = ["tokens", "lengths", "keys"]
+    last = ["sampling", "eos_ids", "pad_id"]
+    expected = [(n, False) for n in ["target", *batch]] + [(n, True) for n in ["max_new_tokens", *last]]
+    assert parameters(jspec.generate) == expected
+    options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id", "record"]
+    expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
+    assert parameters(jspec.speculative_generate) == expected
+    options = ["max_new_tokens", "sampling", "max_draft_tokens", "max_nodes", "accept"]
+    expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
+    assert parameters(jspec.tune) == expected
+    options = ["device", "batch", "length", "prompt", "acceptance", "num_draft_tokens", "quantize"]
+    assert parameters(jspec.plan) == [(n, False) for n in ["target", "draft"]] + [(n, True) for n in options]
+    assert inspect.signature(jspec.quantize).parameters["kind"].default == "int8"
+    assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize", "sharding"]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT)], ids=_name)
+def test_files_import_only_from_those_above(path):
+    if _name(path) in ("jspec", "jspec.__main__"):
+        return
+    own = _room(_name(path))
+    assert own in ROOMS, f"{own} has no place in the order"
+    for dotted in _imports(path):
+        if not dotted.startswith("jspec"):
+            continue
+        if dotted == "jspec" or _room(dotted) in {"__version__", *jspec.__all__} - set(ROOMS):
+            assert own == "cli", f"{path.name} uses the public API, which stands on top of it"
+            continue
+        assert ROOMS.index(_room(dotted)) <= ROOMS.index(own), f"{path.name} imports {dotted}"
+
+
+def test_no_test_file_imports_another():
+    """What tests share is in tests/support."""
+    files = sorted((ROOT.parent / "tests").rglob("test_*.py"))
+    assert len(files) > 100 and len({path.name for path in files}) == len(files)
+    imported = {path.name: {node.module for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                            if isinstance(node, ast.ImportFrom)} for path in files}  # fmt: skip
+    assert not {name for name, modules in imported.items() if any(str(m).startswith("test_") for m in modules)}
+
+
+def test_few_modules_are_at_the_top():
+    assert len([*ROOT.glob("*.py")]) <= 8
+
+
+def test_few_modules_have_one_name(report):
+    """`base` and `__init__` are called what they are everywhere."""
+    counts = Counter(path.stem for path in FILES if path.is_relative_to(ROOT))
+    shared = sorted(stem for stem, count in counts.items() if count > 1 and stem not in ("__init__", "base"))
+    report(shared=shared)
+    assert len(shared) <= 5
+
+
+def test_no_module_imports_itself_over_others():
+    """Function-level imports count, too."""
+    modules = {_name(path): path for path in FILES}
+    needs = {name: _modules(path, modules.keys()) for name, path in modules.items()}
+    assert [*graphlib.TopologicalSorter(needs).static_order()]  # raises CycleError
+
+
+def test_a_path_that_is_gone_names_the_new_one():
+    for old, new in moved.MOVED.items():
+        assert importlib.util.find_spec(new), new
+        if old in (
+            "jspec.completion",
+            "jspec.eagle",
+            "jspec.prompts",
+            "jspec.report",
+        ):  # which the documentation taught
+            assert importlib.import_module(old) is importlib.import_module(new)
+            continue
+        with pytest.raises(ModuleNotFoundError, match=re.escape(f"{old} has moved; import {new} instead.")):
+            importlib.import_module(old)
+    with pytest.raises(ImportError, match=r"jspec\.llama has moved; import jspec\.models\.llama instead"):
+        exec("from jspec import llama")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'jspec\.nowhere'"):
+        importlib.import_module("jspec.nowhere")
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_convert_is_the_ground_floor_and_torch_is_nowhere(path):
+    imported = {dotted.split(".")[0] for dotted in _imports(path)}
+    assert "torch" not in imported
+    if _name(path).startswith("convert"):
+        assert "jspec" not in imported
+
+
+def test_sizes(report):
+    files = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    functions = {
+        f"{path.name}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    longest_file, longest_function = max(files, key=files.get), max(functions, key=functions.get)
+    report(files=len(files), longest_file=f"{longest_file.name} {files[longest_file]}", functions=len(functions),
+           longest_function=f"{longest_function} {functions[longest_function]}")  # fmt: skip
+    assert files[longest_file] <= 350
+    assert functions[longest_function] <= 70

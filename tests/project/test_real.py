@@ -1,0 +1,148 @@
+"""A real model, SmolLM2-135M-Instruct in 4 bits: weights, tokenizer and greedy texts are those of transformers."""
+
+import json
+
+import numpy as np
+import pytest
+
+import convert
+import jspec
+from jspec import text
+from jspec.bundled.head_data import head_of
+from jspec.text import tokenizer_file
+from support import real
+from support.checkpoints import raw_config
+from support.gguf_tokenizer import check_same, splitting_digits
+from support.loaded import expected_params
+from support.tokenizer_file import strings
+
+pytestmark = pytest.mark.real
+
+CHATS = [
+    "Tell me about the city of Paris.",
+    "Write a Python function that adds two numbers.",
+    "Write a poem about the sea.",
+    "Explain step by step how to bake bread, and why each step matters.",
+]
+NEW = 32
+CLOSE = 1e-3  # two logits nearer than this may change places by rounding
+
+
+@pytest.fixture(scope="module")
+def file():
+    return real.smollm2()
+
+
+@pytest.fixture(scope="module")
+def theirs(file):
+    pytest.importorskip("torch")
+    return real.transformers_model(file)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(file):
+    return text.load_tokenizer(file)
+
+
+def test_weights_are_those_of_transformers(file, theirs):
+    raw = raw_config(tie_word_embeddings=True, num_hidden_layers=30)
+    expected = expected_params({name: tensor.numpy() for name, tensor in theirs.state_dict().items()}, raw)
+    loaded = convert.load(file)
+    assert loaded.params.keys() == expected.keys()
+    assert all(loaded.params[name].tobytes() == array.tobytes() for name, array in expected.items())
+    assert loaded.config.eos_token_ids == (2, 0) and loaded.config.rope.theta == 100000.0
+
+
+def random_texts(count):
+    """Any characters, runs of white space, code, special tokens."""
+    rng = np.random.default_rng(7)
+    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", " ", "\n\n", "\t", "12", "e\u0301"]
+    for one in strings(count):
+        points = rng.integers(1, 0x110000, 8)
+        letters = "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
+        yield one + letters + "".join(rng.choice(specials, rng.integers(0, 6)))
+
+
+def test_ids_texts_and_chats_are_those_of_transformers(file, tokenizer, tmp_path, report):
+    pytest.importorskip("torch")
+    from transformers import AutoTokenizer
+
+    texts, rng = list(random_texts(10_000)), np.random.default_rng(1)
+    rows = rng.integers(0, len(tokenizer), (500, 20)).tolist()
+    whole = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    plain = whole(texts, verbose=False)["input_ids"]
+    whole = splitting_digits(whole)
+    check_same(tokenizer, whole, texts, rows)
+    other = sum(one != two for one, two in zip(plain, tokenizer(texts)["input_ids"], strict=True))
+    convert.save(convert.load(file, "bfloat16"), tmp_path / "store")
+    written = text.load_tokenizer(tmp_path / "store")
+    assert isinstance(written, tokenizer_file.TokenizerFile)
+    check_same(written, whole, texts[:1000], rows[:100])
+    report(texts=len(texts), tokens=len(tokenizer), differing_without_the_split_of_digits=other)
+
+
+def greedy(model, prompt):
+    """What transformers writes, and how far apart the two largest logits were at each token."""
+    import torch
+
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, output_logits=True,
+            return_dict_in_generate=True, eos_token_id=2, pad_token_id=2,
+        )  # fmt: skip
+    best = torch.cat(out.logits).topk(2).values.numpy()
+    return out.sequences[0, len(prompt) :].tolist(), best[:, 0] - best[:, 1]
+
+
+def test_greedy_texts_are_those_of_transformers(file, theirs, tokenizer, report):
+    import jax
+
+    model = jspec.load(file, "float32")
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True)["input_ids"]
+        for one in CHATS
+    ]
+    lengths = np.array(list(map(len, prompts)))
+    tokens = np.array([prompt + [0] * (lengths.max() - len(prompt)) for prompt in prompts])
+    options = {"max_new_tokens": NEW, "sampling": jspec.SamplingParams(temperature=0.0), "eos_ids": (2,)}
+    batch = tokens, lengths, jax.random.split(jax.random.key(0), len(prompts))
+    plain = jspec.generate(model, *batch, **options)
+    lookup = jspec.speculative_generate(model, jspec.NGramDrafter(3, 1), *batch, num_draft_tokens=4, **options)
+    compared = 0
+    for i, prompt in enumerate(prompts):
+        expected, apart = greedy(theirs, prompt)
+        near = np.flatnonzero(apart <= CLOSE)
+        sure = int(near[0]) if near.size else len(expected)  # from a near tie on, texts may part
+        for out in (plain, lookup):
+            assert out.tokens[i, : out.lengths[i]].tolist()[:sure] == expected[:sure], CHATS[i]
+        compared += sure
+    accepted = int(lookup.stats.accepted.sum())
+    assert compared > 64 and accepted
+    report(tokens=compared, of=int(plain.lengths.sum()), accepted=accepted)
+
+
+def test_the_command_answers(file, run, tokenizer, quick_compile):
+    question, options = "What is the capital of France?", {"max_new_tokens": 32}
+    code, out, error = run("generate", "--target", file, "--chat", question, "--plain", "-n", 32, "--temperature", 0)
+    assert code == 0 and "Paris" in out and "tokens (eos) in" in error
+    chat, greedy = [{"role": "user", "content": question}], jspec.SamplingParams(temperature=0)
+    (done,) = jspec.complete(jspec.load(file, "float32"), None, tokenizer, chat, sampling=greedy, **options)
+    assert out == f"{done.text}\n" and done.finish_reason == "eos"
+
+
+def test_the_head_that_travels_along_knows_its_target(file, run, report):
+    """Behind questions that it has not learned from; the text is that of plain decoding."""
+    asked = "generate", "--target", file, "--chat", *CHATS, "--json", "-n", NEW, "--seed", 1
+
+    def answers(*how):
+        return [json.loads(line) for line in run(*asked, *how)[1].splitlines()]
+
+    plain, gained = answers("--plain"), {}
+    for draft in (head_of("smollm2"), f"lookup+{head_of('smollm2')}"):
+        lines = answers("--draft", draft, "--accept", "coupled")
+        assert len(lines) == len(CHATS) and [line["tokens"] for line in lines] == [line["tokens"] for line in plain]
+        rounds, drafted = (sum(line["stats"][what] for line in lines) for what in ("rounds", "drafted"))
+        gained[draft] = sum(len(line["tokens"]) for line in lines) / rounds, drafted / rounds
+    report(tokens_and_drafts_a_round=[f"{tokens:.2f}, {drafts:.2f}" for tokens, drafts in gained.values()])
+    (tokens, drafts), (fewer, sure) = gained.values()
+    assert tokens > 1.2 and fewer > 1.05 and sure < drafts / 2

@@ -1,0 +1,62 @@
+"""/health: a server that is stuck, and how a heartbeat knows it."""
+
+import threading
+
+import httpx
+import pytest
+
+from jspec.engine import heartbeat
+from jspec.serve import job as serve_job
+from support.streams import SEEDED, asking, gate, until  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize("stuck", ["play", "understand"])
+def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):  # noqa: F811
+    """The engine in a call, or the worker that reads requests; not while they are idle, or programs compile."""
+    healthy = lambda: httpx.get(f"{running.url}/health").status_code == 200  # noqa: E731
+    opened, understand = threading.Event(), serve_job.understand
+    if stuck == "understand":
+        gate.set()
+        monkeypatch.setattr(serve_job, "understand", lambda *given: (opened.wait(), understand(*given))[1])
+    assert healthy()
+    monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
+    monkeypatch.setattr(heartbeat, "_TIMES", 0)
+    assert healthy()
+    with asking(running, SEEDED) as answers:
+        said = "in one call for" if stuck == "play" else "No request has been read to its end"
+        # On a slow machine an earlier call may be reported first, and end before the next look.
+        heard = []
+        until(lambda: heard.append(httpx.get(f"{running.url}/health")) or said in heard[-1].text)
+        assert (heard[-1].status_code, heard[-1].json()["error"]["code"]) == (503, "stuck")
+        if stuck == "play":
+            monkeypatch.setattr(running.engine.device, "is_compiling", True)
+            assert healthy()
+            monkeypatch.setattr(running.engine.device, "is_compiling", False)
+        monkeypatch.setattr(heartbeat, "PATIENCE", 60.0)
+        gate.set()
+        opened.set()
+        assert answers()[0].status_code == 200
+    assert healthy()
+
+
+def test_a_heartbeat_knows_what_is_overdue(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    beats = heartbeat.Heartbeat()
+    now[0] += 1000
+    assert beats.overdue == 0, "nothing to do"
+    with beats.beat():
+        now[0] += 59
+        assert beats.overdue == 0
+        with beats.beat():
+            now[0] += 2
+            assert beats.overdue == 61
+        assert beats.overdue == 0, "another one has ended"
+    with beats.beat():
+        now[0] += 600
+        assert beats.overdue == 0, "one took 61 seconds, so this one may take ten times as long"
+        now[0] += 11
+        assert beats.overdue == 611
+    assert beats.overdue == 0

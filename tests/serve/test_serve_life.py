@@ -1,0 +1,266 @@
+"""What goes wrong while a server runs: clients that leave, crowds, slow readers, a failing device, its end."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from jspec.serve.sse import Whole, dump
+from support import servers
+from support.serving import metrics
+from support.streams import LONG, SEEDED, asking, connected, post, texts_of, until
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
+    """While it waits for the first token; others do not notice."""
+    before = metrics(running)["jspec_request_success_total", "abort"]
+    with asking(running, SEEDED) as answers:
+        until(lambda: running.server.open == 1)
+        for _ in range(2):
+            with connected(running, LONG | {"n": 2, "stream": stream}):
+                until(lambda: running.server.open == 3)
+                until(lambda: len(running.engine.seated) + running.engine.num_waiting >= 3)
+            until(lambda: running.server.open == 1)
+        gate.set()
+        until(lambda: not running.engine.seated and not running.engine.num_waiting)
+        assert answers()[0].json()["choices"][0]["text"] == post(running, SEEDED).json()["choices"][0]["text"]
+    assert metrics(running)["jspec_request_success_total", "abort"] == before + 4
+    assert running.server.open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate, stream):
+    """What it sends behind its request stops the reading, but not for good."""
+    with connected(running, LONG | {"stream": stream}, "Connection: keep-alive") as connection:
+        until(lambda: running.engine.seated)
+        time.sleep(0.2)
+        connection.sendall(b"\r\nGET /health HTTP/1.1\r\n\r\n")
+        time.sleep(0.1)
+    left = time.monotonic()
+    until(lambda: running.server.open == 0)
+    assert time.monotonic() - left < 8, "not by the next ping, which comes every 15 seconds"
+    gate.set()
+
+
+def test_prompts_that_are_not_read_are_not_counted(running, gate):
+    before = metrics(running)
+    with asking(running, SEEDED, 3) as answers:
+        until(lambda: running.server.open == 3)
+        with connected(running, LONG):
+            until(lambda: len(running.engine.seated) + running.engine.num_waiting == 4)
+        until(lambda: running.server.open == 3)
+        gate.set()
+        read = sum(answer.json()["usage"]["prompt_tokens"] for answer in answers())
+    after = metrics(running)
+    assert after["jspec_request_success_total", "abort"] == before["jspec_request_success_total", "abort"] + 1
+    assert after["jspec_prompt_tokens_total",] == before["jspec_prompt_tokens_total",] + read
+
+
+@pytest.fixture
+def played(running, monkeypatch):
+    """A list that grows with every call of the device, of which each takes a while."""
+    play, calls = running.engine.device.play, []
+    monkeypatch.setattr(
+        running.engine.device, "play", lambda *some: (calls.append(1), time.sleep(0.05), play(*some))[2]
+    )
+    yield calls
+
+
+def test_a_client_that_leaves_in_the_middle(running, played):
+    """Its slot is free long before its text would have ended."""
+    whole = LONG | {"seed": 1, "max_tokens": 115}
+    post(running, whole)
+    until(lambda: not running.engine._loop.is_busy)
+    all_of_it = len(played)
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=whole | {"stream": True}) as answer:
+        next(answer.iter_lines())
+    until(lambda: not running.server.open and not running.engine._loop.is_busy)
+    assert len(played) - all_of_it < all_of_it - 2
+
+
+def test_a_stop_string_frees_the_slot(running, played):
+    letters = {str(i): 100 for i in running.tokenizer("abcdefgh")["input_ids"]}
+    whole = LONG | {"seed": 1, "logit_bias": letters, "max_tokens": 115}
+    text = post(running, whole).json()["choices"][0]["text"]
+    until(lambda: not running.engine._loop.is_busy)
+    all_of_it = len(played)
+    with asking(running, whole | {"stop": text[1:7], "n": 2}) as answers:
+        until(lambda: len(running.engine.seated) == 2)
+        until(lambda: len(running.engine.seated) == 1)
+        assert len(played) - all_of_it < all_of_it // 2, "the other one has long to go"
+    first, second = answers()[0].json()["choices"]
+    assert (first["text"], first["finish_reason"]) == (text[:1], "stop")
+    assert (len(second["text"]), second["finish_reason"]) == (115, "length")
+
+
+def test_a_body_of_unknown_length(running):
+    answer = httpx.post(f"{running.url}/v1/completions", content=(b" " * 2**20 for _ in range(5)))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_long")
+
+
+def test_too_many_requests(running, gate):
+    """As many as there is room for are answered, the others at once with 429, whatever they hold."""
+    room = servers.OPTIONS["slots"] + servers.WAITING
+    with asking(running, SEEDED, room) as answers:
+        until(lambda: running.server.open == room)
+        for body in (SEEDED, LONG | {"stream": True}, LONG | {"prompt": "x" * 10_000}):
+            answer = post(running, body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        with pytest.raises(openai.RateLimitError):
+            running.client().completions.create(**SEEDED)
+        until(lambda: len(running.engine.seated) + running.engine.num_waiting == room)
+        gauges = metrics(running)
+        assert gauges["jspec_num_requests_running",] + gauges["jspec_num_requests_waiting",] == room
+        gate.set()
+        assert {answer.status_code for answer in answers()} == {200}
+        assert len({answer.json()["choices"][0]["text"] for answer in answers()}) == 1
+    tried_again = running.client(max_retries=2).completions.create(**SEEDED)
+    assert tried_again.choices[0].finish_reason == "length"
+
+
+def test_choices_count_as_requests(running, gate):
+    with asking(running, SEEDED | {"n": 6}) as answers:
+        until(lambda: running.server.open == 6)
+        assert post(running, SEEDED | {"n": 3}).status_code == 429
+        with asking(running, SEEDED | {"n": 2}) as more:
+            until(lambda: running.server.open == 8)
+            gate.set()
+            assert more()[0].status_code == answers()[0].status_code == 200
+
+
+def test_a_slow_reader_disturbs_nobody(running):
+    """Who reads nothing gets the whole text when it does, and the engine is done with it long before."""
+    body = LONG | {"stream": True, "seed": 1, "n": 3, "return_token_ids": True, "logprobs": 5}
+    with connected(running, body) as slow:
+        until(lambda: running.engine.seated)
+        until(lambda: not running.engine.seated)
+        until(lambda: running.server.open == 0)  # its places are others' though it has read nothing
+        assert post(running, SEEDED).status_code == 200
+        raw = b"".join(iter(lambda: slow.recv(65536), b""))
+    pieces, rest = [], raw.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        pieces.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    _, parts, last = texts_of(b"".join(pieces).decode())
+    assert last == "[DONE]"
+    assert sum(len(choice["token_ids"]) for part in parts for choice in part["choices"]) == 300
+
+
+@pytest.mark.parametrize("patience", [0.1, 60])
+def test_a_whole_answer_is_unread_until_it_is_sent(monkeypatch, patience):
+    """Or until its client has taken none of it for too long."""
+    monkeypatch.setattr("jspec.serve.sse._PATIENCE", patience)
+    told, sent = [], []
+
+    class Job:
+        def delivered(self):
+            told.append(len(sent))
+
+    async def send(message):
+        await asyncio.sleep(0 if patience > 1 or len(sent) < 3 else 60)
+        sent.append(message)
+
+    async def answer():
+        content = {"choices": [{"text": "x" * 2**17}] * 4}
+        await Whole(Job(), content)({"type": "http"}, asyncio.Future, send)
+        assert b"".join(one.get("body", b"") for one in sent).decode() == dump(content)
+
+    with contextlib.nullcontext() if patience > 1 else pytest.raises(TimeoutError):
+        asyncio.run(answer())
+    assert (told == [len(sent)] and len(sent) > 5) or (patience < 1 and told == [3])
+
+
+def test_a_body_that_does_not_come(running, monkeypatch):
+    monkeypatch.setattr("jspec.serve.request_body._PATIENCE", 0.2)
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        connection.connect((host, int(port)))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        answer = b""
+        while b"did not come within" not in answer:
+            piece = connection.recv(65536)
+            assert piece, answer
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 408") and running.server.open == 0
+
+
+def test_a_failing_device(running, monkeypatch):
+    """Requests with a seed go on as if nothing had been; others end with an error, in a stream as an event."""
+    expected = post(running, SEEDED).json()["choices"][0]["text"]
+    play, fails = running.engine.device.play, [True, True]
+
+    def failing(*arguments):
+        if fails:
+            fails.pop()
+            raise RuntimeError("a secret of the device")
+        return play(*arguments)
+
+    monkeypatch.setattr(running.engine.device, "play", failing)
+    answer = post(running, SEEDED | {"seed": None})
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_failed"
+    assert "secret" not in answer.text
+    assert post(running, SEEDED).json()["choices"][0]["text"] == expected
+    fails.append(True)
+    stream = post(running, SEEDED | {"seed": None, "stream": True})
+    _, parts, last = texts_of(stream.text)
+    assert stream.status_code == 200 and parts[-1]["error"]["code"] == "engine_failed" and last == "[DONE]"
+    with pytest.raises(openai.APIError, match="engine failed"):
+        fails.append(True)
+        list(running.client().completions.create(**(SEEDED | {"seed": None, "stream": True})))
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert running.server.open == 0
+
+
+def test_nothing_but_pings_comes_before_the_first_token(running, gate, monkeypatch):
+    """Clients take the role of a chat for it. Pings end no event, and none comes between tokens."""
+    monkeypatch.setattr("jspec.serve.sse._PING", 0.001)
+    body = {"model": servers.NAME, "messages": servers.HELLO, "max_tokens": 40, "n": 2, "stream": True, "seed": 1}
+    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        pieces = answer.iter_text()
+        early = "".join(itertools.islice(pieces, 3))
+        assert answer.status_code == 200 and set(early.splitlines(keepends=True)) == {": ping\n"}
+        gate.set()
+        rest = "".join(pieces)
+    assert ": ping\n\n" not in rest and ": ping" not in rest[rest.index("data: ") :]
+    lines = [line.removeprefix("data: ") for line in rest.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    for index in range(2):
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        assert deltas[0] == {"role": "assistant", "content": ""} and not any("role" in delta for delta in deltas[1:])
+    gate.clear()
+    opener = threading.Timer(0.5, gate.set)
+    opener.start()
+    stream = running.client().chat.completions.create(**body)
+    texts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices[0].index == 0]
+    assert "".join(texts) == running.chat(max_completion_tokens=40, seed=1).choices[0].message.content
+
+
+def test_a_draining_server(running, gate, monkeypatch):
+    """What it has accepted is answered, the rest refused."""
+    monkeypatch.setattr("jspec.serve.run._Uvicorn.on_tick", _never)
+    with asking(running, SEEDED) as answers:
+        until(lambda: running.server.open == 1)
+        monkeypatch.setattr(running.server, "is_draining", True)
+        for answer in (post(running, SEEDED), httpx.get(f"{running.url}/health")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        gate.set()
+        assert answers()[0].status_code == 200
+    monkeypatch.setattr(running.server, "is_draining", False)
+    assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+async def _never(*_):
+    return False

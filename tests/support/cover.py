@@ -1,0 +1,71 @@
+"""Programs of every drafter, rule, draft length, dtype of the draft and batch: all of them, or a few that cover."""
+
+import dataclasses
+import itertools
+
+import jspec
+from bench import abstract
+from conftest import TOY
+from jspec.acceptance import RULES
+from jspec.drafters.base import own_tree
+from support import drafters
+
+RULE_OBJECTS = (
+    *(RULES[name] for name in ("rejection", "block", "coupled")),
+    jspec.Lenient(0.5),
+    jspec.Typical(0.3, 0.6),
+)
+LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3), jspec.ByConfidence(3))
+# Of drafters that branch, each with a rule or two.
+TREES = [(f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
+         for i, (kind, name, rule) in enumerate((
+             ("tree", "model", "rejection"), ("tree", "early exit", "coupled"), ("tree", "retrieval", "traversal"),
+             ("tree", "bigram", "k-seq"),
+             ("search", "model", "coupled"), ("search", "early exit", "coupled"), ("search", "retrieval", "coupled")))
+         ] + [("lookup tree", RULES["rejection"], 2, False, 8), ("recycling", RULES["traversal"], 2, False, 1),
+              ("lookahead", RULES["rejection"], 2, False, 8), ("several", RULES["coupled"], 2, True, 8),
+              ("vectors", RULES["traversal"], 2, False, 1)]  # fmt: skip
+CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
+
+
+def every():
+    """All that go together."""
+    return list(itertools.product(*CHOICES))
+
+
+def pairwise():
+    """A few, among which any two choices meet: the next one always has the most pairs that none had before."""
+    left = {pair for one in every() for pair in _pairs(one)}
+    found = []
+    while left:
+        found.append(max(every(), key=lambda one: len(_pairs(one) & left)))
+        left -= _pairs(found[-1])
+    return found
+
+
+def _pairs(one):
+    return set(itertools.combinations(enumerate(map(str, one)), 2))
+
+
+def name(one):
+    """For a test's id."""
+    drafter, rule, length, int8, batch = one
+    names = (drafter, type(rule).__name__, length if isinstance(length, int) else type(length).__name__)
+    return ", ".join(map(str, names)) + f"{', int8' if int8 else ''}, batch {batch}"
+
+
+def program(one, dtype="bfloat16", **sizes):
+    """Target, drafter and `Setting` of a program of toys; models are of shapes alone."""
+    drafter, rule, length, int8, batch = one
+    config = dataclasses.replace(TOY, num_hidden_layers=2, **sizes)
+    target, draft = abstract.model(config, dtype), abstract.model(config, dtype, int8)
+    sampling = drafters.every_parameter(batch, config.vocab_size)["sampling"]
+    kind, of, branching = drafter.partition(" of ")
+    made = drafters.make(branching if kind in ("tree", "search") and of else drafter, target, draft)
+    if kind == "tree":
+        made = jspec.TreeDrafter(made, jspec.Tree.branching((2, 2)), replacement=rule.independent)
+    elif kind == "search":
+        made = jspec.DynamicTreeDrafter(made, num_nodes=6, max_depth=2, width=3)
+    length = length if own_tree(made) is None else own_tree(made).max_depth
+    setting = abstract.Setting(batch, width=5, new_tokens=9, draft_length=length, rule=rule, sampling=sampling)
+    return target, made, setting

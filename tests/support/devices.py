@@ -1,0 +1,292 @@
+"""Run by test_sharding.py in a process with four devices: plays the cases that are named, prints what came of each."""
+
+import collections
+import functools
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jspec
+from jspec.bundled import PAIR
+from jspec.core.sharding import place
+from jspec.core.types import pytree
+from jspec.drafters import AutoregressiveDrafter
+from jspec.drafters.draft_length import DEFAULT
+from support import drafters, eagle_heads, toys
+
+NEW, K = 8, 2
+EXCHANGES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
+TARGET = toys.tiny_llama(0)
+DRAFT = toys.tiny_llama(1, 1, related_to=TARGET)
+QWEN = toys.tiny_llama(2, qkv_bias=True, qk_norm=True)
+
+
+@functools.cache
+def lawless():
+    """`TARGET`, but whoever reads token 7 gets no law."""
+    model = jax.tree.map(lambda leaf: leaf, TARGET)
+    model.embed_tokens.weight.set_value(model.embed_tokens.weight[...].at[:, 7].set(jnp.nan))
+    return model
+
+
+def request(rich=False):
+    """Four rows: tokens, lengths, keys, ends of text, sampling parameters. Rich: of all kinds, and token 7 in one."""
+    tokens = np.random.default_rng(0).integers(0, 7, (4, 6)).astype(np.int32)
+    batch = tokens, np.array([6, 3, 1, 4]), jax.random.split(jax.random.key(0), 4)
+    if not rich:
+        return *batch, np.full((4, 1), -1), {}
+    tokens[3, 0] = 7
+    options, bias = drafters.every_parameter(4, 8), np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
+    fields = {name: value for name, value in vars(options["sampling"]).items() if np.ndim(value)}
+    bias[:, 7] = -np.inf
+    return *batch, options["eos_ids"], fields | {"logit_bias": bias}
+
+
+def decode(models, request, **options):
+    """Plain decoding, where there is no drafter."""
+    *batch, eos_ids, fields = request
+    options |= {"max_new_tokens": NEW, "eos_ids": eos_ids, "sampling": jspec.SamplingParams(**fields)}
+    target, drafter = models
+    if drafter is None:
+        return jspec.generate(target, *batch, **options)
+    return jspec.speculative_generate(target, drafter, *batch, **{"num_draft_tokens": K} | options)
+
+
+def mesh_of(shape, kind):
+    """Of as many devices as are needed."""
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
+
+
+def placed(model, sharding):
+    """`model` where `jspec.load` would put it."""
+    model = jax.tree.map(lambda leaf: leaf, model)
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        leaf.set_value(place(".".join(map(str, path)), np.asarray(leaf[...]), sharding))
+    return model
+
+
+def program(models, request, options, shape, kind, manual=False, tensor=False):
+    """The jitted program and its arguments, on a mesh."""
+    mesh = mesh_of(shape, kind)
+    request = jax.device_put(request, NamedSharding(mesh, P("data")))
+    models = jax.device_put(models, NamedSharding(mesh, P()))
+    if tensor:
+        models = placed(models[0], jspec.tensor_parallel(mesh)), models[1]
+    run = functools.partial(decode, **options)
+    if manual:
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    return jax.jit(run), models, request
+
+
+def compare(models, request, options, *place, **how):
+    """Against one device: whether all whole numbers are the same, how far others are off; what is exchanged."""
+    expected = jax.device_get(decode(models, request, **options))
+    run, *arguments = program(models, request, options, *place, **how)
+    compiled = run.lower(*arguments).compile()
+    out = jax.device_get(compiled(*arguments))
+    pairs = list(zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True))
+    off = max(np.max(np.abs(one - other)) for one, other in pairs if one.dtype == np.float32)
+    return {"same": all(np.array_equal(*pair) for pair in pairs if pair[0].dtype != np.float32), "off": float(off),
+            "invalid": out.stats.invalid.tolist(), "accepted": int(out.stats.accepted.sum()),
+            "exchanges": dict(collections.Counter(re.findall(EXCHANGES, compiled.as_text())))}  # fmt: skip
+
+
+def traced(name):
+    """Under `jax.shard_map` the loops of this drafter close; `UpTo` makes more of them than a number."""
+    drafter = Fresh() if name == "fresh" else drafters.make(name, TARGET, DRAFT)
+    run, *arguments = program((TARGET, drafter), request(),
+                              {"num_draft_tokens": jspec.UpTo(K)}, (2, 1), AUTO, manual=True)  # fmt: skip
+    run.trace(*arguments)
+
+
+@pytree
+class Fresh(AutoregressiveDrafter):
+    """Carries, within a draft and from draft to draft, what at first is the same everywhere."""
+
+    vocab_size = max_positions = None
+
+    def init(self, tokens, num_slots):
+        return jnp.zeros(len(tokens))
+
+    def begin(self, state, context, tree):
+        return jnp.zeros((context.lengths.size, 8)), jnp.zeros(context.lengths.size)
+
+    def extend(self, carry, tokens, level, context):
+        return jnp.zeros((*tokens.shape, 8)), carry + tokens.sum(1)
+
+    def end(self, carry):
+        return carry
+
+
+def keys_alone():
+    """The same prompts on every device, and other keys."""
+    tokens, lengths, keys, ends, _ = request()
+
+    def run(keys):
+        return decode((TARGET, DRAFT), (tokens[:2], lengths[:2], keys, ends[:2], {"top_p": 0.9}))
+
+    run = jax.shard_map(run, mesh=mesh_of((2, 1), AUTO), in_specs=P("data"), out_specs=P("data"))
+    jax.jit(run).trace(keys)
+
+
+def with_rows_of_the_target(kind):
+    """Whether the text is that of one device where a head has rows of the divided target's output head."""
+    head = jspec.EagleDrafter(eagle_heads.eagle(TARGET, 3, draft_vocab_size=4, own_head=True))
+    divided = placed(TARGET, jspec.tensor_parallel(mesh_of((1, 2), kind)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = head.save(Path(folder) / "head", own_head=False)
+        models = [(target, jspec.EagleDrafter.load(path, target)) for target in (TARGET, divided)]
+    one, other = (jax.device_get(decode(pair, request())) for pair in models)
+    return bool(one.stats.accepted.sum()) and np.array_equal(one.tokens, other.tokens)
+
+
+def loaded(kind):
+    """How the weights of a quantised draft are divided, and whether they are those of one device."""
+    model = jspec.load(PAIR / "draft", quantize="int8", sharding=jspec.tensor_parallel(mesh_of((1, 2), kind)))
+    expected = nnx.to_flat_state(nnx.state(jspec.quantize(jspec.load(PAIR / "draft"), "int8")))
+    found = dict(nnx.to_flat_state(nnx.state(model)))
+    assert all(np.array_equal(found[path][...], leaf[...]) for path, leaf in expected)
+    parts = ((path[-2:], leaf[...].shape, leaf[...].addressable_shards[0].data.shape) for path, leaf in found.items())
+    return {".".join(name): tuple(np.floor_divide(whole, part).tolist()) for name, whole, part in parts}
+
+
+def refused(sharding):
+    return jspec.load(PAIR / "draft", sharding=sharding) and None
+
+
+def partly_manual():
+    """Rows divided by `jax.shard_map`, weights by XLA."""
+    mesh = mesh_of((2, 2), EXPLICIT)
+    run = jax.shard_map(decode, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"})
+    jax.jit(run).trace((TARGET, DRAFT), jax.device_put(request(), NamedSharding(mesh, P("data"))))
+
+
+def documented(small=True):
+    """The texts of docs/sharding.md, whose blocks are one program; with a small model in place of the bundled ones."""
+    text = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    names, texts, bundled = {}, [], jspec.demo_pair
+    if small:
+        model, tokenizer = jspec.Llama(toys.llama_config(1, 2048), rngs=nnx.Rngs(0)), bundled()[2]
+        jspec.demo_pair = lambda sharding: (placed(model, sharding), placed(model, sharding), tokenizer)
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, names)
+        texts.append(np.asarray(names["out"].tokens).tolist())
+    jspec.demo_pair = bundled
+    return texts
+
+
+def half():
+    """In bfloat16: whether the text is that of one device."""
+    models = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (TARGET, DRAFT))
+    return compare(models, request(), {}, (2, 1), EXPLICIT)["same"]
+
+
+def vmapped(kind, *place):
+    """Two batches at once, divided by batch or by row; their texts against one batch alone."""
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), request())
+    stacked = jax.device_put(stacked, NamedSharding(mesh_of((2, 1), kind), P(*place)))
+    out = jax.jit(jax.vmap(functools.partial(decode, (TARGET, DRAFT))))(stacked)
+    return np.array_equal(out.tokens, [decode((TARGET, DRAFT), request()).tokens] * 2)
+
+
+def tuned():
+    """The K that is found for a divided batch, and that "auto" runs on it."""
+    rows = NamedSharding(mesh_of((2, 1), EXPLICIT), P("data"))
+    batch = jax.device_put(request()[:3], rows)
+    jspec.speculative_generate(TARGET, DRAFT, *batch, max_new_tokens=NEW, num_draft_tokens="auto")
+    return jspec.tune(TARGET, DRAFT, *batch, max_new_tokens=12, max_draft_tokens=K).num_draft_tokens
+
+
+def called():
+    """A model by itself, as docs/sharding.md says."""
+    mesh = mesh_of((2, 1), EXPLICIT)
+    tokens = request()[0]
+    with jax.set_mesh(mesh):
+        divided = jax.sharding.auto_axes(TARGET, out_sharding=P("data"))(jax.device_put(tokens, P("data")))
+    return bool(np.allclose(divided, TARGET(tokens), atol=1e-5))
+
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+PLAIN, RICH = ((QWEN, None), request(), {}), ((lawless(), DRAFT), request(rich=True), {})
+TREE = jspec.TreeDrafter(DRAFT, jspec.Tree.branching((2, 1)))
+SEARCH = jspec.DynamicTreeDrafter(DRAFT, num_nodes=4, max_depth=2, width=2)
+RULES = "block", "coupled", jspec.Lenient(0.5)
+LENGTHS = jspec.UpTo(K), jspec.WhileConfident(K), jspec.Heuristic(K), jspec.ByAcceptance(K)
+QUICK = {
+    "text: explicit, rows": functools.partial(compare, *RICH, (2, 1), EXPLICIT),
+    "text: explicit, rows and weights": functools.partial(compare, *RICH, (2, 2), EXPLICIT, tensor=True),
+    "text: automatic, rows, plain": functools.partial(compare, *PLAIN, (2, 1), AUTO),
+    "text: automatic, weights, plain": functools.partial(compare, *PLAIN, (1, 2), AUTO, tensor=True),
+    "text: explicit, rows, tree": functools.partial(
+        compare, (lawless(), TREE), request(rich=True), {"num_draft_tokens": DEFAULT, "accept": "traversal"}, (2, 1),
+        EXPLICIT),
+    "text: shard_map, dynamic tree": functools.partial(
+        compare, (lawless(), SEARCH), request(rich=True), {"num_draft_tokens": DEFAULT, "accept": "coupled"}, (2, 1),
+        AUTO, manual=True),
+    "text: shard_map": functools.partial(compare, *RICH, (2, 1), AUTO, manual=True),
+    **{f"traced: {name}": functools.partial(traced, name) for name in (*drafters.NAMES, "fresh")},
+    "traced: keys alone": keys_alone,
+    "loaded: explicit": functools.partial(loaded, EXPLICIT),
+    "loaded: automatic": functools.partial(loaded, AUTO),
+    "head: explicit": functools.partial(with_rows_of_the_target, EXPLICIT),
+    "head: automatic": functools.partial(with_rows_of_the_target, AUTO),
+    "refused: no such axis": lambda: jspec.tensor_parallel(mesh_of((1, 2), AUTO), "tensor") and None,
+    "refused: no sharding": lambda: refused(P()),
+    "refused: gives none": lambda: refused(lambda name, shape: P()),
+    "refused: rank": lambda: refused(NamedSharding(mesh_of((1, 2), AUTO), P(None, "model"))),
+    "refused: uneven": lambda: refused(jspec.tensor_parallel(mesh_of((1, 3), AUTO))),
+    "refused: part of a mesh": partly_manual,
+    "documented: text": documented,
+}  # fmt: skip
+
+
+def every_program():
+    """Name -> models and options, of every drafter, rule and kind of length."""
+    for name in drafters.NAMES:
+        yield name, ((TARGET, drafters.make(name, TARGET, DRAFT)), request(), {})
+    for rule in RULES:
+        yield str(rule), ((TARGET, DRAFT), request(), {"accept": rule})
+    for length in LENGTHS:
+        yield str(length), ((TARGET, DRAFT), request(), {"num_draft_tokens": length})
+    for rule in ("rejection", "traversal", "coupled"):
+        yield f"tree, {rule}", ((TARGET, TREE), request(), {"accept": rule, "num_draft_tokens": DEFAULT})
+    yield "dynamic tree", ((TARGET, SEARCH), request(), {"accept": "coupled", "num_draft_tokens": DEFAULT})
+    yield "int8", ((jspec.quantize(TARGET, "int8"), jspec.quantize(DRAFT, "int8")), request(), {})
+
+
+SLOW = {
+    **{f"explicit, {name}": functools.partial(compare, *what, (2, 1), EXPLICIT) for name, what in every_program()},
+    **{f"shard_map, {name}": functools.partial(compare, *what, (2, 1), EXPLICIT, manual=True)
+       for name, what in every_program()},
+    **{f"weights, {name}": functools.partial(compare, *what, (1, 2), EXPLICIT, tensor=True)
+       for name, what in every_program()},
+    "half precision": half,
+    **{f"vmap, {kind}, {place}": functools.partial(vmapped, kind, *place)
+       for kind in (EXPLICIT, AUTO) for place in (("data",), (None, "data"))},
+    "tuned": tuned,
+    "called": called,
+    "documented": lambda: len({str(text) for text in documented(small=False)}) == 1,
+}  # fmt: skip
+
+
+def play(case):
+    try:
+        return case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)
+    cases = {"quick": QUICK, "slow": SLOW}[sys.argv[1]]
+    for name, case in cases.items():
+        print(json.dumps([name, play(case)]), flush=True)

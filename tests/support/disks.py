@@ -1,0 +1,15 @@
+"""Shared by the tests of convert save and others."""
+
+import resource
+from contextlib import contextmanager
+
+
+@contextmanager
+def small_disk(limit: int):
+    """Files may not grow beyond `limit` bytes, which is how a full disk looks to the writer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,113 @@
+"""One of every drafter, for the tests that hold all of them to the same contract: a new drafter is one more line."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+import jspec
+from jspec.core.sampling import SamplingParams
+from jspec.drafters import (
+    BigramDrafter,
+    CascadeDrafter,
+    EagleDrafter,
+    EarlyExitDrafter,
+    FallbackDrafter,
+    HorizontalDrafter,
+    LookaheadDrafter,
+    MixtureDrafter,
+    ModelDrafter,
+    MultiDrafter,
+    NGramDrafter,
+    RetrievalDrafter,
+    TokenRecyclingDrafter,
+    UnigramDrafter,
+)
+from support import eagle_heads, heads
+
+# Name -> the drafter, made of target, draft, a corpus of tokens, and V.
+_MAKERS = {
+    "model": lambda target, draft, corpus, v: ModelDrafter(draft),
+    "ngram": lambda target, draft, corpus, v: NGramDrafter(max_ngram=3, min_ngram=1),
+    "unigram": lambda target, draft, corpus, v: UnigramDrafter.from_tokens(corpus, v),
+    "bigram": lambda target, draft, corpus, v: BigramDrafter.from_tokens(corpus, v, smoothing=0.5),
+    "retrieval": lambda target, draft, corpus, v: RetrievalDrafter.from_tokens(corpus, v, max_ngram=3, min_ngram=1),
+    "early exit": lambda target, draft, corpus, v: EarlyExitDrafter(1),
+    "eagle": lambda target, draft, corpus, v: EagleDrafter(eagle_heads.eagle(target, 1)),
+    "eagle 3": lambda target, draft, corpus, v: EagleDrafter(
+        eagle_heads.eagle(target, 3, fc_norm=True, norm_output=True, draft_vocab_size=v // 2, own_head=True)
+    ),
+    # Of so short a corpus the end is near: now and then a guess for one token, and none for the next.
+    "fallback": lambda target, draft, corpus, v: FallbackDrafter(
+        RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), draft
+    ),
+    "mixture": lambda target, draft, corpus, v: MixtureDrafter(EarlyExitDrafter(1), draft, 0.3),
+    "cascade": lambda target, draft, corpus, v: CascadeDrafter(draft, NGramDrafter(), num_small_draft_tokens=2),
+    "nested cascade": lambda target, draft, corpus, v: CascadeDrafter(
+        target, CascadeDrafter(draft, BigramDrafter.from_tokens(corpus, v), 1), num_small_draft_tokens=2
+    ),
+    "cascade of exits": lambda target, draft, corpus, v: CascadeDrafter(target, EarlyExitDrafter(1), 2),
+    "horizontal": lambda target, draft, corpus, v: HorizontalDrafter(
+        draft, HorizontalDrafter(RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), EarlyExitDrafter(1), 1), 1
+    ),
+    "medusa": lambda target, draft, corpus, v: heads.medusa(target, 5),
+    "hydra": lambda target, draft, corpus, v: heads.hydra(target, 5),
+    "blockwise": lambda target, draft, corpus, v: heads.blockwise(target, 5),
+    "kangaroo": lambda target, draft, corpus, v: heads.kangaroo(target),
+    # Each is told by the one around it what it asks for; one of them is unrolled, and so are both.
+    "combined heads": lambda target, draft, corpus, v: FallbackDrafter(
+        RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1),
+        MixtureDrafter(EagleDrafter(eagle_heads.eagle(target, 3)), heads.hydra(target, 5), 0.5),
+    ),
+}
+NAMES = tuple(_MAKERS)
+HEADS = ("medusa", "hydra", "blockwise", "kangaroo")  # those of trained weights, here random
+# Those that draft trees of their own; they are made alike.
+_TREES = {
+    "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),
+    "recycling": lambda target, draft, corpus, v: TokenRecyclingDrafter(6),
+    "lookahead": lambda target, draft, corpus, v: LookaheadDrafter(window=3, ngram=3, guesses=2),
+    "several": lambda target, draft, corpus, v: MultiDrafter(
+        [NGramDrafter(), draft, EagleDrafter(eagle_heads.eagle(target, 1)), EarlyExitDrafter(1)], 2
+    ),
+    "vectors": lambda target, draft, corpus, v: heads.vectors(target),
+}
+TREE_NAMES = tuple(_TREES)
+
+
+def make(name, target, draft, seed=0):
+    """The drafter called `name`; `draft` is a model with the target's vocabulary."""
+    vocab_size = target.config.vocab_size
+    return (_MAKERS | _TREES)[name](
+        target, draft, np.random.default_rng(seed).integers(vocab_size, size=400), vocab_size
+    )
+
+
+def every_parameter(batch, vocab_size):
+    """Options with other sampling parameters, limits and ends of text in every row; one row in four has an end."""
+
+    def turns(*values):
+        return np.resize(np.array(values), batch)
+
+    sampling = SamplingParams(
+        temperature=turns(1.0, 0.7, 0.0, 1.3, 1.0), top_k=turns(0, 0, 9), top_p=turns(1.0, 0.9, 1.0, 0.8),
+        min_p=turns(0.0, 0.0, 0.0, 0.05), repetition_penalty=turns(1.3, 1.0, 1.2, 1.0, 1.0, 0.8),
+        presence_penalty=turns(0.0, 0.5, 0.0, 0.0, -0.3), frequency_penalty=turns(0.0, 0.0, 0.2, 0.0, 0.4, 0.0, 0.0),
+        draft_temperature=turns(1.0, 0.0, 1.0, 0.5, 2.0), draft_top_p=turns(0.5, 1.0, 1.0),
+        max_tokens=turns(0, 0, 0, 7, 0, 0, 11), min_tokens=turns(0, 9, 0, 0, 0),
+    )  # fmt: skip
+    eos_ids = np.where(np.arange(batch) % 4 == 1, np.arange(batch) % vocab_size, -1)[:, None]
+    return {"sampling": sampling, "eos_ids": eos_ids}
+
+
+def of_rows(options, rows):
+    """`every_parameter` of the given slice of rows."""
+    sampling = options["sampling"]
+    kept = {field.name: getattr(sampling, field.name)[rows] for field in dataclasses.fields(sampling)
+            if np.ndim(getattr(sampling, field.name))}  # fmt: skip
+    return {"sampling": dataclasses.replace(sampling, **kept), "eos_ids": options["eos_ids"][rows]}
+
+
+def generate(target, drafter, batch, **options):
+    """`jspec.speculative_generate` of ``(tokens, lengths, keys)``, on the host."""
+    return jax.device_get(jspec.speculative_generate(target, drafter, *batch, **options))

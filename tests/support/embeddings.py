@@ -1,0 +1,17 @@
+"""Shared by the tests of embeddings and others."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from support import toys
+
+TARGET = toys.tiny_llama(0, 2)
+
+
+def longer_vocabulary(vectors):
+    """The target with the vectors as two tokens more."""
+    graph, state = nnx.split(TARGET)
+    model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
+    model.embed_tokens.weight = nnx.Param(jnp.concatenate([model.embed_tokens.weight[...], vectors.T], axis=1))
+    return model

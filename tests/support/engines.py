@@ -1,0 +1,61 @@
+"""Shared by the tests of engine and others."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+import jspec
+from jspec.engine import Request
+from support.law import VOCAB
+
+LONGEST, NEW = 48, 24
+
+
+OPTIONS = {"slots": 4, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tokens": 16, "rounds": 3}
+
+
+def turns(i):
+    """Other sampling parameters for every request; some have none beside a temperature."""
+    return [
+        {}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5, "presence_penalty": 0.5},
+        {"top_p": 0.8, "repetition_penalty": 1.3}, {"temperature": 0.6}, {"min_p": 0.05, "frequency_penalty": 0.3},
+        {"logit_bias": np.where(np.arange(VOCAB) == i % VOCAB, 1.5, 0.0).astype(np.float32)},
+        {"min_tokens": 6, "temperature": 1.5},
+    ][i % 8]  # fmt: skip
+
+
+def made(count, seed=0, seeded=True):
+    """`count` requests of any length, limit, end and sampling parameters."""
+    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), count)
+    return [
+        Request(tuple(rng.integers(VOCAB, size=rng.integers(1, LONGEST + 1)).tolist()), int(rng.integers(1, NEW + 1)),
+                jspec.SamplingParams(**turns(i)), keys[i] if seeded else None, (i % VOCAB,) if i % 3 == 0 else ())
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def alone(target, requests):
+    """What `jspec.generate` makes of each, in a batch of it alone; all of one kind in one program."""
+    texts = []
+    for request in requests:
+        tokens = np.zeros((1, LONGEST + NEW), np.int32)
+        tokens[0, : len(request.tokens)] = request.tokens
+        sampling = dataclasses.replace(request.sampling, max_tokens=request.max_new_tokens)
+        eos_ids = request.eos_ids or (-1,)
+        out = jspec.generate(target, tokens, np.array([len(request.tokens)]), request.key[None], max_new_tokens=NEW,
+                             sampling=sampling, eos_ids=np.array([eos_ids]))  # fmt: skip
+        texts.append((out.tokens[0, : int(out.lengths[0])].tolist(), out.raw_logprobs[0, : int(out.lengths[0])]))
+    return texts
+
+
+def check_texts(target, requests, results):
+    """How many texts differ from those alone; log-probabilities may by rounding."""
+    for request, result, (tokens, logprobs) in zip(requests, results, alone(target, requests), strict=True):
+        assert result.tokens == tokens
+        np.testing.assert_allclose(result.raw_logprobs, logprobs, atol=2e-5)
+        ended = tokens[-1] in request.eos_ids
+        assert result.finish_reason == ("eos" if ended else "length"), result.error
+        assert len(result.origins) == len(result.logprobs) == len(tokens)
+        assert sum(result.accepted) <= sum(result.judged) <= sum(result.drafted)

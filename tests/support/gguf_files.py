@@ -1,0 +1,146 @@
+"""Small GGUF files for the tests: written by the gguf library, or byte by byte, so that they can be wrong."""
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+from tokenizers import pre_tokenizers
+
+from support import checkpoints, text_pair
+
+Kind = gguf.GGMLQuantizationType
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+TOKENS = [text_pair.END, *LETTERS, *(first + second for first, second in text_pair.MERGES), "<|tool|>"]
+# Wide enough for every quantisation's blocks.
+RAW = checkpoints.raw_config(
+    hidden_size=256, head_dim=64, intermediate_size=256, num_hidden_layers=4, vocab_size=len(TOKENS),
+    bos_token_id=None, eos_token_id=0, rms_norm_eps=1e-5,
+)  # fmt: skip
+TEMPLATE = "{% for m in messages %}<|end|>{{ m['role'] }}\n{{ m['content'] | trim }}{% endfor %}{{ bos_token }}"
+
+
+def metadata(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a model of this config, with a byte-level tokenizer."""
+    return {
+        "general.architecture": "llama",
+        "general.name": "tiny",
+        "llama.block_count": raw["num_hidden_layers"],
+        "llama.context_length": raw["max_position_embeddings"],
+        "llama.embedding_length": raw["hidden_size"],
+        "llama.feed_forward_length": raw["intermediate_size"],
+        "llama.attention.head_count": raw["num_attention_heads"],
+        "llama.attention.head_count_kv": raw["num_key_value_heads"],
+        "llama.rope.freq_base": np.float32(raw["rope_parameters"]["rope_theta"]),
+        "llama.rope.dimension_count": raw["head_dim"],
+        "llama.attention.key_length": raw["head_dim"],
+        "llama.attention.value_length": raw["head_dim"],
+        "llama.attention.layer_norm_rms_epsilon": np.float32(raw["rms_norm_eps"]),
+        "llama.vocab_size": raw["vocab_size"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": TOKENS[: raw["vocab_size"]],
+        "tokenizer.ggml.token_type": [3, *[1] * (len(TOKENS) - 2), 4][: raw["vocab_size"]],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in text_pair.MERGES],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def tensors(raw: dict[str, Any], weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """GGUF name -> array, from Hugging Face's, the rows of q and k as llama.cpp's converter lays them."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, raw["num_hidden_layers"])
+    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+    found = {}
+    for name, array in weights.items():
+        for projection, count in heads.items():
+            if f".{projection}." in name:
+                halves = array.reshape(count, 2, array.shape[0] // count // 2, *array.shape[1:])
+                array = halves.swapaxes(1, 2).reshape(array.shape)
+        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = array
+    return found
+
+
+def stored(array: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
+    """`array` as this type stores it; random blocks where the library cannot quantise."""
+    if kind == Kind.BF16:
+        return array.astype(ml_dtypes.bfloat16).view(np.uint8)
+    try:
+        return gguf.quantize(array, kind)
+    except NotImplementedError:
+        shape = gguf.quant_shape_to_byte_shape(array.shape, kind)
+        return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def write(
+    file: Path, keys: dict[str, Any], arrays: dict[str, np.ndarray], kinds: dict[str, Kind] | None = None
+) -> Path:
+    """Writes a file with the library; float32 but for `kinds`."""
+    writer = gguf.GGUFWriter(file, keys["general.architecture"])
+    for key, value in keys.items():
+        if key != "general.architecture":
+            writer.add_key_value(key, value, _type(value), _type(value[0]) if isinstance(value, list) else None)
+    for name, array in arrays.items():
+        kind = (kinds or {}).get(name, Kind.F32)
+        writer.add_tensor(name, stored(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _type(value: Any) -> gguf.GGUFValueType:
+    for kind, name in ((bool, "BOOL"), (int, "UINT32"), (np.float32, "FLOAT32"), (float, "FLOAT32"), (list, "ARRAY")):
+        if isinstance(value, kind):
+            return gguf.GGUFValueType[name]
+    return gguf.GGUFValueType.STRING
+
+
+def model(file: Path, keys: dict[str, Any] | None = None, **changes: Any) -> tuple[Path, dict[str, np.ndarray]]:
+    """A random model of `RAW` with `changes`, and its Hugging Face weights; `keys` replace metadata, None removes."""
+    raw = RAW | changes
+    weights = checkpoints.tensors(raw)
+    words = metadata(raw) | (keys or {})
+    return write(
+        file, {key: value for key, value in words.items() if value is not None}, tensors(raw, weights)
+    ), weights
+
+
+# ---- byte by byte
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(key: str | bytes, value: Any) -> bytes:
+    """A key and its value; bytes are a type and a value, as they are."""
+    return text(key) + (value if isinstance(value, bytes) else _packed(value, True))
+
+
+def _packed(value: Any, typed: bool = False) -> bytes:
+    kind = _type(value)
+    head = struct.pack("<I", kind) if typed else b""
+    if isinstance(value, list):
+        items = b"".join(map(_packed, value))
+        return head + struct.pack("<IQ", _type(value[0]), len(value)) + items
+    if isinstance(value, str):
+        return head + text(value)
+    return head + struct.pack({"BOOL": "<?", "UINT32": "<I", "FLOAT32": "<f"}[kind.name], value)
+
+
+def info(name: str | bytes, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    """What the header says of a tensor, its shape as NumPy has it."""
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
+
+
+def assemble(entries: Iterable[bytes], infos: Iterable[bytes], data: bytes) -> bytes:
+    """A file of these parts."""
+    entries, infos = list(entries), list(infos)
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(entries)) + b"".join(entries) + b"".join(infos)
+    return header + bytes(-len(header) % 32) + data

@@ -1,0 +1,102 @@
+"""Trained-head drafters with random weights, and a target whose law they can know."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jspec
+from jspec.drafters.heads.blockwise import BlockwiseDrafter
+from jspec.drafters.heads.hydra import HydraDrafter
+from jspec.drafters.heads.kangaroo import KangarooDrafter
+from jspec.drafters.heads.medusa import MedusaDrafter
+from support import toys
+
+# Logits of a text that goes round in a circle of 8 tokens.
+CIRCLE = 20 * np.roll(np.eye(8), 3, axis=1)
+
+
+def drawn(module, seed=0):
+    """`module` with random matrices and biases; what it computes is far from what it was given."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        return jnp.asarray(rng.normal(size=leaf.shape) * leaf.shape[0] ** -0.5, leaf.dtype)
+
+    return jax.tree.map(draw, module)
+
+
+def loaded(linear, ours):
+    """`linear` with the weights of a `jspec.models.layers.Linear` or of an output head."""
+    import torch  # not everywhere the tests run
+
+    linear.weight.data = torch.tensor(np.array(ours.weight[...].T))
+    if linear.bias is not None:
+        linear.bias.data = torch.tensor(np.array(ours.bias[...]))
+    return linear
+
+
+def medusa(target, count=3, blocks=1, seed=0):
+    return drawn(MedusaDrafter.untrained(target, count, blocks, rngs=nnx.Rngs(0)), seed)
+
+
+def hydra(target, count=3, blocks=2, own_head=True, seed=0):
+    return drawn(HydraDrafter.untrained(target, count, blocks, own_head, rngs=nnx.Rngs(0)), seed)
+
+
+def blockwise(target, count=3, seed=0):
+    return drawn(BlockwiseDrafter.untrained(target, count, rngs=nnx.Rngs(0)), seed)
+
+
+def kangaroo(target, num_layers=1, seed=0):
+    return drawn(KangarooDrafter.untrained(target, num_layers, rngs=nnx.Rngs(0)), seed)
+
+
+def vectors(target, count=2, seed=0):
+    return drawn(jspec.PassDrafter(jnp.zeros((count, target.config.hidden_size), target.dtype)), seed)
+
+
+def markov_llama(table):
+    """A Llama whose logits behind a token are ``table[token]``, whatever came before: its layers add nothing."""
+    model = toys.tiny_llama(0, 2)
+    size = model.config.hidden_size
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight.set_value(jnp.zeros_like(layer.self_attn.o_proj.weight[...]))
+        layer.mlp.down_proj.weight.set_value(jnp.zeros_like(layer.mlp.down_proj.weight[...]))
+    model.embed_tokens.weight.set_value(jnp.eye(size, len(table)))
+    model.lm_head.weight.set_value(output_head(table, size))
+    return model
+
+
+def output_head(table, size):
+    """``[E, V]``, which makes ``table[token]`` of a token's one-hot vector behind a norm."""
+    return jnp.pad(jnp.asarray(table, jnp.float32), ((0, size - len(table)), (0, 0))) * size**-0.5
+
+
+class _Counted(jspec.Llama):
+    """Notes every pass that is really run, by its tokens."""
+
+    def forward_with_features(self, tokens, *arguments, **options):
+        jax.debug.callback(lambda: _PASSES.append(tokens.shape[1]))
+        return super().forward_with_features(tokens, *arguments, **options)
+
+
+_PASSES = []
+
+
+def counted(target):
+    """The tokens of each pass that `target` runs from now on."""
+    target.__class__ = _Counted
+    _PASSES.clear()
+    return _PASSES
+
+
+def check_always_right(target, drafter, temperature, num_draft_tokens=3, accept="rejection"):
+    """Behind prompts that the target could have written, 24 tokens, 4 a round."""
+    tokens, keys = (3 * np.arange(4) + [[0], [5]]) % 8, jax.random.split(jax.random.key(0), 2)
+    sampling = jspec.SamplingParams(temperature=temperature)
+    length = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
+    out = jspec.speculative_generate(target, drafter, tokens, [4, 3], keys, max_new_tokens=24, sampling=sampling,
+                                     accept=accept, **length)  # fmt: skip
+    assert out.stats.judged.sum() and (out.stats.acceptance_rate == 1).all()
+    assert out.stats.rounds.tolist() == [6, 6]

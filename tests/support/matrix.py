@@ -1,0 +1,54 @@
+"""Shared by the tests of matrix and others."""
+
+import functools
+
+import jax
+import numpy as np
+
+from jspec.core.sampling import SamplingParams
+from support import oracle, toys
+from support.law import NUM_TOKENS, VOCAB, exact_law, text_counts
+from support.oracle import ALPHA
+
+SETTINGS = ({"temperature": 0.0}, {"temperature": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.4})
+
+
+# Some prompts repeat themselves, so that lookup has something to find.
+PROMPTS = ((6, 1, 6, 1), (5,), (4, 4, 0, 4), (2, 7, 2), (3, 3))
+
+
+@functools.cache
+def pair():
+    target = toys.tiny_llama(10)
+    return target, toys.tiny_llama(11, 1, related_to=target)
+
+
+def ragged(count):
+    """A batch of the first `count` prompts, in which the settings take turns; three meet every setting."""
+    return list(PROMPTS[:count]), [SETTINGS[i % len(SETTINGS)] for i in range(count)]
+
+
+def text_p_values(drafter, rule, draws, k, batches=None):
+    """(number of the batch, row) -> p-value of its texts against the target's enumerated law."""
+    target, p_values = pair()[0], {}
+    for number, (prompts, settings) in enumerate(batches or [ragged(3)]):
+        tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        # Arrays, and no fields but these: few programs, and small ones. Of the filters it is the one that costs least.
+        off = {"temperature": 1, "min_p": 0, "repetition_penalty": 1}
+        sampling = SamplingParams(**{name: np.array([row.get(name, off[name]) for row in settings], np.float32)
+                                     for name in off})  # fmt: skip
+        keys = jax.random.split(jax.random.key(number), (draws, len(prompts)))
+        counts = text_counts(target, drafter, tokens, np.array([len(p) for p in prompts]), keys, sampling, rule, k)
+        for i, row in enumerate(zip(prompts, settings, strict=True)):
+            p_values[number, i] = oracle.p_value(np.asarray(counts[i]), exact_law(target, *row))
+    return p_values
+
+
+def check_texts(report, p_values, draws, tests):
+    """Report the smallest of `p_values`; `tests` such checks share ALPHA."""
+    worst, alpha = min(p_values, key=p_values.get), ALPHA / len(p_values) / tests
+    report(settings=len(p_values), texts_each=draws, min_p=f"{p_values[worst]:.2g}", at=worst, alpha_over_all=ALPHA,
+           sees_tv=f"{oracle.detectable(draws, VOCAB**NUM_TOKENS - 1, alpha):.3f}")  # fmt: skip
+    assert p_values[worst] > alpha

@@ -1,0 +1,127 @@
+"""Chats that a drafter is trained on: what of them is learned, and what is refused."""
+
+import json
+
+import pytest
+
+import jspec
+from jspec.training import dataset as rows
+from support import toys
+from support.trainings import chats, chatty
+
+TARGET = toys.tiny_llama(0, 1, vocab_size=261)
+
+
+def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
+    tokenizer = chatty()
+    file = tmp_path / "two.jsonl"
+    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    (row,) = rows.read(file, tokenizer, 512, 512)
+    text = "".join(tokenizer.decode([i]) if learned else "." for i, learned in
+                   zip(row.tokens, row.learned, strict=True))  # fmt: skip
+    assert text.strip(".").startswith("b<|end|>.") and text.endswith(".the end<|end|>")
+    assert tokenizer.decode(row.tokens) == "user:a?<|end|>assistant:b<|end|>user:c?<|end|>assistant:the end<|end|>"
+
+
+def learned_of_two_answers(template, file):
+    """What is learned of "b" and "the end", as a template shows them."""
+    tokenizer = chatty()
+    tokenizer.chat_template = template
+    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    (row,) = rows.read(file, tokenizer, 512, 512)
+    return tokenizer.decode(row.tokens[row.learned])
+
+
+def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
+    """It shows thoughts in the last answer only, so that the first is longer by itself than in the whole."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "(hm)the end<|end|>"
+
+
+def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
+    """As ChatML ends its lines: nobody ever writes that."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "b<|end|>the end<|end|>"
+
+
+def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
+    """JSON leaves the separators of Unicode as they are."""
+    file = tmp_path / "one.jsonl"
+    turns = [{"role": "user", "content": "a\u2028b\x85?"}, {"role": "assistant", "content": "the cat"}]
+    file.write_text(json.dumps({"messages": turns}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert len(rows.read(file, chatty(), 64, 512)) == 1
+
+
+def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
+    file = tmp_path / "asked.jsonl"
+    asked = (json.dumps({"messages": [{"role": "user", "content": "cat " * count}]}) for count in (1, 2000))
+    file.write_text("\n".join(asked))
+    with pytest.raises(
+        ValueError, match=r"asked.jsonl, line 2 asks in \d{4} tokens, .* room behind 3840; leave it out"
+    ):
+        jspec.train_drafter(TARGET, chatty(), data=file, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def said(asked, answer):
+    """A line: a question, and what the assistant says to it."""
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": turns})
+
+
+MALFORMED = {
+    "no JSON": ("{", "chats.jsonl, line 2 is no JSON"),
+    "no messages": ('{"text": "a"}', 'line 2 has no list "messages"; expected an object like'),
+    "an answer to nothing": (
+        '{"messages": [{"role": "assistant", "content": "a"}]}',
+        "line 2 begins with the assistant; begin with what it answers",
+    ),
+    "nothing said": ('{"messages": [{"role": "system", "content": "a"}]}', "line 2 has no message of the assistant"),
+    "a question's role": (
+        '{"messages": [{"role": "cat", "content": "a"}, {"role": "user", "content": "b"}]}',
+        "line 2, message 0 has the role 'cat'",
+    ),
+    "a role": (
+        '{"messages": [{"role": "cat", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        "line 2, message 0 has the role 'cat'",
+    ),
+    "no text": ('{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}', "line 2, message 0 is "),
+    "no answer": (said("a", None), "line 2, message 1 is .*; expected an object with two strings"),
+    "an answer in parts": (said("a", [{"type": "text", "text": "b"}]), "line 2, message 1 is .*; expected an object"),
+    "two answers": (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
+        '{"role": "assistant", "content": "c"}]}',
+        "line 2 has two messages of the assistant in a row",
+    ),
+    "half a character": (said("a", "\ud800"), "line 2 is not UTF-8 text"),
+    "no end": ('{"messages":' + "[" * 100_000, "line 2 is no JSON"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_chats(tmp_path, name):
+    line, message = MALFORMED[name]
+    file = chats(tmp_path / "chats.jsonl", 1)
+    file.write_text(file.read_text() + "\n" + line)
+    with pytest.raises(ValueError, match=message):
+        rows.read(file, chatty(), 64, 512)
+
+
+def test_what_the_template_refuses(tmp_path):
+    file = chats(tmp_path / "chats.jsonl", 1)
+    strict = chatty()
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"line 1 is refused by the model's chat template: roles must alternate"):
+        rows.read(file, strict, 64, 512)
+    mute = chatty()
+    mute.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="line 1 has no token that the assistant says"):
+        rows.read(file, mute, 64, 512)

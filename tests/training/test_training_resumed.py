@@ -1,0 +1,111 @@
+"""A training that was stopped goes on: its states on disk and the target's, and where there is no room for them."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from convert import CheckpointError
+from jspec.training import batches, fit, kinds
+from jspec.training import target_states as sight
+from support.trainings import TARGET, some_rows
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def run(folder, steps, stop_at=None, stored=False):
+    """A short training; it may be stopped at a step."""
+    trainee = kinds.trainee_of(kinds.of_eagle(TARGET, None, 2, 0))
+    train, held = batches.Plan(some_rows(24), 64, 0), batches.Plan(some_rows(6, seed=1), 64, 0)
+    source = fit.Source(train)
+    if stored:
+        store = sight.StoredStates(folder / "states", train, trainee.features, "toy")
+        store.write(TARGET, lambda *_: None)
+        source = fit.Source(train, store)
+
+    def say(progress):
+        if progress == stop_at:
+            raise KeyboardInterrupt
+
+    return fit.fit(trainee, TARGET, source, fit.Source(held), fit.Schedule(steps, 2, rate=0.02, save_every=3), folder,
+                   say)  # fmt: skip
+
+
+def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = run(whole, 9)
+    for stop in (2, 8):  # before the first state is on disk, and behind one
+        with pytest.raises(KeyboardInterrupt):
+            run(parts, 9, stop)
+    with (parts / "log.jsonl").open("a") as log:
+        log.write('{"step": 7, "loss"')  # a line that was being written
+    found = run(parts, 9)
+    assert (parts / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
+    assert [one.step for one in fit.read_log(parts)] == [3, 6, 9]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, caplog):
+    """Orbax as it fails there: half a state stays, and it logs what it raises."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = run(whole, 9)
+    with pytest.raises(KeyboardInterrupt):
+        run(parts, 9, 4)
+
+    def full(_, step, *__, **___):
+        (parts / "state" / f"{step}.orbax-checkpoint-tmp" / "d").mkdir(parents=True)
+        logging.getLogger("absl").error("No space left on device, with a trace")
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nand more")
+
+    told = r"behind step 6 could not .* MB are free \(.* left on device\); check"
+    with monkeypatch.context() as broken, pytest.raises(CheckpointError, match=told):
+        broken.setattr(ocp.training.Checkpointer, "save", full)
+        run(parts, 9)
+    assert [state.name for state in (parts / "state").iterdir()] == ["3"] and not caplog.records
+    jax.tree.map(np.testing.assert_array_equal, run(parts, 9), expected)
+    assert (parts / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_stored_states_are_those_that_are_computed(tmp_path, few):
+    """But for bfloat16; and they are not computed twice."""
+    train = batches.Plan(some_rows(10), 64, 0)
+    store = sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
+    store.write(TARGET, lambda *_: None)
+    again = sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
+    again.write(None, lambda *_: None)
+    for batch in train.in_order():
+        found, expected = again.read(batch), sight.look(TARGET, batch.tokens, (0, 2))
+        laws = sight.laws_of(TARGET, found.hidden.astype(jnp.float32))
+        for number, row in enumerate(batch.numbers):
+            size = len(train.rows[row].tokens) if row >= 0 else 0
+            for ours, theirs in zip(found[:2], expected[:2], strict=True):
+                np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=0.01)
+            for ours, theirs in zip(found.laws or (), laws, strict=False):
+                np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=1e-6)
+    assert (found.laws is not None) == few
+    run(tmp_path / "run", 3, stored=True)
+    with pytest.raises(ValueError, match="holds states of other texts or of another target; name another folder"):
+        sight.StoredStates(tmp_path, train, (0, 1), "toy", few)
+    shard = next(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"is damaged .*; delete it, and it is written anew"):
+        sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
+
+
+def test_a_shard_that_was_deleted_is_written_anew(tmp_path, monkeypatch):
+    """And no other for it."""
+    monkeypatch.setattr(sight, "_SHARD_BYTES", 0)
+    train = batches.Plan(some_rows(4), 64, 0)
+    sight.StoredStates(tmp_path, train, (0,), "toy").write(TARGET, lambda *_: None)
+    shards = {file: file.read_bytes() for file in tmp_path.glob("*.safetensors")}
+    assert len(shards) == 4
+    min(shards).unlink()
+    store = sight.StoredStates(tmp_path, train, (0,), "toy")
+    store.write(TARGET, lambda *_: None)
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.safetensors")} == shards
+    for batch in train.in_order():
+        store.read(batch)

@@ -1,0 +1,56 @@
+"""A training that goes on with a drafter, and with which it cannot."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jspec
+from jspec.drafters import EagleDrafter
+from jspec.training.target_states import fingerprint
+from support import eagle_heads, toys
+from support.trainings import LONG, TARGET, chats, chatty
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hydra", "model"])
+def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
+    data, options = chats(tmp_path / "chats.jsonl"), {"steps": 1, "depth": 2, "step_tokens": 512, "draft_vocab": 100}
+    first = jspec.train_drafter(LONG, chatty(), kind, data, folder=tmp_path / "first", **options)
+    options |= {"rate": 1e-9, "draft_vocab": 50, "folder": tmp_path / "next"}
+    again = jspec.train_drafter(LONG, chatty(), kind, data, start=first, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, first)  # whatever it may guess, too
+    with pytest.raises(ValueError, match="next was begun with another start"):
+        jspec.train_drafter(LONG, chatty(), kind, data, **options)
+
+
+@pytest.mark.parametrize(
+    ("start", "options", "message"),
+    [(lambda: LONG, {}, "start is of type ModelDrafter, and kind is 'eagle'; use kind='model'"),
+     (lambda: jspec.NGramDrafter(), {}, "NGramDrafter, and kind is 'eagle'; use one of type EagleDrafter"),
+     (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, and with start a training is of that drafter"),
+     (lambda: jspec.HydraDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)), {"kind": "hydra"},
+      "HydraDrafter has 2 heads, and a draft of 4 tokens in a row needs as many"),
+     (lambda: jspec.PassDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)), {"kind": "pass"},
+      "PassDrafter has 2 vectors, and depth is 4"),
+     (lambda: jspec.quantize(LONG), {"kind": "model"}, "The drafter is int8, and would not learn"),
+     (lambda: toys.tiny_llama(0, 1, vocab_size=261, max_position_embeddings=256), {"kind": "model"},
+      "start has 256 positions, and length is 512; use at most as many"),
+     (lambda: EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 3, vocab_size=261, hidden_size=32))), {},
+      "was made for a target whose hidden size is 32"),
+     (lambda: TARGET, {"kind": "model"}, "The draft's vocabulary has 8 tokens and the target's 261")],
+)  # fmt: skip
+def test_what_a_training_cannot_go_on_with(tmp_path, start, options, message):
+    with pytest.raises(ValueError, match=message):
+        jspec.train_drafter(LONG, chatty(), data="none.txt", folder=tmp_path / "run", start=start(), **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_fixed_in_a_drafter_tells_it_from_another():
+    """Though all weights are the same."""
+    head, target = eagle_heads.eagle(TARGET, 3, features=(1,)), fingerprint(TARGET)
+    other = eagle_heads.eagle(TARGET, 3, features=(2,))
+    assert len({fingerprint(EagleDrafter(one)) for one in (head, head, other)}) == 2
+    exits = [jspec.KangarooDrafter.untrained(TARGET, layers, rngs=nnx.Rngs(0)) for layers in (1, 2)]
+    assert len({*map(fingerprint, exits), target}) == 3
