@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -225,10 +226,24 @@ def sources(tmp_path_factory):
 @pytest.fixture(scope="module")
 def running(sources):
     """A server of the two on a real port."""
-    import servers  # OpenAI's client, which most tests do without, takes a second to load
+    from support import servers  # OpenAI's client, which most tests do without, takes a second to load
 
     with servers.running(sources) as running:
         yield running
+
+
+@pytest.fixture
+def gate(running, monkeypatch):
+    """``gate.set()`` lets the device play; until then it is as slow as can be. It is open again afterwards."""
+    from support.streams import until
+
+    engine = running.engine  # whose last call for an earlier request must not wait at the gate
+    until(lambda: not engine._heartbeat._running and not engine._loop.is_busy)
+    opened, play = threading.Event(), running.engine.device.play
+    monkeypatch.setattr(running.engine.device, "play", lambda *arguments: (opened.wait(), play(*arguments))[1])
+    yield opened
+    opened.set()
+    until(lambda: not running.server.open and not running.engine.seated)
 
 
 @pytest.fixture(scope="module")

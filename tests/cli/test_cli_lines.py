@@ -18,7 +18,8 @@ from jspec.cli.common import UsageError
 # A conversation with somebody who says what was said.
 TALK = """
 import os, sys, time
-from jspec.cli import chat, interrupts, lines
+from jspec.cli import chat, interrupts
+from jspec.cli import line_input as lines
 interrupts.end_at_once()
 def show(message):
     print("GOT", len(message), message[:3] + message[-3:], sum(map(ord, message)), flush=True)

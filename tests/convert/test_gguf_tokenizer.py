@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import convert
 import jspec
@@ -32,6 +32,21 @@ KINDS = {
     "sentencepiece": SENTENCE_KEYS | {"tokenizer.ggml.add_bos_token": None},
     "sentencepiece with merges": SENTENCE_KEYS | {"tokenizer.ggml.merges": ["▁ t", "h e", "▁t he"]},
 }
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """Keys of a trained byte-level vocabulary."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=[END, START], initial_alphabet=gguf_files.LETTERS, show_progress=False
+    )
+    inner.train([str(path) for path in sorted(Path(__file__).parent.glob("test_g*.py"))], trainer)
+    tokens = [inner.id_to_token(i) for i in range(inner.get_vocab_size())] + [TOOL, "<|more|>"]
+    merges = [" ".join(pair) for pair in json.loads(inner.to_str())["model"]["merges"]]
+    kinds = [3, 3, *[1] * (len(tokens) - 4), 4, 4]
+    return {"tokens": tokens, "token_type": kinds, "merges": merges, "bos_token_id": 1, "padding_token_id": 0}
 
 
 @pytest.fixture(scope="module")

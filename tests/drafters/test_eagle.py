@@ -120,7 +120,7 @@ def test_a_head_for_another_target(prompts, change, message):
 
 
 def test_what_is_no_head(prompts):
-    with pytest.raises(TypeError, match=r"head is of type Llama; pass a jspec\.eagle\.Eagle"):
+    with pytest.raises(TypeError, match=r"head is of type Llama; pass a jspec\.drafters\.heads\.eagle_module\.Eagle"):
         jspec.speculative_generate(TARGET, EagleDrafter(TARGET), *prompts([3], vocab_size=V), max_new_tokens=8)
 
 

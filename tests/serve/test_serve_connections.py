@@ -20,7 +20,7 @@ import pytest
 
 from jspec.serve import connections
 from support import servers
-from support.streams import LONG, SEEDED, connected, gate, post, until  # noqa: F401, a fixture
+from support.streams import LONG, SEEDED, connected, post, until
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

@@ -7,13 +7,13 @@ import pytest
 
 from jspec.engine import heartbeat
 from jspec.serve import job as serve_job
-from support.streams import SEEDED, asking, gate, until  # noqa: F401 (a fixture)
+from support.streams import SEEDED, asking, until
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("stuck", ["play", "understand"])
-def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):  # noqa: F811
+def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
     """The engine in a call, or the worker that reads requests; not while they are idle, or programs compile."""
     healthy = lambda: httpx.get(f"{running.url}/health").status_code == 200  # noqa: E731
     opened, understand = threading.Event(), serve_job.understand

@@ -1,32 +1,11 @@
 """Shared by the tests of gguf tokenizer and others."""
 
-import json
-from pathlib import Path
-
-import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-from support import gguf_files
+from tokenizers import pre_tokenizers
 
 END, START, TOOL = "<|endoftext|>", "<|start|>", "<|tool call|>"
 
 
 CHAT = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": f"What is {END}? ñ 漢"}]
-
-
-@pytest.fixture(scope="module")
-def byte_level():
-    """Keys of a trained byte-level vocabulary."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=[END, START], initial_alphabet=gguf_files.LETTERS, show_progress=False
-    )
-    inner.train([str(path) for path in sorted((Path(__file__).parents[1] / "convert").glob("test_g*.py"))], trainer)
-    tokens = [inner.id_to_token(i) for i in range(inner.get_vocab_size())] + [TOOL, "<|more|>"]
-    merges = [" ".join(pair) for pair in json.loads(inner.to_str())["model"]["merges"]]
-    kinds = [3, 3, *[1] * (len(tokens) - 4), 4, 4]
-    return {"tokens": tokens, "token_type": kinds, "merges": merges, "bos_token_id": 1, "padding_token_id": 0}
 
 
 def check_same(ours, theirs, texts, ids):

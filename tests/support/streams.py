@@ -7,7 +7,6 @@ import threading
 import time
 
 import httpx
-import pytest
 
 from support import servers
 
@@ -15,18 +14,6 @@ LONG = {"model": servers.NAME, "prompt": "in a thing", "max_tokens": 100, "logit
 
 
 SEEDED = LONG | {"seed": 3, "max_tokens": 20}
-
-
-@pytest.fixture
-def gate(running, monkeypatch):
-    """``gate.set()`` lets the device play; until then it is as slow as can be. It is open again afterwards."""
-    engine = running.engine  # whose last call for an earlier request must not wait at the gate
-    until(lambda: not engine._heartbeat._running and not engine._loop.is_busy)
-    opened, play = threading.Event(), running.engine.device.play
-    monkeypatch.setattr(running.engine.device, "play", lambda *arguments: (opened.wait(), play(*arguments))[1])
-    yield opened
-    opened.set()
-    until(lambda: not running.server.open and not running.engine.seated)
 
 
 def post(running, body, path="completions", **options):
