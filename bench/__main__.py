@@ -1,4 +1,4 @@
-"""`python -m bench COMMAND`: one command a question."""
+"""`python -m bench COMMAND`: one command per question."""
 
 import importlib.util
 from pathlib import Path
@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 @app.callback()
 def need_matplotlib() -> None:
-    """Refuse before anything is measured what could not be drawn afterwards."""
+    """Exit before measuring anything if the results could not be plotted afterwards."""
     if importlib.util.find_spec("matplotlib") is None:
         typer.echo(
             'Every command draws its figures, and matplotlib is not installed: pip install -e ".[bench]"', err=True
@@ -248,7 +248,7 @@ def compiled(
     from bench import devices
 
     with one_sentence():
-        devices.prepare(device)  # before anything starts JAX
+        devices.prepare(device)  # before JAX starts
         from bench import abstract, compiled
         from bench.report import RESULTS
 
@@ -304,7 +304,7 @@ def serve(
     common = [*([target] if target else []), "--slots", str(slots)]
     drafted = ["--num-draft-tokens", k, *(["--draft", draft] if draft else [])]
     name = "+".join(Path(part).name for part in (target or "bundled", draft) if part) + f"-k{k}-s{slots}"
-    with one_sentence(RuntimeError):  # a server does not begin
+    with one_sentence(RuntimeError):  # a server does not start
         serve.run(common, drafted, name, traffic, cost_ratio, repeats, output)
 
 

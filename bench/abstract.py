@@ -1,4 +1,4 @@
-"""Programs of models without weights: shapes alone, lowered and compiled for devices that are not there."""
+"""Programs for models without weights: only shapes, lowered and compiled for devices that are not present."""
 
 import dataclasses
 from typing import Any
@@ -23,14 +23,14 @@ from jspec.rules import RULES, Rule
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What fixes a program's shapes.
+    """The parameters that determine a program's shapes.
 
     Attributes:
-        batch: rows.
-        width: of the prompts, in tokens.
-        new_tokens: the most that are added.
+        batch: the number of rows.
+        width: the width of the prompts, in tokens.
+        new_tokens: the maximum number of new tokens.
         draft_length: K, a `jspec.drafters.draft_length.DraftLength`, or 0 for plain decoding.
-        rule: an object.
+        rule: the acceptance rule, as an object.
     """
 
     batch: int = 1
@@ -41,12 +41,12 @@ class Setting:
     sampling: jspec.SamplingParams = jspec.SamplingParams()
 
     def plain(self) -> "Setting":
-        """The same without a draft."""
+        """Return the same setting without a draft."""
         return dataclasses.replace(self, draft_length=0)
 
 
 def model(config: LlamaConfig, dtype: Any, quantized: bool = False) -> jspec.Llama:
-    """A Llama of shapes."""
+    """Return a Llama that consists of shapes only."""
 
     def make() -> jspec.Llama:
         made = jspec.Llama(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))
@@ -60,10 +60,10 @@ def model(config: LlamaConfig, dtype: Any, quantized: bool = False) -> jspec.Lla
 
 
 def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
-    """Of target and draft, of a pair named as for `bench.pairs.pair`; bundled is none of shapes alone.
+    """Return the target's and draft's configs for a pair name, as in `bench.pairs.pair`, except "bundled".
 
     Raises:
-        ValueError: there is no such pair.
+        ValueError: there is no such pair of shapes.
     """
     first, _, second = pair.removesuffix(":int8").partition("/")
     if first in pairs.STRETCHED and not second:
@@ -76,17 +76,17 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
 
 
 def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama]:
-    """``(target, draft)`` of shapes, by the name of `configs`; `changes` are made to both configurations."""
+    """Return ``(target, draft)`` as shapes, by the name in `configs`. Both configurations get `changes`."""
     target, draft = (dataclasses.replace(config, **changes) for config in configs(name))
     return model(target, dtype), model(draft, dtype, name.endswith(":int8"))
 
 
 def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = None) -> Any:
-    """The shipped program, traced; ``.lower(lowering_platforms=...)`` is StableHLO for any platform.
+    """Trace the shipped program; ``.lower(lowering_platforms=...)`` gives StableHLO for any platform.
 
     Args:
-        target, draft: of shapes or of numbers; a model, a drafter, or None.
-        found: devices, from `bench.devices.topology`; over several, matrices are divided. None for JAX's own.
+        target, draft: models of shapes or of numbers. `draft` may also be a drafter or None.
+        found: devices, from `bench.devices.topology`. Matrices are sharded over several devices. None means JAX's own.
     """
     batch, length = setting.batch, as_draft_length(setting.draft_length)
     request = jax.eval_shape(lambda: (jnp.zeros((batch, setting.width), jnp.int32), jnp.zeros(batch, jnp.int32),
@@ -101,7 +101,7 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
 
 
 def divided(tree: Any, mesh: Mesh) -> Any:
-    """`tree` on a mesh: the matrices of its models divided as `jspec.tensor_parallel` says, all else on all."""
+    """Place `tree` on a mesh: shard its models' matrices by `jspec.tensor_parallel`, and replicate everything else."""
     place, whole = jspec.tensor_parallel(mesh, "model"), NamedSharding(mesh, PartitionSpec())
 
     def put(path: Any, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""True acceptance by position in the draft, kind of prompt and temperature, beside the theory."""
+"""True acceptance rate by draft position, prompt kind and temperature, compared with theory."""
 
 from typing import Any
 
@@ -14,16 +14,17 @@ from jspec.tuning.tune_chain import acceptance_rates
 
 
 def acceptance_rate(out: jspec.Output) -> float:
-    """Drafts accepted over drafts judged, of all rows; a guess that was missing counts as one that was refused.
+    """Return the share of verified draft tokens that was accepted, over all rows.
 
-    That is the alpha of the theory, in which every round has K drafts. Only limits may have ended the texts.
+    A missing draft token counts as rejected, because this is the alpha of the theory, in which every round has K draft
+    tokens. Only length limits may have ended the rows.
     """
     survived = np.cumprod(acceptance_rates([jax.device_get(out)]))
     return float(survived.sum() / (1 + survived[:-1].sum()))
 
 
 def run(subject: Subject, batch: int, k: int, new_tokens: int, temperatures: list[float]) -> None:
-    """Publish one row for each kind of prompt and temperature."""
+    """Publish one row for each prompt kind and temperature."""
     models, rows = (subject.target, subject.draft), []
     for kind, request in subject.kinds(batch).items():
         for temperature in temperatures:
@@ -46,7 +47,7 @@ def run(subject: Subject, batch: int, k: int, new_tokens: int, temperatures: lis
 
 
 def _figures(out: jspec.Output) -> dict[str, Any]:
-    """Conditional acceptance by position, and tokens a round for two lengths, measured and predicted."""
+    """Return conditional acceptance by position, and measured and predicted tokens per round for two lengths."""
     rates, alpha = acceptance_rates([out]), acceptance_rate(out)
     row: dict[str, Any] = {f"after {n}": float(rate) for n, rate in enumerate(rates)} | {"acceptance": alpha}
     for length in (min(4, rates.size), rates.size):

@@ -1,4 +1,4 @@
-"""This checkout against another, such as the commit before: whole calls in turns, and if the texts are the same."""
+"""A comparison of this checkout with another, such as the previous commit: whole calls in turns, and their outputs."""
 
 import json
 import subprocess
@@ -22,8 +22,9 @@ PROGRAMS = ("plain", "draft model", "lookup")
 TOLERANCE = 1e-5  # log-probabilities of one float32 model by two programs
 NOTABLE = 0.02
 
-# Runs in either checkout, which is first on the path as the working directory, so it knows of `jspec` and `bench.pairs`
-# only what both have. A line asks for a call by its index and gets the seconds; first results go into a file.
+# Runs in either checkout, which is the working directory and thus first on the path. It may therefore use only the
+# parts of `jspec` and `bench.pairs` that both checkouts have. Each input line is the index of a call, and the reply is
+# its time in seconds. The first results go into a file.
 _WORKER = f"""
 import json, sys, time
 import jax, numpy as np, jspec
@@ -51,7 +52,7 @@ for line in sys.stdin:
 
 
 class Worker:
-    """A process that decodes with the jspec of one checkout when asked to."""
+    """A process that decodes on request with one checkout's jspec."""
 
     def __init__(self, checkout: Path, pair: str, batches: Sequence[int], results: Path):
         arguments = json.dumps([pair, list(batches), str(results)])
@@ -64,7 +65,7 @@ class Worker:
         self.results = dict(np.load(results))
 
     def seconds(self, call: int) -> float:
-        """Of one call, by its index."""
+        """Run the call with this index and return its time in seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{call}\n")
         self._process.stdin.flush()
@@ -80,7 +81,7 @@ class Worker:
 
 
 def run(base: Path, pair: str, batches: list[int], repeats: int) -> None:
-    """Publish one row a program and batch size.
+    """Publish one row per program and batch size.
 
     Args:
         base: the other checkout.
@@ -111,7 +112,7 @@ def run(base: Path, pair: str, batches: list[int], repeats: int) -> None:
 
 
 def compared(theirs: np.ndarray, ours: np.ndarray) -> dict[str, Any]:
-    """Ratios of seconds taken in the same turns, and whether ours are significantly and notably more."""
+    """Return the time ratios within turns, and whether ours is slower by a significant and notable amount."""
     times = ratio(ours, theirs)
     chance = float(stats.wilcoxon(np.log(ours / theirs)).pvalue)
     slower = chance < 0.05 and times.median > 1 + NOTABLE
@@ -119,7 +120,7 @@ def compared(theirs: np.ndarray, ours: np.ndarray) -> dict[str, Any]:
 
 
 def same(theirs: dict[str, np.ndarray], ours: dict[str, np.ndarray], call: int) -> dict[str, Any]:
-    """How many texts are the same tokens, and by how much their log-probabilities differ where they are."""
+    """Return the number of identical token sequences, and the largest log-probability difference among them."""
     names = ("tokens", "lengths", "logprobs")
     tokens, lengths, logprobs = ([side[f"{name} {call}"] for side in (theirs, ours)] for name in names)
     equal = (tokens[0] == tokens[1]).all(1) & (lengths[0] == lengths[1])
@@ -128,7 +129,7 @@ def same(theirs: dict[str, np.ndarray], ours: dict[str, np.ndarray], call: int) 
 
 
 def _turn(workers: Sequence[Worker], calls: int, turn: int) -> list[list[float]]:
-    """Seconds of every call by both; who begins changes from turn to turn."""
+    """Return the seconds that both workers take for every call. The worker that goes first alternates."""
     taken = np.zeros((2, calls))
     for call in range(calls):
         for i in (0, 1) if turn % 2 else (1, 0):

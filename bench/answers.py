@@ -1,4 +1,4 @@
-"""Tokens a second of a real model's answers: jspec, transformers and llama.cpp, four kinds of question, in turns."""
+"""Tokens per second of a real model's answers to four kinds of question: jspec, transformers, llama.cpp, in turns."""
 
 import functools
 import importlib.util
@@ -25,10 +25,10 @@ RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")
 
 
 def here(subject: Subject, longest: int) -> dict[str, Any]:
-    """The programs that are installed and decode the same weights, by the module they need.
+    """Return the installed programs that can decode the same weights, keyed by the module that they need.
 
     Args:
-        longest: text, in tokens.
+        longest: the maximum sequence length, in tokens.
     """
     found = {}
     if importlib.util.find_spec("torch") is not None:
@@ -42,9 +42,9 @@ def here(subject: Subject, longest: int) -> dict[str, Any]:
 
 
 def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple[Any, int | None]]:
-    """Name -> drafter, and how far it drafts: those without weights, and one that was trained for the target.
+    """Return name -> (drafter, draft length): drafters without weights, and one that was trained for the target.
 
-    None is as far as `jspec.complete` lets it where nobody says how far.
+    A length of None means the default of `jspec.complete`.
     """
     found = {"plain": None, "lookup": jspec.NGramDrafter(), "recycling, 8 nodes": jspec.TokenRecyclingDrafter(8)}
     if isinstance(subject.draft, jspec.NGramDrafter):
@@ -54,7 +54,7 @@ def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple
     if tree:
         found["head, tree"] = jspec.TreeDrafter(subject.draft, jspec.Tree(tree))
     far: dict[str, tuple[Any, int | None]] = {name: (drafter, k) for name, drafter in found.items()}
-    if own_tree(subject.draft) is None:  # what drafts a tree of its own has no chain to fall back on
+    if own_tree(subject.draft) is None:  # a drafter with a tree of its own has no chain to fall back on
         far |= {"head, one token": (subject.draft, 1), "lookup, else head": (behind_lookup(subject.draft), None)}
     return far
 
@@ -63,19 +63,22 @@ def programs(
     subject: Subject, others: dict[str, Any], asked: Sequence[np.ndarray], batch: int, k: int, new_tokens: int,
     temperature: float, tree: tuple[int, ...],
 ) -> dict[str, Callable[[], Any]]:  # fmt: skip
-    """Name -> a call that answers all of `asked`, `batch` at a time: outputs of jspec, texts of others."""
+    """Return name -> a call that answers all of `asked`, `batch` at a time.
+
+    A jspec call returns outputs, and the other calls return token ids.
+    """
     ends = text.eos_ids(subject.target, subject.tokenizer)
     requests = chats.requests(subject.tokenizer, asked, batch)
     calls: dict[str, Callable[[], Any]] = {
         name: chats.decoder(subject, drafter, far, requests, new_tokens, temperature)
         for name, (drafter, far) in drafters(subject, k, tree).items()
     }
-    if temperature:  # others draw with other noise, other texts
+    if temperature:  # other programs use different noise and so sample different outputs
         return calls
     groups = [asked[i : i + batch] for i in range(0, len(asked), batch)]
     if "torch" in others:
         options = {"transformers plain": {}}
-        if batch == 1:  # all that its lookup takes
+        if batch == 1:  # its lookup supports only this
             options["transformers lookup"] = {"prompt_lookup_num_tokens": k}
         for name, option in options.items():
             calls[name] = lambda option=option: [
@@ -90,11 +93,11 @@ def run(
     subject: Subject, questions: dict[str, list[np.ndarray]], batches: list[int], count: int, k: int, new_tokens: int,
     repeats: int, temperature: float, tree: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """Publish one row a kind of question, batch size and program.
+    """Publish one row per question kind, batch size and program.
 
     Args:
-        questions: as `chats.by_kind` gives them.
-        count: of each kind, but at least one batch of them and none that would not fill it.
+        questions: the questions, as `chats.by_kind` returns them.
+        count: the number of questions of each kind. It is rounded down to full batches, but is at least one batch.
     """
     longest = max(len(one) for asked in questions.values() for one in asked)
     others, rows = {} if temperature else here(subject, longest + new_tokens), []
@@ -125,7 +128,7 @@ def run(
 
 
 def _kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """`calls`, which put what they return into `outs`."""
+    """Return `calls`, changed to store their results in `outs`."""
 
     def keep(name: str) -> None:
         outs[name] = calls[name]()
@@ -134,7 +137,7 @@ def _kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str
 
 
 def _rows(kind: str, batch: int, outs: dict[str, Any], times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """One table row a program."""
+    """Return one table row per program."""
     texts = {name: chats.texts(out) if isinstance(out[0], jspec.Output) else out for name, out in outs.items()}
     each = {name: taken / sum(map(len, texts[name])) for name, taken in times.items()}  # seconds a token
     rows = []
@@ -150,7 +153,7 @@ def _rows(kind: str, batch: int, outs: dict[str, Any], times: dict[str, np.ndarr
 
 
 def _drafting(outs: Any) -> tuple[Any, Any]:
-    """Tokens a round, and how many of the judged drafts were accepted; nothing where nothing is drafted."""
+    """Return the tokens per round and the acceptance rate, or empty strings if nothing is drafted."""
     if not isinstance(outs[0], jspec.Output) or not outs[0].stats.accepted_at.shape[1]:
         return "", ""
     counts = [(out.lengths, out.stats.rounds, out.stats.accepted, out.stats.judged) for out in outs]

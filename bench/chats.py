@@ -1,4 +1,4 @@
-"""Chats: questions of four kinds to a model that answers, and its greedy answers."""
+"""Chats: questions of four kinds for a chat model, and its answers."""
 
 import dataclasses
 import json
@@ -18,28 +18,28 @@ from jspec.text.chat_template import encode
 from jspec.training.dataset import divide, written
 from jspec.training.train import Recipe
 
-FOLDER = Path(__file__).parent / "prompts"  # of files as `jspec generate --chat --file` takes them
+FOLDER = Path(__file__).parent / "prompts"  # files in the format of `jspec generate --chat --file`
 KINDS, HELD_OUT = ("chat", "summary", "rewriting", "code"), "held out"
-COUNT = 16  # of each kind
+COUNT = 16  # questions of each kind
 
 
 def questions(kind: str) -> list[str]:
-    """Those of one kind."""
+    """Return the questions of one kind."""
     lines = (FOLDER / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 
 def rows(tokenizer: Any, kind: str, count: int) -> list[np.ndarray]:
-    """Token ids of the first `count` questions of a kind, each by the tokenizer's chat template."""
+    """Return the token ids of the first `count` questions of a kind, formatted with the tokenizer's chat template."""
     asked = encode(tokenizer, [[{"role": "user", "content": question}] for question in questions(kind)[:count]])
     return [ids[:length] for ids, length in zip(asked.tokens, asked.lengths, strict=True)]
 
 
 def by_kind(tokenizer: Any, count: int, folder: Path | None) -> dict[str, list[np.ndarray]]:
-    """Kind -> token ids of so many questions: of the four kinds, or of those that a training in `folder` holds out.
+    """Return kind -> the token ids of `count` questions: the four kinds, or those held out by a training in `folder`.
 
     Raises:
-        ValueError: it holds out fewer, or there are no texts at all.
+        ValueError: the training holds out fewer questions, or there is no text at all.
     """
     if folder is None:
         return {kind: rows(tokenizer, kind, count) for kind in KINDS}
@@ -47,7 +47,7 @@ def by_kind(tokenizer: Any, count: int, folder: Path | None) -> dict[str, list[n
 
 
 def _held_out(folder: Path, count: int) -> list[np.ndarray]:
-    """Some of all; those of a training whose texts are of the usual length."""
+    """Return evenly spaced held-out questions of a training that uses the default sequence length."""
     chats = [row.tokens[: row.learned.argmax()] for row in divide(written(folder, Recipe.length))[1]]
     found = list({ids.tobytes(): ids for ids in chats if ids.size}.values())
     if len(found) < count:
@@ -56,29 +56,29 @@ def _held_out(folder: Path, count: int) -> list[np.ndarray]:
 
 
 def requests(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[Request]:
-    """`asked` in requests of `batch`, each as wide as `jspec.complete` makes it."""
+    """Return `asked` in requests of `batch` rows, each padded to the width that `jspec.complete` uses."""
     found = [encode(tokenizer, asked[i : i + batch]) for i in range(0, len(asked), batch)]
     return [(one.tokens, one.lengths, jax.random.split(jax.random.key(0), one.lengths.size)) for one in found]
 
 
 def asked(subject: Subject, count: int) -> Subject:
-    """`subject` with `count` questions for prompts, the kinds in turns."""
+    """Return `subject` with `count` questions as prompts, alternating between the kinds."""
     kinds = [rows(subject.tokenizer, kind, -(-count // len(KINDS))) for kind in KINDS]
     prompts = [row.tolist() for one_of_each in zip(*kinds, strict=True) for row in one_of_each]
     return dataclasses.replace(subject, name=f"{subject.name}, chats", prompts=prompts)
 
 
 def ends(subject: Subject) -> tuple[int, ...]:
-    """Tokens that end an answer."""
+    """Return the token ids that end an answer."""
     return text.eos_ids(subject.target, subject.tokenizer)
 
 
 def decoder(
     subject: Subject, drafter: Any, k: int | None, asked: Sequence[Request], new_tokens: int, temperature: float = 0.0
 ) -> Callable[[], list[jspec.Output]]:
-    """A call that answers requests, one after another, to the ends of their texts; plainly without a drafter.
+    """Return a call that answers requests one after another, up to EOS. It uses plain decoding if `drafter` is None.
 
-    Of lookup and retrieval `k` is the most that they draft; None is as far as `jspec.complete` lets them.
+    For lookup and retrieval, `k` is the maximum draft length. None means the default of `jspec.complete`.
     """
     options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=temperature),
                "eos_ids": ends(subject)}  # fmt: skip
@@ -91,5 +91,5 @@ def decoder(
 
 
 def texts(outs: Sequence[jspec.Output]) -> list[list[int]]:
-    """The new tokens of every row."""
+    """Return the new tokens of every row."""
     return [row[:n].tolist() for out in outs for row, n in zip(out.tokens, out.lengths, strict=True)]

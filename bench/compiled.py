@@ -1,6 +1,6 @@
-"""The program as a device would run it: kernels, bytes, copies and memory, part by part, and how long that should take.
+"""The program as a device would run it: kernels, bytes, copies, memory and predicted time, part by part.
 
-XLA compiles it for a device that is not there. Times are not measured: they are predicted from the constants of
+XLA compiles it for a device that is not present. Times are not measured, but predicted from the constants in
 `jspec.core.devices`.
 """
 
@@ -19,19 +19,19 @@ from jspec.core.devices import Device
 from jspec.planning.memory import Weights, slots_of
 
 PARTS = ("prefill", "draft", "verify", "accept", "commit")
-DRAFT_STEP = "draft step"  # in the loop of drafting; the first pass is outside
-LARGE = 1e6  # bytes; what is written beyond this deserves a look
+DRAFT_STEP = "draft step"  # in the drafting loop; the first pass is outside it
+LARGE = 1e6  # bytes; kernels that write more deserve a look
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a device launches.
+    """A kernel that a device launches.
 
     Attributes:
-        part: one of `PARTS`, "draft step" within the loop of drafting, or "" where XLA does not say.
-        times: how often, in one round or one prefill.
-        read, written: bytes, once.
-        flops: of its products, once.
+        part: one of `PARTS`, "draft step" within the drafting loop, or "" if XLA does not say.
+        times: the number of launches in one round or one prefill.
+        read, written: the bytes per launch.
+        flops: the floating-point operations of its products, per launch.
     """
 
     name: str
@@ -45,29 +45,29 @@ class Kernel:
 
     @property
     def moves(self) -> bool:
-        """Whether it writes much and computes no product: a copy, a conversion, or a product that was taken apart."""
+        """Whether it writes much but computes no product: a copy, a conversion, or a product that XLA decomposed."""
         return self.written >= LARGE and not self.flops
 
     def seconds(self, device: Device) -> float:
-        """As predicted, all its times."""
+        """Return the predicted time of all its launches."""
         work = max((self.read + self.written) / device.read_bandwidth, self.flops / device.flops)
         return self.times * (work + device.launch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program, read.
+    """A parsed compiled program.
 
     Attributes:
-        kernels: of one round, in order; and those before the first.
-        prefill: kernels before the first round.
-        loops: within a round, but for that of drafting: where they come from.
-        waits: loops of unknown length in a round, each of which has a GPU wait for the host at every turn.
-        conditionals: in a round, of which the same is true.
-        host: transfers to or from the host in a round.
-        arguments, temporary: bytes; caches are among the temporaries.
-        on_chip: bytes of the temporaries that stay, between rounds, in a TPU's own memory.
-        graphs: how a GPU's host starts a round; None where XLA has not said.
+        kernels: the kernels of one round, in order.
+        prefill: the kernels before the first round.
+        loops: the source scopes of the loops within a round, except the drafting loop.
+        waits: the number of loops of unknown length in a round. Each makes a GPU wait for the host at every iteration.
+        conditionals: the number of conditionals in a round. They make a GPU wait, too.
+        host: the number of transfers to or from the host in a round.
+        arguments, temporary: sizes in bytes. The temporaries include the caches.
+        on_chip: the bytes of temporaries that stay in a TPU's on-chip memory between rounds.
+        graphs: how a GPU's host starts a round; None if XLA does not say.
     """
 
     kernels: list[Kernel]
@@ -82,20 +82,20 @@ class Program:
     graphs: graphs.Graphs | None
 
     def count(self, part: str | None = None) -> int:
-        """Launches of one round, or of one of its parts."""
+        """Return the number of launches in one round, or in one of its parts."""
         return sum(kernel.times for kernel in self.kernels if part in (None, kernel.part))
 
 
 def compile_and_read(device: Device, target: Any, draft: Any, setting: abstract.Setting, count: int = 1) -> Program:
-    """The program for `count` devices of a kind."""
+    """Compile the program for `count` devices of one kind, and parse it."""
     return read(*graphs.compiled(abstract.trace(target, draft, setting, devices.topology(device, count)).lower()))
 
 
 def read(compiled: Any, launches: str = "") -> Program:
-    """The program that JAX has compiled: the loop at its top plays the rounds, one within may draft.
+    """Parse a program that JAX has compiled. Its top-level loop runs the rounds, and a loop inside it may draft.
 
     Args:
-        launches: from `bench.graphs.compiled`.
+        launches: the launch list from `bench.graphs.compiled`.
     """
     module = Module(compiled.as_text())
     rounds = [loop for loop in module.loops(module.entry) if loop.scope.endswith("jit(decode_program)/while")]
@@ -124,12 +124,12 @@ def read(compiled: Any, launches: str = "") -> Program:
 
 
 def _turns(module: Module, loops: list[Instruction]) -> list[int]:
-    """How often each loop is run, and each within it, in order; 1 where nobody knows."""
+    """Return the trip counts of the loops and of those nested in them, in order; 1 if a count is unknown."""
     return [turns for loop in loops for turns in (module.trips(loop) or 1, *_turns(module, module.loops(loop.body)))]
 
 
 def _kernels(module: Module, launches: list[tuple[Instruction, str, int]], steps: set[str]) -> list[Kernel]:
-    """In the order in which they run; one that XLA does not name belongs to the part that comes next."""
+    """Return the kernels in execution order. A kernel that XLA does not name belongs to the part that follows it."""
     found, part = [], ""
     for one, place, times in reversed(launches):
         part = next((part for part in PARTS if f"/{part}/" in one.scope), part)
@@ -140,7 +140,7 @@ def _kernels(module: Module, launches: list[tuple[Instruction, str, int]], steps
 
 
 def table(program: Program, device: Device) -> list[dict[str, Any]]:
-    """One row a part of a round, one for all of it, and one for reading the prompt."""
+    """Return one row per part of a round, one for the whole round, and one for the prefill."""
     parts: dict[str, list[Kernel]] = {}
     for kernel in program.kernels:
         parts.setdefault(kernel.part, []).append(kernel)
@@ -165,10 +165,10 @@ def _row(name: str, kernels: list[Kernel], device: Device) -> dict[str, Any]:
 
 
 def by_layer(device: Device, targets: tuple, drafts: tuple, setting: abstract.Setting) -> dict[str, float]:
-    """Kernels that one more layer costs: in plain decoding, in verification, in the first and in later draft steps.
+    """Count the kernels that one more layer adds to plain decoding, verification, and the first and later draft steps.
 
     Args:
-        targets, drafts: each a model of two layers, and the same of four.
+        targets, drafts: each a two-layer model and the same model with four layers.
     """
 
     def counts(target: Any, draft: Any) -> dict[str, int]:
@@ -189,7 +189,7 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
     """Publish the parts of plain decoding and of a round, for `count` devices of the kind `name`.
 
     Raises:
-        ValueError: weights and caches do not fit.
+        ValueError: the weights and caches do not fit.
     """
     device = devices.DEVICES[name]
     models = abstract.pair(pair, device.dtype)
@@ -218,7 +218,7 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
 
 
 def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.Setting, count: int) -> None:
-    """Raise ValueError if weights and caches alone are more than `count` devices hold."""
+    """Raise ValueError if the weights and caches alone exceed the memory of `count` devices."""
     slots, memory = slots_of(setting.width + setting.new_tokens, 0), device.memory / 1e9
     held = [Weights(one.config, one.dtype.itemsize, one.embed_tokens.scale is not None) for one in models]
     weights = sum(one.bytes for one in held) / 1e9

@@ -1,4 +1,4 @@
-"""What a figure depends on: machine, versions, flags, commit, load."""
+"""The conditions that a measurement depends on: machine, versions, flags, commit and load."""
 
 import datetime
 import importlib.metadata
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-# Found without importing them, for importing torch takes seconds.
+# Versions are looked up without importing the packages, because importing torch takes seconds.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
@@ -36,7 +36,7 @@ def _version(package: str) -> str | None:
 
 
 def conditions() -> dict[str, object]:
-    """Everything that should stand beside a figure, ready for JSON."""
+    """Return everything that should accompany a measurement, in JSON-serializable form."""
     device = jax.devices()[0]
     gpu = _first_line(
         ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
@@ -60,6 +60,6 @@ def conditions() -> dict[str, object]:
 
 
 def summary(here: dict[str, object]) -> str:
-    """One line of `conditions`, for below a picture."""
+    """Return `conditions` as one line, for the bottom of a plot."""
     device = f"{here['processor']}, {here['cores']} cores" if here["platform"] == "cpu" else here["device"]
     return f"{device}; jax {here['jax']}; commit {here['commit']}; {here['date']}"

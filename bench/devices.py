@@ -1,4 +1,4 @@
-"""The devices that programs are compiled for without having one."""
+"""Devices that programs can be compiled for without having the hardware."""
 
 import os
 from importlib import metadata
@@ -7,7 +7,7 @@ import numpy as np
 
 from jspec.core.devices import DEVICES, Device
 
-# What XLA must know of a GPU, as in the descriptions that come with it (xla/tools/hlo_opt/gpu_specs).
+# What XLA must know about a GPU, in the format of its own descriptions (xla/tools/hlo_opt/gpu_specs).
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
 shared_memory_per_core: {shared} threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: {units}
 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth:.0f}
@@ -29,14 +29,15 @@ _CHIPS = {
 }  # fmt: skip
 _PLUGINS = {"cuda": "jax-cuda12-plugin", "tpu": "libtpu"}
 _TOPOLOGIES = {"TPU v5e": "v5e", "TPU v6e": "v6e"}
-_GRIDS = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4"}  # of TPUs, whose smallest topology has four
+_GRIDS = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4"}  # TPU grids; the smallest topology has four chips
 
 
 def prepare(name: str) -> Device:
-    """The device of that name; sets what must be set before JAX starts.
+    """Return the device with this name, and set the environment variables that JAX needs before it starts.
 
     Raises:
-        ValueError: there is none, or JAX cannot compile for it here: with the command that makes it possible.
+        ValueError: there is no such device, or JAX cannot compile for it here. The message then names the command that
+            makes it possible.
     """
     if name not in DEVICES:
         raise ValueError(f"There is no device {name!r} to compile for; there are {', '.join(DEVICES)}.")
@@ -46,7 +47,7 @@ def prepare(name: str) -> Device:
     if device.platform == "tpu":
         os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
                        "TPU_WORKER_HOSTNAMES": "localhost"}  # fmt: skip
-    else:  # nothing can be timed without the device, and without its shape no kernel be tuned
+    else:  # without the device nothing can be timed, so no kernel can be tuned
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {flags}"
     return device
@@ -67,7 +68,7 @@ def _check_plugin(platform: str) -> None:
 
 
 def topology(device: Device, count: int = 1) -> np.ndarray:
-    """`count` devices that XLA can compile for, though none is here."""
+    """Return `count` devices that XLA can compile for although none is present."""
     from jax.experimental import topologies
 
     if device.platform == "tpu":

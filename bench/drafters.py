@@ -1,4 +1,4 @@
-"""Tokens a round and a second of drafters, rules and draft lengths, for three kinds of prompt or your own."""
+"""Tokens per round and per second for drafters, rules and draft lengths, on three kinds of prompt or your own."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _NOUNS = ("name", "path", "line", "key", "url", "word", "field", "label")
 
 
 def prompts(tokenizer: Any, count: int) -> dict[str, Request]:
-    """Kind -> `count` prompts of `WIDTH` tokens: unseen code, tests that repeat one another, a function to rewrite."""
+    """Return kind -> `count` prompts of `WIDTH` tokens: unseen code, repetitive tests, a function to rewrite."""
     repeated = ["".join(_REPEATED.format(word, i + j) for j, word in enumerate(_NOUNS)) for i in range(count)]
     edited = [_FUNCTION.format(noun, i) * 2 + "def split_" for i, noun in enumerate(_NOUNS[:count])]
     ends = {kind: [row[-WIDTH:] for row in tokenizer(texts, verbose=False)["input_ids"]]
@@ -48,14 +48,14 @@ def prompts(tokenizer: Any, count: int) -> dict[str, Request]:
 
 
 def early_exit(target: jspec.Llama) -> dict[str, Any]:
-    """The target's own first two thirds as a drafter, by its name."""
+    """Return the first two thirds of the target's layers as a drafter, keyed by its name."""
     depth = len(target.layers)
     layers = max(1, 2 * depth // 3)
     return {f"first {layers} of {depth} layers": jspec.EarlyExitDrafter(layers)}
 
 
 def made(subject: Subject) -> dict[str, Any]:
-    """Name -> drafter; for prompts of your own without those that count or retrieve, as there is no corpus for them."""
+    """Return name -> drafter. Your own prompts have no corpus, so counting and retrieval drafters are left out."""
     found = {
         "draft model": subject.draft,
         "lookup": jspec.NGramDrafter(),
@@ -65,7 +65,7 @@ def made(subject: Subject) -> dict[str, Any]:
 
 
 def with_trees(subject: Subject, k: int) -> dict[str, Any]:
-    """Name -> drafter of trees of its own, which say how much is drafted."""
+    """Return name -> drafter with a tree of its own. The tree determines how much is drafted."""
     found = {
         "lookup, tree of 12": jspec.NGramDrafter(tree=jspec.Tree.branching((3, 1, 1, 1))),
         "recycling, 32 nodes": jspec.TokenRecyclingDrafter(32),
@@ -78,7 +78,7 @@ def with_trees(subject: Subject, k: int) -> dict[str, Any]:
 
 
 def _of_corpus(subject: Subject) -> dict[str, Any]:
-    """Name -> drafter that has read `CORPUS` characters of the Python that the bundled models were trained on."""
+    """Return name -> drafter built from `CORPUS` characters of the bundled models' Python training text."""
     draft, training = subject.draft, "".join(document.text for document in load_corpus()[0])[:CORPUS]
     corpus, size = np.array(subject.tokenizer(training, verbose=False)["input_ids"]), subject.target.config.vocab_size
     retrieval = jspec.RetrievalDrafter.from_tokens(corpus, size)
@@ -94,7 +94,7 @@ def _of_corpus(subject: Subject) -> dict[str, Any]:
 
 
 def settings(subject: Subject, k: int) -> dict[str, dict[str, Any]]:
-    """Name -> drafter, rule and, but for trees, draft length."""
+    """Return name -> drafter, rule and, except for trees, draft length."""
     drafters, draft = made(subject), subject.draft
     found = {name: {"drafter": drafter} for name, drafter in drafters.items()}
     found |= {f"draft model, {rule}": {"drafter": draft, "accept": rule} for rule in ("block", "coupled")}
@@ -110,7 +110,7 @@ def settings(subject: Subject, k: int) -> dict[str, dict[str, Any]]:
 
 
 def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: int, repeats: int, idle: int) -> None:
-    """Publish one row a kind of prompt, drafter and rule; requests one at a time."""
+    """Publish one row per prompt kind, drafter and rule. Requests are decoded one at a time."""
     subject = dataclasses.replace(subject, target=with_idle_neurons(subject.target, idle))
     target, tried, rows = subject.target, settings(subject, k), []
     kinds = subject.kinds(count) if subject.prompts else prompts(subject.tokenizer, count)
@@ -124,7 +124,7 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
             mine = options | setting
             models = target, mine.pop("drafter")
             calls[name] = in_batches(jspec.speculative_generate, models, request, **mine)
-            # The prompt's share of a call, so that what is left is rounds.
+            # The prefill's share of a call, so that the remainder is rounds.
             calls[f"{name}, start"] = in_batches(jspec.speculative_generate, models, request, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
@@ -154,7 +154,10 @@ def in_batches(
     batch: int = 1,
     **options: Any,
 ) -> Callable[[], list[jspec.Output]]:
-    """A call for `batch` rows of `request` at a time, one after another; `limit` new tokens each, if it is not 0."""
+    """Return a call that decodes `request` in consecutive batches of `batch` rows.
+
+    Each row gets at most `limit` new tokens, if that is not 0.
+    """
     sampling = jspec.SamplingParams(temperature=temperature, max_tokens=limit)
 
     def call() -> list[jspec.Output]:
@@ -165,21 +168,21 @@ def in_batches(
 
 
 def joined(outs: list[jspec.Output]) -> jspec.Output:
-    """The rows of all as one output."""
+    """Join the rows of all outputs into one output."""
     return jax.tree.map(lambda *parts: np.concatenate(parts), *jax.device_get(outs))
 
 
 def _row(
     kind: str, name: str, outs: list[jspec.Output], times: dict[str, Any], passes: dict[str, float], length: Any, k: int
 ) -> dict[str, Any]:
-    """What the table says of one setting; where the length varies, theory has no number for it."""
+    """Return one setting's table row. If the draft length varies, the theory makes no prediction."""
     out = joined(outs)
     tokens, rounds = int(out.lengths.sum()), int(out.stats.rounds.sum())
     gain = ratio(times["plain"], times[name])
     alpha, cost, predicted = "", "", ""
     if length == k:
         alpha = acceptance_rate(out)
-        # The start has one round of each request.
+        # The start contains one round of each request.
         in_rounds = spread(times[name] - times[f"{name}, start"]).median / (rounds - len(outs))
         cost = (in_rounds - passes[f"{k + 1} rows"]) / k / passes["1 rows"]
         predicted = float(theory.expected_tokens(alpha, k)) / (passes[f"{k + 1} rows"] / passes["1 rows"] + k * cost)

@@ -1,4 +1,4 @@
-"""Tokens a second of an engine: how far it drafts by itself against every fixed length, and against one program."""
+"""An engine's tokens per second: its own choice of draft length against fixed lengths and against one program."""
 
 import contextlib
 import dataclasses
@@ -17,14 +17,14 @@ from bench.timing import in_turns, ratio, spread
 from jspec.engine import Engine, Request, Result
 
 LENGTHS = (1, 2, 4, 8)
-TOGETHER = 4  # K of the one program, and of the engine that it is compared with
+TOGETHER = 4  # K for the single program and for the engine that it is compared with
 
 
 def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: float, repeats: int) -> None:
-    """Measure all in turns: 1, 2, ... requests under way, another as soon as one has ended; and four times as many as
-    there are slots, all at once.
+    """Measure all engines in turns with 1, 2, ... concurrent requests, and with four times as many as there are slots.
 
-    Those have half of `new_tokens` or more, for else plain ones would always end, and be read, together.
+    At each concurrency, a new request starts as soon as one ends. These requests generate between half of `new_tokens`
+    and all of it, because plain ones of equal length would always end, and be prefilled, together.
     """
     tokens, lengths, keys = subject.request(slots, width)
     prompts = [tuple(row[:size].tolist()) for row, size in zip(tokens, lengths, strict=True)]
@@ -43,7 +43,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
         engines = {"plain": engine(None)}
         engines |= {f"K = {k}": engine(subject.draft, num_draft_tokens=k) for k in LENGTHS}
         engines["auto"] = engine(subject.draft)
-        # Next to each other what is compared.
+        # Calls to be compared are next to each other.
         calls = {(name, n): _under_way(one, n, load) for n, load in loads.items() for name, one in engines.items()}
         batch = (tokens, lengths, keys)
         how: dict[str, Any] = {"max_new_tokens": new_tokens, "sampling": sampling}
@@ -69,7 +69,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
 
 
 def _under_way(engine: Engine, count: int, requests: list[Request]) -> Callable[[], Any]:
-    """All of them, so many at a time."""
+    """Return a call that runs all `requests`, `count` at a time."""
 
     def call() -> Any:
         free = threading.Semaphore(count)
@@ -92,7 +92,7 @@ def _under_way(engine: Engine, count: int, requests: list[Request]) -> Callable[
 
 
 def _row(n: int, tokens: int, times: dict[Any, np.ndarray], names: tuple[str, ...]) -> dict[str, Any]:
-    """Medians, and what was chosen against the best that is fixed, and plain, in the same turns."""
+    """Return median speeds, and the ratios of "auto" to the best fixed length and to plain decoding, turn by turn."""
     speeds = {name: spread(tokens / times[name, n]).median for name in names}
     best = max((name for name in names if name != "auto"), key=speeds.__getitem__)
     of = {f"auto / {what}": ratio(times[name, n], times["auto", n]).median

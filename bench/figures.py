@@ -1,11 +1,11 @@
-"""Figures as they stand in JSON."""
+"""Conversion of results to JSON values."""
 
 import dataclasses
 from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON has it; numbers keep six digits."""
+    """Return `value` in JSON-serializable form. Numbers keep six digits."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):

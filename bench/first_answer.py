@@ -1,4 +1,4 @@
-"""From a clone to the answer of a real model, step by step, in an empty folder: seconds, and which are downloads."""
+"""The time from a clone to a real model's answer, step by step in an empty folder, and which steps are downloads."""
 
 import dataclasses
 import os
@@ -16,13 +16,14 @@ from convert.hub_names import MODELS
 ROOT = Path(__file__).parent.parent
 MODEL = "smollm2"
 QUESTION = "What is the capital of France?"
-# What decides where Python, pip and jspec find packages, models and compiled programs, but for the index of packages.
+# Prefixes of variables that decide where Python, pip and jspec find packages, models and compiled programs. The package
+# index is not among them.
 _FORGOTTEN = ("PYTHON", "VIRTUAL_ENV", "JAX_", "XLA_", "HF_")
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One command; `downloads` if the network is what it waits for."""
+    """One command. `downloads` says whether it waits for the network."""
 
     name: str
     command: list[str | Path]
@@ -30,7 +31,7 @@ class Step:
 
 
 def steps(folder: Path) -> list[Step]:
-    """From nothing but Python and git to the answer, and once more; all is in `folder`."""
+    """Return the steps from nothing but Python and git to a first and a second answer, all within `folder`."""
     clone, wheels, programs = folder / "clone", folder / "wheels", folder / "venv" / "bin"
     pip: list[str | Path] = [programs / "python", "-m", "pip", "--disable-pip-version-check"]
     download, install = [*pip, "download", "--dest", wheels], [*pip, "install", "--no-index", "--find-links", wheels]
@@ -50,13 +51,13 @@ def steps(folder: Path) -> list[Step]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Ours without what is installed, cached or set for this process."""
+    """Return our environment without anything installed, cached or set for this process."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(_FORGOTTEN)}
     return ours | {"XDG_CACHE_HOME": str(folder / "cache")}
 
 
 def run() -> None:
-    """Publish one row a step."""
+    """Publish one row per step."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -78,7 +79,7 @@ def run() -> None:
 
 
 def _timed(step: Step, folder: Path) -> tuple[float, str]:
-    """Seconds, and what was printed; in a folder where nothing has the name of a model."""
+    """Run a step and return its seconds and output. No file in the working folder is named like a model."""
     began = time.perf_counter()
     done = subprocess.run(step.command, env=environment(folder), capture_output=True, text=True, cwd=folder)
     if done.returncode:
@@ -87,5 +88,5 @@ def _timed(step: Step, folder: Path) -> tuple[float, str]:
 
 
 def _megabytes(folder: Path) -> float:
-    """Of all files in `folder`, which need not exist."""
+    """Return the total size of the files in `folder`, which need not exist."""
     return sum(file.stat().st_size for file in folder.glob("*")) / 1e6

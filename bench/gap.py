@@ -1,4 +1,4 @@
-"""The speed-up that the theory predicts from acceptance and cost ratio, the one measured, and where the rest goes."""
+"""The speed-up predicted from acceptance and cost ratio, the measured one, and where the difference comes from."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +18,10 @@ from jspec import theory
 
 
 class Calls:
-    """One program called with a long and a short limit: the difference is decoding alone, without the prompt.
+    """One program called with a long and a short limit. The difference is the time for decoding alone, without prefill.
 
     Raises:
-        ValueError: both limits take equally many rounds, so that there is no difference.
+        ValueError: both limits take the same number of rounds, so there is no difference.
     """
 
     def __init__(self, decode: Callable[..., jspec.Output], limits: tuple[int, int], temperature: float):
@@ -41,13 +41,13 @@ class Calls:
             )
 
     def round_seconds(self, times: dict[str, Any], name: str) -> float:
-        """Seconds a round, from readings of ``name short`` and ``name long``."""
+        """Return the seconds per round, from readings of ``name short`` and ``name long``."""
         return spread(times[f"{name} long"] - times[f"{name} short"]).median / self.rounds
 
 
 def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, new_tokens: int,
         acceptance: float | None) -> None:  # fmt: skip
-    """Measure passes and rounds in turns, and publish the way from the one speed-up to the other."""
+    """Measure passes and rounds in turns, and publish the steps from the predicted to the measured speed-up."""
     target, draft = subject.target, subject.draft
     request = tokens, lengths, _ = subject.request(batch, 32)
     limits = (max(1, new_tokens // 8), new_tokens)
@@ -62,12 +62,12 @@ def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, 
     )
     size = batch, int(lengths.mean()) + new_tokens // 2, tokens.shape[1] + new_tokens + k + 1
     passes = {"target": Pass(target, 1, *size), "verify": Pass(target, k + 1, *size)}
-    first = 1 if isinstance(draft, jspec.EarlyExitDrafter) else 2  # an exit has the target's cache of all but one
+    first = 1 if isinstance(draft, jspec.EarlyExitDrafter) else 2  # an exit has the target's cache for all but one
     passes |= subject.draft_passes({"draft": 1, "draft 2 rows": first}, *size)
     calls = {f"{name} {length}": call for name, both in (("plain", plain), ("speculative", speculative))
              for length, call in both.both.items()}  # fmt: skip
     times = in_turns(calls | passes, repeats)
-    free = {"draft": 0.0, "draft 2 rows": 0.0}  # what lookup takes is part of the loop
+    free = {"draft": 0.0, "draft 2 rows": 0.0}  # the loop includes the cost of lookup
     cost = free | pass_seconds(passes, times) | {"plain": plain.round_seconds(times, "plain"),
                                           "round": speculative.round_seconds(times, "speculative")}  # fmt: skip
     whole = spread(times["plain long"] / times["speculative long"]).median
@@ -92,15 +92,15 @@ def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, 
 def steps(
     k: int, alpha: float, cost: dict[str, float], rounds: np.ndarray, new_tokens: int, whole: float
 ) -> list[dict[str, Any]]:
-    """The way from the theory's speed-up to that of whole calls, each step with the round that it supposes.
+    """Return the steps from the theory's speed-up to that of whole calls, each with the round that it assumes.
 
     Args:
-        k: drafted tokens a round.
-        alpha: share of the judged drafts that was accepted.
-        cost: seconds of the passes "target", "verify", "draft" and "draft 2 rows", of a "round", and of one step of
-            "plain" decoding.
-        rounds: ``int32[B]``, in which each row got its `new_tokens`.
-        whole: measured speed-up of whole calls.
+        k: the number of draft tokens per round.
+        alpha: the share of verified draft tokens that was accepted.
+        cost: the seconds of the passes "target", "verify", "draft" and "draft 2 rows", of a "round", and of one step
+            of "plain" decoding.
+        rounds: ``int32[B]``, the number of rounds in which each row generated its `new_tokens`.
+        whole: the measured speed-up of whole calls.
     """
     predicted = float(theory.expected_tokens(alpha, k))
     each, together = new_tokens / float(rounds.mean()), new_tokens / int(rounds.max())
@@ -120,5 +120,5 @@ def steps(
 
 
 def _alone(k: int, cost: dict[str, float]) -> float:
-    """Seconds of a round's passes, each measured alone."""
+    """Return the seconds of a round's passes, each measured alone."""
     return cost["verify"] + (k - 1) * cost["draft"] + cost["draft 2 rows"]

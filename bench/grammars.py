@@ -1,7 +1,7 @@
-"""Random grammars, valid and hostile, beside the streams of a server: crashes, waits and memory.
+"""Random grammars, valid and hostile, alongside a server's streams: crashes, waits and memory.
 
-The streams take turns alone, beside requests without a grammar, and beside requests with one. The second shows how much
-of the third is only the price of more requests.
+The streams run in turns alone, alongside requests without a grammar, and alongside requests with one. The second case
+shows how much of the third is only the cost of more requests.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _WORDS = ("name", "size", "value", "a", "b", "^a")
 
 
 def schema(rng: random.Random, depth: int = 0) -> Any:
-    """A random schema; about a third of its parts are hostile: large, contradictory or nonsense."""
+    """Return a random schema. About a third of its parts are hostile: large, contradictory or nonsense."""
     makers = [_scalar, _text, _hostile] + [_object, _array, _combined] * (depth < 4)
     return rng.choice(makers)(rng, depth)
 
@@ -87,14 +87,14 @@ def _hostile(rng: random.Random, _: int) -> Any:
 
 
 def regex(rng: random.Random) -> str:
-    """A random regular expression; some are invalid."""
+    """Return a random regular expression, which may be invalid."""
     parts = ("a", "b", ".", "[a-z]", r"\d", r"\p{L}", "(a|b)*", "(a+)+", "a{3,50}", "(?:a?){99}", "(", ".*", "$", "^",
              ".{20}b", "[^a]{0,2000}", "(x|y){1000}", "é")  # fmt: skip
     return "".join(rng.choice(parts) for _ in range(rng.randrange(1, 8)))
 
 
 def body(rng: random.Random) -> dict[str, Any]:
-    """A random request with a response format."""
+    """Return a random request with a response format."""
     if rng.random() < 0.3:
         wanted: dict[str, Any] = {"type": "regex", "regex": regex(rng)}
     else:
@@ -105,14 +105,14 @@ def body(rng: random.Random) -> dict[str, Any]:
 
 
 class _Load:
-    """Streams, whose waits are recorded, and other requests beside them in some turns."""
+    """Streams whose waits are recorded, with other requests alongside them in some turns."""
 
     def __init__(self, client: httpx.AsyncClient, end: float):
         self._client, self._end = client, end
         self.turn, self.waits, self.outcomes = _ALONE, {turn: [] for turn in _TURNS}, Counter()
 
     async def stream(self, number: int) -> None:
-        """Ask for texts without a constraint, one after another, and note the seconds between their events."""
+        """Request unconstrained text repeatedly, and record the seconds between the events."""
         while time.monotonic() < self._end:
             asked = {
                 "model": "model",
@@ -132,7 +132,7 @@ class _Load:
                     last, before = now, self.turn
 
     async def fuzz(self, rng: random.Random) -> None:
-        """Send random requests while it is their turn, with a grammar or without."""
+        """Send random requests, with or without a grammar, while it is their turn."""
         while time.monotonic() < self._end:
             if self.turn == _ALONE:
                 await asyncio.sleep(0.05)
@@ -147,7 +147,7 @@ class _Load:
                 self.outcomes[type(error).__name__] += 1
 
     async def turns(self, seconds: float) -> None:
-        """Take turns, so that all three meet the same machine."""
+        """Alternate the three cases, so that all run under the same machine conditions."""
         for self.turn in itertools.cycle(_TURNS):
             if time.monotonic() >= self._end:
                 return
@@ -155,7 +155,7 @@ class _Load:
 
 
 def memory(process: int) -> float:
-    """MiB of a process and its descendants."""
+    """Return the memory use of a process and its descendants, in MiB."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
     rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
     family = {process}
@@ -167,7 +167,7 @@ def memory(process: int) -> float:
 async def _play(url: str, process: int, minutes: float, turn: float, seed: int) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE, limits=limits) as client:
-        warm = _Load(client, time.monotonic() + turn)  # until the programs of constrained requests are compiled
+        warm = _Load(client, time.monotonic() + turn)  # until the programs for constrained requests are compiled
         good = {
             "model": "model",
             "prompt": "{",
@@ -181,7 +181,7 @@ async def _play(url: str, process: int, minutes: float, turn: float, seed: int) 
         load = _Load(client, time.monotonic() + 60 * minutes)
         rngs = [random.Random(f"{seed} {i}") for i in range(_AT_ONCE)]
         await asyncio.gather(load.turns(turn), *(load.stream(i) for i in range(_STREAMS)), *map(load.fuzz, rngs))
-        await asyncio.sleep(15)  # what was being compiled ends
+        await asyncio.sleep(15)  # wait for compilations in progress
         health = (await client.get("/health")).status_code
         after = memory(process)
     p99 = {f"p99 {turn}, ms": float(np.percentile(waits, 99)) * 1e3 for turn, waits in load.waits.items()}
@@ -192,7 +192,7 @@ async def _play(url: str, process: int, minutes: float, turn: float, seed: int) 
 
 
 def run(minutes: float, folder: Path | None) -> None:
-    """Serve the bundled pair and publish what its streams waited for."""
+    """Serve the bundled pair and publish its streams' waits."""
     with served(["--slots", "12"]) as (url, process):
         row = asyncio.run(_play(url, process.pid, minutes, _TURN, 0))
         process.terminate()

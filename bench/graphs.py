@@ -1,4 +1,4 @@
-"""What XLA captures in command buffers: on NVIDIA's GPUs CUDA graphs, each of which the host launches as one."""
+"""Analysis of what XLA captures in command buffers. On NVIDIA GPUs these are CUDA graphs, each launched as a unit."""
 
 import dataclasses
 import re
@@ -14,12 +14,12 @@ _GRAPH, _LOOP = "kCommandBuffer", "kWhile"
 
 @dataclasses.dataclass(frozen=True)
 class Graphs:
-    """How the host starts a round.
+    """Counts of what the host launches in a round.
 
     Attributes:
-        launched: graphs.
-        captured: kernels and copies in those.
-        outside: kernels and copies that are started one by one, the conditions of loops among them.
+        launched: the number of graphs.
+        captured: the number of kernels and copies in those graphs.
+        outside: the number of kernels and copies that are launched one by one, including loop conditions.
     """
 
     launched: int = 0
@@ -33,7 +33,7 @@ class Graphs:
 
 @dataclasses.dataclass
 class _Thunk:
-    """Something that is launched, or that holds such things; `condition` where it decides whether a loop goes on."""
+    """A launched operation or a container of such operations. `condition` marks a loop's continuation test."""
 
     kind: str
     condition: bool
@@ -41,18 +41,20 @@ class _Thunk:
 
 
 def compiled(lowered: Any, options: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """The compiled program, and the list of its launches; "" where XLA writes none, as for TPUs."""
+    """Return the compiled program and the list of its launches, which is "" if XLA writes none, as for TPUs."""
     with tempfile.TemporaryDirectory() as folder:
         done = lowered.compile((options or {}) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         return done, "".join(path.read_text(encoding="utf-8") for path in Path(folder).glob(_LISTS))
 
 
 def of_round(launches: str, trips: Sequence[int]) -> Graphs | None:
-    """Of one turn of the loop at the top of a program; None where there is no list, or not the one loop.
+    """Count the launches in one iteration of a program's top-level loop.
+
+    Return None if there is no launch list, or not exactly one such loop.
 
     Args:
-        launches: from `compiled`.
-        trips: how often each loop within is run, in order.
+        launches: the list from `compiled`.
+        trips: the trip counts of the inner loops, in order.
     """
     rounds = [thunk for thunk in _read(launches) if thunk.kind == _LOOP]
     return _count(rounds[0].inner, False, iter(trips)) if len(rounds) == 1 else None
@@ -63,7 +65,7 @@ def _count(thunks: list[_Thunk], captured: bool, trips: Iterator[int]) -> Graphs
     for thunk in thunks:
         if thunk.kind == _LOOP:
             turns = next(trips)
-            for inner in thunk.inner:  # a loop asks once more than it turns
+            for inner in thunk.inner:  # a loop tests its condition once more than it iterates
                 once = _count([inner], captured, trips)
                 total = sum([once] * (turns + inner.condition), total)
         elif thunk.inner:
@@ -74,7 +76,7 @@ def _count(thunks: list[_Thunk], captured: bool, trips: Iterator[int]) -> Graphs
 
 
 def _read(launches: str) -> list[_Thunk]:
-    """The tree that indentation shows; the parts of a loop stand a step deeper than it does."""
+    """Parse the tree that indentation shows. A loop's parts are indented one step deeper than the loop."""
     top = _Thunk("", False)
     around, condition = [top], False
     for match in filter(None, map(_LINE.match, launches.splitlines())):

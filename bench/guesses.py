@@ -1,4 +1,4 @@
-"""The commands about guesses: how many are accepted, of which drafter, rule and tree, and how far to go."""
+"""The commands about draft tokens: acceptance by drafter, rule and tree, and the choice of draft length."""
 
 from typing import Annotated
 

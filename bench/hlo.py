@@ -1,4 +1,4 @@
-"""Compiled programs as XLA prints them: computations of instructions, and what a device launches, how often."""
+"""A parser for compiled programs as XLA prints them: computations of instructions, and a device's launches."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0}
-# What costs a device nothing: names for other arrays, and the ends of what has begun before.
+# Operations that cost a device nothing: aliases of other arrays, and the ends of operations that have already started.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
          "replica-id", "domain", "add-dependency"}  # fmt: skip
 _STRUCTURE = {"while", "conditional", "call", "async-start"}
@@ -18,11 +18,11 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-        op: as "fusion" or "copy".
-        shape: as "bf16[1,3072]{1,0}", or several in parentheses.
-        operands: names.
-        literal: what is between the parentheses, as the number of a constant.
-        rest: the attributes, behind them.
+        op: the operation, such as "fusion" or "copy".
+        shape: the shape of the result, such as "bf16[1,3072]{1,0}", or several shapes in parentheses.
+        operands: the names of the operands.
+        literal: the text between the parentheses, such as the value of a constant.
+        rest: the attributes, which follow the parentheses.
     """
 
     name: str
@@ -35,18 +35,18 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of the result, all parts of it."""
+        """The size of the result, including all its parts."""
         return array_bytes(self.shape)
 
     @property
     def scope(self) -> str:
-        """Where the program comes from: named scopes and primitives."""
+        """The instruction's source in the traced program: named scopes and primitives."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
     @property
     def calls(self) -> list[str]:
-        """The computations that it runs; of a loop condition and body."""
+        """The computations that it runs. For a loop, these are the condition and the body."""
         found = re.findall(
             r"(?:calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)", self.rest
         )
@@ -56,30 +56,30 @@ class Instruction:
 
     @property
     def body(self) -> str:
-        """Of a loop: the computation that it repeats."""
+        """The computation that a loop repeats."""
         return re.search(r"body=%?([\w.\-]+)", self.rest)[1]  # pyright: ignore[reportOptionalSubscript]
 
     @property
     def condition(self) -> str:
-        """Of a loop: the computation that says whether it goes on."""
+        """The computation that decides whether a loop continues."""
         return re.search(r"condition=%?([\w.\-]+)", self.rest)[1]  # pyright: ignore[reportOptionalSubscript]
 
     @property
     def host(self) -> bool:
-        """Whether it waits for the host or sends it something."""
+        """Whether it waits for the host or sends data to it."""
         return self.op in ("infeed", "outfeed", "send", "recv") or (
             self.op == "custom-call" and bool(_HOST.search(self.rest.split("metadata=")[0]))
         )
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and sizes of every array in the text of a shape."""
+    """Return the dtype and dimensions of every array in a shape string."""
     return [(dtype, tuple(map(int, filter(None, sizes.split(","))))) for dtype, sizes in
             re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)]  # fmt: skip
 
 
 def array_bytes(shape: str) -> int:
-    """Of all arrays in the text of a shape, without padding."""
+    """Return the size in bytes of all arrays in a shape string, without padding."""
     return sum(math.ceil(_dtype_bytes(dtype) * math.prod(sizes)) for dtype, sizes in arrays(shape))
 
 
@@ -89,7 +89,7 @@ def _dtype_bytes(dtype: str) -> float:
 
 
 def _closing(text: str, start: int) -> int:
-    """The index behind the parenthesis that closes the one at `start`."""
+    """Return the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -115,11 +115,11 @@ def _instruction(line: str) -> Instruction | None:
 
 
 class Module:
-    """The text of a compiled module, read.
+    """A parsed compiled module.
 
     Attributes:
         computations: name -> instructions.
-        entry: the name of the one that is run.
+        entry: the name of the entry computation.
     """
 
     def __init__(self, text: str):
@@ -137,11 +137,11 @@ class Module:
                 current[found.name] = found
 
     def root(self, name: str) -> Instruction:
-        """The result of a computation."""
+        """Return the root instruction of a computation, which is its result."""
         return next(one for one in self.computations[name].values() if one.root)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a loop runs, where XLA says so or a counter is compared with a constant."""
+        """Return a loop's trip count, if XLA gives it or a counter is compared with a constant."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
         if known:
             return int(known[1])
@@ -152,7 +152,7 @@ class Module:
         return int(bound.literal) if bound.op == "constant" else None
 
     def loops(self, name: str) -> list[Instruction]:
-        """The loops in a computation and in what it calls, without those inside of loops."""
+        """Return the loops in a computation and its callees, except nested loops."""
         found = []
         for one in self.computations[name].values():
             if one.op == "while":
@@ -162,9 +162,9 @@ class Module:
         return found
 
     def launches(self, name: str, times: int = 1) -> Iterator[tuple[Instruction, str, int]]:
-        """What a computation launches: instruction, the computation it stands in, how often.
+        """Yield each launch of a computation: the instruction, the computation that contains it, and the launch count.
 
-        Of a loop whose length is unknown the body counts once; of several branches all do.
+        The body of a loop of unknown length counts once. All branches of a conditional count.
         """
         for one in self.computations[name].values():
             if one.op == "while":

@@ -1,4 +1,4 @@
-"""Whether texts depend on what they should not: the batch they are decoded in, its padded width, speculation."""
+"""A check that outputs do not depend on the batch, its padded width, or speculation."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ RULES = ("rejection", "coupled")
 
 
 def run(batch: int, new_tokens: int) -> None:
-    """Publish one row a dtype and rule, of texts for prompts of the bundled pair."""
+    """Publish one row per dtype and rule, for the bundled pair."""
     rows: list[dict[str, Any]] = []
     for dtype in (jnp.float32, jnp.bfloat16):
         target, draft, tokenizer = jspec.demo_pair(dtype)
@@ -43,17 +43,17 @@ def _text(target: jspec.Llama, draft: jspec.Llama, request: Request, new_tokens:
 
 
 def _singles(request: Request) -> list[Request]:
-    """Every row as a batch of its own."""
+    """Return every row as a batch of its own."""
     tokens, lengths, keys = request
     return [(tokens[i : i + 1], lengths[i : i + 1], keys[i : i + 1]) for i in range(len(lengths))]
 
 
 def _wider(request: Request) -> Request:
-    """The same prompts, padded to twice the width."""
+    """Return the same prompts, padded to twice the width."""
     tokens, lengths, keys = request
     return np.pad(tokens, ((0, 0), (0, tokens.shape[1]))), lengths, keys
 
 
 def _differing(texts: Any, others: Any) -> int:
-    """How many rows are not the same."""
+    """Return the number of rows that differ."""
     return int((np.asarray(texts) != np.asarray(others)).any(1).sum())

@@ -1,4 +1,4 @@
-"""Ctrl-C at moments drawn from every phase of the command: the status it ends with, and after how long."""
+"""Ctrl-C at random moments in every phase of the command: the exit status, and how long the exit takes."""
 
 import os
 import pty
@@ -16,7 +16,7 @@ from typing import Any
 from bench import plots
 from bench.report import publish
 
-# Phase: command, what the terminal shows when it begins, and when it has ended.
+# Phase: the command, and what the terminal shows when the phase starts and when it has ended.
 _GENERATE = ["generate", "def f():", "-n", "1000", "--temperature", "2"]
 PHASES = {
     "load": (_GENERATE, "Importing", "Compiling"),
@@ -24,11 +24,11 @@ PHASES = {
     "decode": (_GENERATE, "Decoding", "\x1b[?25h"),
     "tune": (["tune", "--max-draft-tokens", "2"], "Measuring", "\x1b[?25h"),
 }
-_AFTER_COMPILING = ("decode", "tune")  # which find their programs compiled
+_AFTER_COMPILING = ("decode", "tune")  # these phases find their programs compiled
 
 
 class Terminal:
-    """The command on a terminal of its own."""
+    """The command running in a terminal of its own."""
 
     def __init__(self, command: list[str], cache: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -40,19 +40,19 @@ class Terminal:
         self.shown = ""
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` was shown, or until the end."""
+        """Read until `text` appears or the output ends."""
         while text not in self.shown and self._read():
             pass
 
     def wait_seconds(self, seconds: float) -> None:
-        """Go on reading for that long, or the command would wait for its terminal."""
+        """Keep reading for that long, because otherwise the command would block on its terminal."""
         until = time.perf_counter() + seconds
         while (left := until - time.perf_counter()) > 0:
             if select.select([self._ours], [], [], left)[0] and not self._read():
                 break
 
     def wait(self) -> int:
-        """Read to the end; the status."""
+        """Read to the end and return the exit status."""
         while self._read():
             pass
         os.close(self._ours)
@@ -61,14 +61,14 @@ class Terminal:
     def _read(self) -> bool:
         try:
             chunk = os.read(self._ours, 65536)
-        except OSError:  # so Linux says that nobody can write any more
+        except OSError:  # on Linux this means that no writer is left
             return False
         self.shown += chunk.decode(errors="replace")
         return bool(chunk)
 
 
 def run(count: int, seed: int) -> None:
-    """Publish one row for each of `count` signals, which take turns over the phases."""
+    """Publish one row for each of `count` signals, which cycle through the phases."""
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as kept:
@@ -87,7 +87,7 @@ def run(count: int, seed: int) -> None:
 
 @contextmanager
 def _started(phase: str, kept: str) -> Iterator[Terminal]:
-    """The command at the beginning of `phase`."""
+    """Yield the command at the start of `phase`."""
     command, begins, _ = PHASES[phase]
     with tempfile.TemporaryDirectory() as fresh:
         terminal = Terminal(command, kept if phase in _AFTER_COMPILING else fresh)
@@ -96,7 +96,7 @@ def _started(phase: str, kept: str) -> Iterator[Terminal]:
 
 
 def _seconds(phase: str, kept: str) -> float:
-    """How long a phase takes."""
+    """Return how long a phase takes."""
     if phase in _AFTER_COMPILING:
         Terminal(PHASES[phase][0], kept).wait()  # compiles
     with _started(phase, kept) as terminal:
@@ -108,7 +108,7 @@ def _seconds(phase: str, kept: str) -> float:
 
 
 def _interrupted(phase: str, later: float, kept: str) -> dict[str, Any] | None:
-    """The row of one signal, `later` seconds after `phase` has begun; None if it was over by then."""
+    """Interrupt `later` seconds after `phase` starts; return the table row, or None if the phase was already over."""
     with _started(phase, kept) as terminal:
         terminal.wait_seconds(later)
         over = PHASES[phase][2] in terminal.shown

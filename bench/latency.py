@@ -1,4 +1,4 @@
-"""Tokens a second of whole calls: plain, speculative over K beside the theory, and transformers, in turns."""
+"""Tokens per second of whole calls in turns: plain, speculative for each K next to theory, and transformers."""
 
 import importlib.util
 from collections.abc import Callable
@@ -23,7 +23,7 @@ DRAFTING = ("K", "tokens a round", "acceptance", "cost ratio", "predicted", "wit
 def decoders(
     subject: Subject, request: Request, new_tokens: int, temperature: float, ks: list[int], accept: Any
 ) -> dict[str, Callable[[], Any]]:
-    """Name -> a call of jspec on all rows: plain, and speculative with every K."""
+    """Return name -> a jspec call on all rows: plain, and speculative with each K."""
     target, draft = subject.target, subject.draft
     options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=temperature)}
     calls: dict[str, Callable[[], Any]] = {"plain": lambda: jspec.generate(target, *request, **options)}
@@ -75,7 +75,7 @@ def run(subject: Subject, batches: list[int], ks: list[int], new_tokens: int, wi
 def _rows(
     batch: int, count: int, calls: dict[str, Callable[[], Any]], times: dict[str, np.ndarray], costs: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """One table row a decoder."""
+    """Return one table row per decoder."""
     rows = []
     for name, call in calls.items():
         row = {"batch": batch, "decoder": name, "tokens/s": spread(count / times[name]).median}
@@ -89,7 +89,7 @@ def _rows(
 
 
 def _drafting(out: jspec.Output, count: int, costs: dict[str, float]) -> dict[str, Any]:
-    """What a call with drafts did, and the speed-up that follows from acceptance and from costs over one row's pass."""
+    """Return a speculative call's statistics, and the speed-up predicted from acceptance and relative pass costs."""
     alpha, k, c = acceptance_rate(out), out.stats.accepted_at.shape[1], costs.get("draft", 0.0)
     predicted = float(theory.speedup(alpha, k, c))
     dearer = predicted * (k * c + 1) / (k * c + costs[f"{k + 1} rows"])

@@ -1,4 +1,4 @@
-"""The same float32 target in llama.cpp (llama-cpp-python): greedy decoding, and a pass over a few rows."""
+"""The same float32 target in llama.cpp (llama-cpp-python): greedy decoding, and a forward pass over a few rows."""
 
 import itertools
 import os
@@ -20,12 +20,13 @@ from bench.timing import in_turns, ratio, spread
 CONTEXT = 64
 COUNT = 8
 NEW_TOKENS = 128
-# Logits of one float32 model differ by about 1e-5; with the queries' and keys' rows in another order by more than 1.
+# Logits of the same float32 model differ by about 1e-5. If the query and key rows are in another order, they differ by
+# more than 1.
 TOLERANCE = 1e-3
 
 
 def write_gguf(model: jspec.Llama, file: Path) -> None:
-    """`model` as a float32 GGUF file without a vocabulary."""
+    """Write `model` as a float32 GGUF file without a vocabulary."""
     import gguf
 
     config = model.config
@@ -55,16 +56,16 @@ def write_gguf(model: jspec.Llama, file: Path) -> None:
 
 
 def interleaved(projection: np.ndarray, heads: int) -> np.ndarray:
-    """``projection[heads D, in]`` with each head's halves interleaved.
+    """Return ``projection[heads D, in]`` with each head's halves interleaved.
 
-    llama.cpp's rotary embedding turns neighbouring numbers, that of Hugging Face and jspec one half against the other.
+    llama.cpp's rotary embedding rotates adjacent elements. Hugging Face and jspec rotate one half with the other.
     """
     halves = projection.reshape(heads, 2, -1, projection.shape[1])
     return halves.swapaxes(1, 2).reshape(projection.shape)
 
 
 def load(file: Path, logits_all: bool, context: int = 512) -> Any:
-    """The model in llama.cpp: all cores, cache in float32, attention as jspec has it."""
+    """Load the model in llama.cpp with all cores, a float32 cache, and the same attention as jspec."""
     import llama_cpp
 
     cores = os.cpu_count()
@@ -74,14 +75,14 @@ def load(file: Path, logits_all: bool, context: int = 512) -> Any:
 
 
 def decoder(llm: Any, rows: int, vocab_size: int) -> Callable[[], Any]:
-    """COUNT passes over `rows` tokens each, with all logits, after CONTEXT tokens."""
+    """Return a call of COUNT passes over `rows` tokens each, with all logits, after CONTEXT tokens."""
     tokens = np.random.default_rng(0).integers(1, vocab_size, CONTEXT + rows).tolist()
     llm.reset()
     llm.eval(tokens[:CONTEXT])
 
     def call() -> Any:
         for _ in range(COUNT):
-            llm.n_tokens = CONTEXT  # the next evaluation drops what lies behind
+            llm.n_tokens = CONTEXT  # the next evaluation drops everything after this
             llm.eval(tokens[CONTEXT:])
         return ()
 
@@ -89,7 +90,7 @@ def decoder(llm: Any, rows: int, vocab_size: int) -> Callable[[], Any]:
 
 
 def greedy(target: jspec.Llama, llm: Any) -> dict[str, Callable[[], Any]]:
-    """Program -> a call that continues a prompt of CONTEXT tokens by NEW_TOKENS greedy ones."""
+    """Return program -> a call that continues a prompt of CONTEXT tokens by NEW_TOKENS greedy tokens."""
     prompt = np.random.default_rng(0).integers(1, target.config.vocab_size, (1, CONTEXT))
     request = (prompt, np.array([CONTEXT]), jax.random.split(jax.random.key(0), 1))
 
@@ -103,7 +104,7 @@ def greedy(target: jspec.Llama, llm: Any) -> dict[str, Callable[[], Any]]:
 
 
 def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -> list[int]:
-    """The greedy text after `row`, to its end or `new_tokens`."""
+    """Return the greedy continuation of `row`, up to EOS or `new_tokens`."""
     llm.reset()
     text: list[int] = []
     for token in itertools.islice(llm.generate(row.tolist(), temp=0.0), new_tokens):
@@ -114,7 +115,7 @@ def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -
 
 
 def run(pair: str, ks: list[int], repeats: int) -> None:
-    """Passes and greedy decoding of both programs in turns, once their logits have shown that it is the same model."""
+    """Measure passes and greedy decoding of both programs in turns, after checking that their logits agree."""
     import llama_cpp
 
     target, _ = pairs.pair(pair)
@@ -152,10 +153,10 @@ def run(pair: str, ks: list[int], repeats: int) -> None:
 
 
 def check_same(target: jspec.Llama, llm: Any) -> float:
-    """Largest difference of the logits after each of ten tokens.
+    """Return the largest logit difference after each of ten tokens.
 
     Raises:
-        ValueError: it is not rounding.
+        ValueError: the difference is too large to be rounding.
     """
     tokens = list(range(1, 11))
     llm.reset()

@@ -1,4 +1,4 @@
-"""Losses against each other: the same drafter trained with each, from several seeds, for as many steps."""
+"""A comparison of losses: the same drafter trained with each loss, from several seeds, for the same number of steps."""
 
 import dataclasses
 import tempfile
@@ -25,7 +25,7 @@ _HELD_OUT = 128
 
 
 def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: int) -> None:
-    """Train on Python source, and publish what of held-out modules the drafter would have accepted."""
+    """Train on Python source, and publish the drafter's acceptance on held-out modules."""
     target = subject.target
     train, held_out = (windows(subject.tokenizer, side) for side in load_corpus())
     spread = np.random.default_rng(0)
@@ -36,7 +36,7 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
         trainees = [trainee_of(KINDS[kind](target, None, depth, seed)) for seed in range(seeds)]
         known, asked = (_source(target, side, trainees[0], Path(folder) / name)
                         for side, name in ((train, "train"), (held_out, "held out")))  # fmt: skip
-        # A seed is that of the order, too: a draft model begins with layers of the target, whatever the seed.
+        # A seed also sets the data order, because a draft model starts from the target's layers whatever the seed.
         orders = [dataclasses.replace(known, plan=Plan(train, STEP_TOKENS, seed)) for seed in range(seeds)]
         for loss in LOSSES:
             found = [
@@ -58,7 +58,7 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
 
 
 def windows(tokenizer: Any, documents: list[Any]) -> list[Row]:
-    """All documents as texts of `LENGTH` tokens."""
+    """Return all documents as sequences of `LENGTH` tokens."""
     ids = (tokenizer(one.text, verbose=False)["input_ids"] for one in documents)
     return [part for row in ids for part in parts(of_answer((), row), LENGTH) if len(part.tokens) == LENGTH]
 
@@ -71,7 +71,7 @@ def _source(target: jspec.Llama, rows: list[Row], trainee: Trainee, folder: Path
 
 
 def _trained(target: Any, trainee: Trainee, sources: list[Source], schedule: Schedule, folder: Path) -> list[float]:
-    """Accepted and greedy of the first guess, and tokens a round at temperature 1 and greedily."""
+    """Return the first draft token's acceptance at temperature 1 and greedily, and the tokens per round for both."""
     fit(trainee, target, *sources, schedule, folder)
     *_, last = read_log(folder)
     rates = last.acceptance, last.agreement

@@ -1,8 +1,8 @@
-"""Two ways to draw a token with noise that target and draft share: in two steps, as jspec does, or with one a token.
+"""Two ways to sample a token with noise that target and draft share: in two steps, as jspec does, or at once.
 
-In two steps of sqrt(V) Gumbels each, of a block and of a token in it (`jspec.core.probs.sample_with_noise`), or at
-once with full noise, the largest of ``log p + g`` with a Gumbel g a token. Under the rule "coupled" the k children of a
-node are k draws in two steps, each without those before, or the k largest of ``log q + g``.
+The two steps sample a block and then a token in it, with sqrt(V) Gumbels each (`jspec.core.probs.sample_with_noise`).
+Sampling at once uses full noise: it takes the largest ``log p + g``, with one Gumbel g per token. Under the rule
+"coupled", the k children of a node are k two-step draws without replacement, or the k largest of ``log q + g``.
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ from jspec.core.keys import Purpose, gumbel, positions_from, stream, target_nois
 from jspec.core.probs import sample_with_noise
 
 CHILDREN = 1, 2, 4, 8
-SIZES = (1, 1), (8, 5)  # requests, laws of each: plain decoding, and a round of four drafts
-EACH = 8  # laws of one text
-# Requests' keys ``[B]``, positions and laws ``[B, S, ...]`` to tokens ``int32[B, S]``.
+SIZES = (1, 1), (8, 5)  # requests, distributions of each: plain decoding, and a round of four draft tokens
+EACH = 8  # distributions from one text
+# Maps the requests' keys ``[B]``, positions and distributions ``[B, S, ...]`` to tokens ``int32[B, S]``.
 Draw = Callable[[Array, Array, Array], Array]
 
 
 def in_two_steps(keys: Array, positions: Array, probs: Array) -> Array:
-    """As jspec draws."""
+    """Sample in two steps, as jspec does."""
     return sample_with_noise(target_noise(keys, positions, probs.shape[-1]), probs)
 
 
 def at_once(keys: Array, positions: Array, probs: Array) -> Array:
-    """With full noise, as exact as that of jspec."""
+    """Sample with full noise that is as exact as jspec's."""
     noise = full_noise(stream(keys, positions, Purpose.TARGET).ravel(), probs.shape[-1])
     return jnp.argmax(jnp.log(probs) + noise.reshape(probs.shape), axis=-1).astype(jnp.int32)
 
 
 def at_once_lean(keys: Array, positions: Array, probs: Array) -> Array:
-    """With full noise of 32 bits in place of two times 23: the largest of ``p / e``, e being exponential."""
+    """Sample with 32-bit full noise instead of twice 23 bits: take the largest ``p / e``, where e is exponential."""
     keys = stream(keys, positions, Purpose.TARGET).ravel()
     bits = jax.vmap(lambda key: jax.random.bits(key, probs.shape[-1:], "uint32"))(keys).reshape(probs.shape)
     uniforms = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
@@ -55,13 +55,16 @@ WAYS: dict[str, Draw] = {"two steps": in_two_steps, "full noise": at_once, "of 3
 
 
 def full_noise(keys: Array, vocab_size: int) -> Array:
-    """A Gumbel a token, ``float32[n, V]`` of ``keys[n]``, in the mode of `jspec.core.keys.gumbel`."""
+    """Return one Gumbel per token, ``float32[n, V]`` for ``keys[n]``, in the mode of `jspec.core.keys.gumbel`."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high"))(keys)
 
 
 @functools.partial(jax.jit, static_argnames="children")
 def ranks_in_two_steps(keys: Array, p: Array, q: Array, children: int) -> Array:
-    """Which child of law ``q[V]`` is the target's token, ``int32[n]`` for ``keys[n]``; `children` where none is."""
+    """Return the rank of the child drawn from ``q[V]`` that equals the target's token, or `children` if none does.
+
+    The result is ``int32[n]`` for ``keys[n]``.
+    """
 
     def rank(noise: Array) -> Array:
         token, left, found = sample_with_noise(noise, p), q, jnp.int32(children)
@@ -76,7 +79,7 @@ def ranks_in_two_steps(keys: Array, p: Array, q: Array, children: int) -> Array:
 
 @functools.partial(jax.jit, static_argnames="children")
 def ranks_at_once(keys: Array, p: Array, q: Array, children: int) -> Array:
-    """The same with full noise."""
+    """Return the same as `ranks_in_two_steps`, but with full noise."""
     noise = full_noise(keys, p.size)
     token = jnp.argmax(jnp.log(p) + noise, axis=-1)
     same = lax.top_k(jnp.log(q) + noise, children)[1] == token[:, None]
@@ -84,11 +87,11 @@ def ranks_at_once(keys: Array, p: Array, q: Array, children: int) -> Array:
 
 
 def share(probability: Any, bits: int) -> np.ndarray:
-    """How often full noise of so many bits a number draws a token, over its probability p; exact noise: 1.
+    """Return how often full noise with `bits` bits per number draws a token, relative to its probability p.
 
-    It is drawn if its exponential, of ``v = (i + 1/2) / 2^bits``, is below p times what is exponential with mean
-    ``1 / (1 - p)``: with the chance ``(1 - v)^((1 - p) / p)``. Its mean over all i, for small v, is ``p y / sinh(y)``
-    with ``y = (1 - p) / (2^(bits + 1) p)``.
+    The ratio is 1 for exact noise. A token is drawn if its exponential, computed from ``v = (i + 1/2) / 2^bits``, is
+    below p times an exponential with mean ``1 / (1 - p)``. The chance of that is ``(1 - v)^((1 - p) / p)``. Its mean
+    over all i, for small v, is ``p y / sinh(y)`` with ``y = (1 - p) / (2^(bits + 1) p)``.
     """
     p = np.asarray(probability, np.float64)
     y = np.clip((1 - p) / (2.0 ** (bits + 1) * p), 1e-12, 500)
@@ -96,7 +99,7 @@ def share(probability: Any, bits: int) -> np.ndarray:
 
 
 def lost(laws: np.ndarray, bits: int) -> float:
-    """By how much, in total variation, noise of so many bits is off: mean over ``laws[n, V]``."""
+    """Return the total-variation error of noise with `bits` bits, averaged over the distributions ``laws[n, V]``."""
     return float(np.mean([np.sum(law * (1 - share(law, bits))) for law in np.maximum(laws, 1e-30).astype(np.float64)]))
 
 
@@ -108,7 +111,7 @@ def _laws(model: jspec.Llama, tokens: Array, at: Array, layers: tuple[int, ...] 
 
 
 def laws(subject: Subject, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Those of target and draft at temperature 1, ``float32[count, V]`` each, behind the same texts."""
+    """Return target and draft distributions after the same text at temperature 1, ``float32[count, V]`` each."""
     tokens, lengths, _ = subject.request(-(-count // EACH), WIDTH)
     exits = isinstance(subject.draft, jspec.EarlyExitDrafter)
     models = (subject.target, None), (subject.target, subject.draft.layers) if exits else (subject.draft, None)
@@ -119,7 +122,7 @@ def laws(subject: Subject, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_questions(subject: Subject, count: int) -> Subject:
-    """`subject` with pieces of `WIDTH` tokens of the questions of `bench.chats` for prompts."""
+    """Return `subject` with `WIDTH`-token pieces of the `bench.chats` questions as prompts."""
     texts = "\n\n".join(question for kind in chats.KINDS for question in chats.questions(kind))
     ids = subject.tokenizer(texts, verbose=False)["input_ids"]
     pieces = [ids[i : i + WIDTH] for i in range(0, len(ids) - WIDTH + 1, WIDTH)]
@@ -127,7 +130,10 @@ def with_questions(subject: Subject, count: int) -> Subject:
 
 
 def accepted(p: np.ndarray, q: np.ndarray, noises: int) -> dict[str, np.ndarray]:
-    """How often one of `CHILDREN` is the target's token, ``float64[n, len(CHILDREN)]`` by law, with so many noises."""
+    """Return how often one of the children is the target's token, from `noises` draws for each distribution.
+
+    The arrays are ``float64[n, len(CHILDREN)]``.
+    """
     most, found = max(CHILDREN), {"two steps": [], "full noise": []}
     for number, (target, draft) in enumerate(zip(p, q, strict=True)):
         keys = jax.random.split(jax.random.key(number), noises)
@@ -138,7 +144,7 @@ def accepted(p: np.ndarray, q: np.ndarray, noises: int) -> dict[str, np.ndarray]
 
 
 class Drawing:
-    """Many draws in one loop, each at other positions from ``probs[B, S, V]``."""
+    """Many draws from ``probs[B, S, V]`` in one loop, each at different positions."""
 
     def __init__(self, draw: Draw, probs: Array):
         self.arguments = draw, jax.random.split(jax.random.key(0), len(probs)), probs
@@ -149,7 +155,7 @@ class Drawing:
         return _draws(*self.arguments, jnp.int32(count))
 
     def __call__(self) -> Array:
-        """`count` draws from each law."""
+        """Draw `count` times from each distribution."""
         return self._run(self.count)
 
 
@@ -158,7 +164,7 @@ def _draws(draw: Draw, keys: Array, probs: Array, count: Array) -> Array:
     batch, width, _ = probs.shape
 
     def step(number: Array, tokens: Array) -> Array:
-        # Laws that hang on what was drawn before, or XLA would take their logarithms out of the loop.
+        # The distributions depend on the previous draw, because otherwise XLA would hoist their logarithms.
         there = jnp.where(tokens >= 0, 1.0, 0.0)[..., None]
         return draw(keys, positions_from(jnp.full(batch, number * width), width), probs * there)
 
@@ -166,7 +172,7 @@ def _draws(draw: Draw, keys: Array, probs: Array, count: Array) -> Array:
 
 
 def costs(subject: Subject, p: np.ndarray, size: tuple[int, int], repeats: int) -> dict[str, float]:
-    """Microseconds a law of noise and drawing, by name, and of the target's "pass", in turns."""
+    """Return the microseconds per distribution of each way to draw, and of the target's "pass", measured in turns."""
     batch, width = size
     probs = jnp.asarray(p[np.arange(batch * width) % len(p)]).reshape(batch, width, -1)
     draws = {name: Drawing(draw, probs) for name, draw in WAYS.items()}
@@ -177,7 +183,7 @@ def costs(subject: Subject, p: np.ndarray, size: tuple[int, int], repeats: int) 
 
 
 def run(subjects: Sequence[Subject], count: int, noises: int, repeats: int) -> None:
-    """Publish of every pair of models one row a number of children, two of costs, and two of what both amount to."""
+    """Publish, for every pair, one row per number of children, two rows of costs, and two of the combined effect."""
     rows, notes = [], []
     for subject in subjects:
         p, q = laws(subject, count)
@@ -210,7 +216,7 @@ def _about(subject: Subject, p: np.ndarray, q: np.ndarray, noises: int) -> str:
 def table(
     vocab_size: int, rates: dict[str, np.ndarray], taken: dict[tuple[int, int], dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """The rows of one pair of models, from what `accepted` and `costs` found."""
+    """Return one pair's rows from the results of `accepted` and `costs`."""
     lead = rates["full noise"] - rates["two steps"]
     means, errors = {name: rate.mean(0) for name, rate in rates.items()}, lead.std(0, ddof=1) / len(lead) ** 0.5
     rows = [_row(vocab_size, f"accepted, of {children}", {name: float(mean[i]) for name, mean in means.items()},
@@ -220,7 +226,7 @@ def table(
     found = taken[batch, width]
     for i in (CHILDREN.index(1), CHILDREN.index(4)):
         tokens = {name: float(theory.expected_tokens(mean[i], width - 1)) for name, mean in means.items()}
-        tokens["of 32 bits"] = tokens["full noise"]  # the same law
+        tokens["of 32 bits"] = tokens["full noise"]  # the same distribution
         speeds = {name: tokens[name] / width / (found[name] + found["pass"]) * 1e6 for name in WAYS}
         rows.append(_row(vocab_size, f"tokens/s, {CHILDREN[i]} a level", speeds))
     return rows
@@ -233,7 +239,7 @@ def _row(vocab_size: int, what: str, values: dict[str, float], error: float | st
 
 
 def chosen(rows: plots.Rows) -> str:
-    """Which is faster where all is counted, and which jspec uses."""
+    """Return a sentence that says which way is faster overall, and which one jspec uses."""
     speeds = [row for row in rows if row["what"].startswith("tokens/s")]
     said = [f"{row['full noise'] / row['two steps']:.2f} ({row['of 32 bits'] / row['two steps']:.2f} of 32 bits) at V ="
             f" {row['V']:,}, {row['what'].removeprefix('tokens/s, ')}" for row in speeds]  # fmt: skip

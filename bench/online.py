@@ -1,4 +1,4 @@
-"""Learning while serving: acceptance on a domain that the drafter was not trained on, request by request."""
+"""Online learning: acceptance request by request in a domain that the drafter was not trained on."""
 
 import tempfile
 from pathlib import Path
@@ -24,7 +24,7 @@ _PROMPT = 64
 
 
 def run(subject: Subject, kind: str, steps: int, requests: int, batch: int, new_tokens: int, rate: float) -> None:
-    """Train on Python's library without its unit tests, then continue unit tests, learning and not."""
+    """Train on Python's library without its unit tests, then continue unit tests with and without learning."""
     target, tokenizer = subject.target, subject.tokenizer
     train, held_out = load_corpus()
     library = windows(tokenizer, [one for one in train if not _is_test(one)])
@@ -56,7 +56,7 @@ def _is_test(one: Document) -> bool:
 
 
 def _starts(tokenizer: Any, one: Document) -> list[list[int]]:
-    """One prompt out of the middle of every long module."""
+    """Return one prompt from the middle of a module if it is long, or an empty list."""
     ids = tokenizer(one.text, verbose=False)["input_ids"]
     return [ids[len(ids) // 2 :][:_PROMPT]] if len(ids) > 4 * _PROMPT else []
 
@@ -77,7 +77,7 @@ def _show_looks(news: Progress | int) -> None:
 def _served(
     subject: Subject, drafter: Any, prompts: list[list[int]], batch: int, new_tokens: int, rate: float | None
 ) -> list[float]:
-    """Accepted of judged guesses, request by request; with a rate the drafter learns from each."""
+    """Return the acceptance rate of each batch of requests. If `rate` is given, the drafter learns from each batch."""
     length, accepted = _PROMPT + new_tokens, []
     learner = None
     if rate is not None:

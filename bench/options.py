@@ -1,4 +1,4 @@
-"""The options that several commands share, and what they stand for."""
+"""The options that several commands share, and the functions that interpret them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ HeldOut = Annotated[
 
 @contextmanager
 def one_sentence(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """A mistake of one of `kinds` ends the command with one sentence."""
+    """Exit the command with a one-sentence message on an error of one of `kinds`."""
     try:
         yield
     except kinds as error:
@@ -75,7 +75,7 @@ def one_sentence(kinds: type[Exception] | tuple[type[Exception], ...] = ValueErr
 
 
 def known_kinds(names: str) -> str:
-    """Refuse kinds of drafters, by commas, that cannot be trained."""
+    """Reject comma-separated drafter kinds that cannot be trained."""
     from jspec.training.kinds import KINDS
 
     if wrong := [name for name in names.split(",") if name not in KINDS]:
@@ -94,11 +94,11 @@ def measured(
     new_tokens: int, pair: str, target: str | None, draft: str | None, *rest: Path | None, by_model: bool = False,
     may_branch: bool = False,
 ) -> "Subject":  # fmt: skip
-    """What `bench.subject.find` makes of the options; a mistake in them ends the command with one sentence.
+    """Return the result of `bench.subject.find` for these options. Invalid options end the command with one sentence.
 
     Args:
-        by_model: whether the command has no use for a draft without a model.
-        may_branch: whether it has one for a drafter with a tree of its own.
+        by_model: whether the command supports only drafts that are models.
+        may_branch: whether it supports drafters with a tree of their own.
     """
     from bench import subject
 
@@ -111,17 +111,17 @@ def measured(
 
 
 def answering(new_tokens: int, target: str, output: Path | None, head: Path | None = None) -> "Subject":
-    """A target that answers chats, and a trained head or lookup; a mistake ends the command with one sentence."""
+    """Return a chat target with a trained head or lookup. Invalid options end the command with one sentence."""
     return need_template(measured(new_tokens, "bundled", target, "lookup" if head is None else str(head), None, output))
 
 
 def without_draft(new_tokens: int, target: str | None, output: Path | None) -> "Subject":
-    """A target of which no draft is wanted, the bundled one unless given; a mistake ends the command."""
+    """Return a target without a draft, the bundled target by default. Invalid options end the command."""
     return measured(new_tokens, "bundled", target, "lookup" if target else None, None, output)
 
 
 def need_template(subject: "Subject") -> "Subject":
-    """`subject`; one without a chat template ends the command with one sentence."""
+    """Return `subject`. If it has no chat template, end the command with one sentence."""
     if getattr(subject.tokenizer, "chat_template", None) is None:
         typer.echo(f"{subject.name} has no chat template; give --target a model that was made for chats.", err=True)
         raise typer.Exit(1)

@@ -1,7 +1,8 @@
-"""The models that are measured: the bundled pair, stretched pairs, and Llama shapes with random weights.
+"""The models to measure: the bundled pair, stretched pairs, and Llama shapes with random weights.
 
-A stretched pair is a random draft and a target that begins with the same layers; what the target's further layers write
-to the residual stream is scaled down, so that the two agree as often as wanted while every byte is still read.
+A stretched pair is a random draft and a target that starts with the same layers. The output of the target's remaining
+layers to the residual stream is scaled down. The two models then agree as often as desired, and every byte is still
+read.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from convert.config import LlamaConfig, RopeConfig
 def llama(
     *, vocab: int, hidden: int, inner: int, layers: int, heads: int, groups: int, size: int, tied: bool = True
 ) -> LlamaConfig:
-    """The configuration of a Llama of these sizes; `size` is that of a head."""
+    """Return the configuration of a Llama with these sizes. `size` is the head size."""
     return LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -40,7 +41,7 @@ def llama(
 
 @dataclasses.dataclass(frozen=True)
 class Stretched:
-    """A stretched pair; `write_scale` sets the acceptance, about 0.88 at temperature 1 (`python -m bench gap`)."""
+    """A stretched pair. `write_scale` sets the acceptance rate, about 0.88 at temperature 1 (`python -m bench gap`)."""
 
     config: LlamaConfig
     draft_layers: int
@@ -62,7 +63,7 @@ SHAPES = {
     "llama-3.3-70b": llama(vocab=128256, hidden=8192, inner=28672, layers=80, heads=64, groups=8, size=128, tied=False),
 }
 STRETCHED = {"109m": Stretched(SHAPES["109m"], 2, 0.06)}
-# The final norm is enlarged by this, which makes the laws about as peaked as those of a trained model.
+# The final norm is scaled by this factor, which makes the distributions about as peaked as a trained model's.
 _PEAK = 6.0
 
 
@@ -72,14 +73,14 @@ def _initial(config: LlamaConfig, dtype: Any, seed: int) -> jspec.Llama:
 
 
 def random_llama(config: LlamaConfig, dtype: Any, seed: int = 0) -> jspec.Llama:
-    """A Llama with random weights, made on the device."""
+    """Return a Llama with random weights, generated on the device."""
     model = _initial(config, dtype, seed)
     model.norm.weight[...] = model.norm.weight[...] * _PEAK
     return model
 
 
 def stretched(pair: Stretched, dtype: Any, write_scale: float | None = None) -> tuple[jspec.Llama, jspec.Llama]:
-    """Target and draft of a stretched pair. They share no memory."""
+    """Return the target and draft of a stretched pair. They share no memory."""
     scale = pair.write_scale if write_scale is None else write_scale
     target = random_llama(pair.config, dtype)
     for layer in target.layers[pair.draft_layers :]:
@@ -94,7 +95,7 @@ def stretched(pair: Stretched, dtype: Any, write_scale: float | None = None) -> 
 
 
 def with_idle_neurons(model: jspec.Llama, count: int) -> jspec.Llama:
-    """`model` with `count` more neurons in each MLP, which write nothing: its law, at the cost of a larger model."""
+    """Return `model` with `count` idle neurons added to each MLP: the same distribution at a larger model's cost."""
     wider = jax.tree.map(lambda leaf: leaf, model)
     wider.config = dataclasses.replace(model.config, intermediate_size=model.config.intermediate_size + count)
     idle = 0.02 * jax.random.normal(jax.random.key(0), (model.config.hidden_size, count), model.dtype)
@@ -107,18 +108,18 @@ def with_idle_neurons(model: jspec.Llama, count: int) -> jspec.Llama:
 
 
 def weight_bytes(model: jspec.Llama) -> int:
-    """Bytes of weights that one pass reads; of an untied embedding it reads only a few columns.
+    """Return the bytes of weights that one pass reads. It reads only a few columns of an untied embedding.
 
-    Not so for int8 on CPU, where XLA widens the weights before the loop and each pass reads float32.
+    The result is wrong for int8 on CPU, where XLA widens the weights before the loop and each pass reads float32.
     """
     unread = 0 if model.lm_head is None else model.embed_tokens.weight[...].nbytes
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) - unread
 
 
 def pair(name: str, dtype: Any = None) -> tuple[jspec.Llama, jspec.Llama]:
-    """``(target, draft)`` by name: "bundled", a stretched pair, or "TARGET/DRAFT" of two shapes with random weights.
+    """Return ``(target, draft)`` by name: "bundled", a stretched pair, or "TARGET/DRAFT" for two random-weight shapes.
 
-    With ":int8" behind the name the draft is quantised.
+    If the name ends with ":int8", the draft is quantised.
     """
     if name.endswith(":int8"):
         target, draft = pair(name.removesuffix(":int8"), dtype)

@@ -1,4 +1,4 @@
-"""Passes measured alone: many in one compiled loop, each fed the token that the one before it led to."""
+"""Measurement of isolated forward passes: many run in one compiled loop, each on the previous pass's token."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import jspec
 from bench.pairs import weight_bytes
 from bench.timing import seconds, spread
 
-# As long as this a loop runs, so that calling it costs nothing beside it.
+# The duration of a loop, which makes the cost of calling it negligible.
 LOOP_SECONDS = 0.2
 
 
@@ -25,7 +25,7 @@ def _loop(
     count: jax.Array,
     layers: tuple[int, ...] | None,
 ) -> jax.Array:
-    """`count` passes over ``tokens[B, S]`` at positions `start`, each with other tokens."""
+    """Run `count` passes over ``tokens[B, S]`` at positions `start`, each with different tokens."""
 
     def step(_: Any, carry: tuple) -> tuple:
         tokens, cache = carry
@@ -36,9 +36,9 @@ def _loop(
 
 
 class Pass:
-    """One forward pass with logits: `rows` positions of `batch` requests that have `context` tokens in the cache.
+    """A forward pass with logits over `rows` positions of `batch` requests with `context` tokens in the cache.
 
-    Of `layers`, or of all; `bytes` are those of all.
+    It runs `layers`, or all layers. `bytes` counts all layers.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Pass:
         return _loop(*self.arguments, jnp.int32(count), self.layers)
 
     def __call__(self) -> jax.Array:
-        """`count` passes."""
+        """Run `count` passes."""
         return self._run(self.count)
 
 
 def pass_seconds(passes: dict[str, Pass], times: dict[str, Any]) -> dict[str, float]:
-    """Median seconds of one pass each, from what `bench.timing.in_turns` gave for `passes`."""
+    """Return each pass's median seconds, from the results of `bench.timing.in_turns` for `passes`."""
     return {name: spread(times[name]).median / passes[name].count for name in passes}

@@ -1,4 +1,4 @@
-"""Drafts of any shape, played over the same prompts: calls to be timed, acceptance by rank, what rounds cost."""
+"""Decoding of the same prompts with drafts of any shape: calls to time, acceptance by rank, and the cost of rounds."""
 
 import dataclasses
 import functools
@@ -19,11 +19,11 @@ from jspec.tuning.tune_chain import acceptance_rates
 
 @dataclasses.dataclass(frozen=True)
 class Play:
-    """What every setting continues.
+    """The prompts and options that all settings share.
 
     Attributes:
-        request: all prompts, `batch` of which are played at a time.
-        ends: tokens that end a text.
+        request: all prompts, which are decoded in batches of `batch`.
+        ends: the EOS token ids.
     """
 
     subject: Subject
@@ -34,11 +34,11 @@ class Play:
     ends: tuple[int, ...] = ()
 
     def plain(self, limit: int = 0) -> Callable[[], list[jspec.Output]]:
-        """A call of plain decoding; `limit` new tokens, if it is not 0."""
+        """Return a call of plain decoding, limited to `limit` new tokens if that is not 0."""
         return self._call(jspec.generate, (self.subject.target,), limit)
 
     def drafted(self, drafter: Any, limit: int = 0, **options: Any) -> Callable[[], list[jspec.Output]]:
-        """A call that drafts with `drafter`."""
+        """Return a call that drafts with `drafter`."""
         return self._call(jspec.speculative_generate, (self.subject.target, drafter), limit, **options)
 
     def _call(self, decode: Any, models: tuple, limit: int, **options: Any) -> Callable[[], list[jspec.Output]]:
@@ -46,7 +46,7 @@ class Play:
         return in_batches(decode, models, self.request, self.temperature, limit, **options)
 
     def run(self, setting: tuning.Setting, limit: int, trial: int, accept: Any) -> jspec.Output:
-        """The first batch, as `jspec.tuning.tune_chain` asks for it."""
+        """Decode the first batch, with the signature that `jspec.tuning.tune_chain` expects."""
         tokens, lengths, keys = (part[: self.batch] for part in self.request)
         one = dataclasses.replace(self, request=(tokens, lengths, trial_keys(keys, trial)), ends=())
         if setting == 0:
@@ -57,7 +57,7 @@ class Play:
 
 
 def branching(draft: Any, tree: jspec.Tree, replacement: bool = False) -> Any:
-    """`draft` as a drafter of `tree`; token recycling, whose shape is its own, as one of as many nodes."""
+    """Return `draft` as a drafter for `tree`. Token recycling has its own shape and keeps only the number of nodes."""
     if isinstance(draft, jspec.NGramDrafter):
         return dataclasses.replace(draft, tree=tree)
     if isinstance(draft, jspec.TokenRecyclingDrafter):
@@ -66,16 +66,17 @@ def branching(draft: Any, tree: jspec.Tree, replacement: bool = False) -> Any:
 
 
 def chain(draft: Any, length: int) -> dict[str, Any]:
-    """What of `Play.drafted` makes `draft` guess so many tokens in a row."""
+    """Return the options of `Play.drafted` that make `draft` draft a chain of `length` tokens."""
     if isinstance(draft, jspec.NGramDrafter):
         return {"drafter": draft, "num_draft_tokens": length}
     return {"drafter": branching(draft, jspec.Tree.chain(length))}
 
 
 def fans(play: Play, accept: Any, children: int, replacement: bool) -> np.ndarray:
-    """How often one of 1, 2, ... `children` guesses for one token is accepted; a missing one is refused.
+    """Return how often one of 1, 2, ... `children` candidates for one token is accepted.
 
-    Of token recycling of as many as any of its trees may have.
+    A missing candidate counts as rejected. For token recycling, the number of candidates is the most that any of its
+    trees may have.
     """
     draft = play.subject.draft
     if isinstance(draft, jspec.TokenRecyclingDrafter):
@@ -87,10 +88,10 @@ def fans(play: Play, accept: Any, children: int, replacement: bool) -> np.ndarra
 
 
 def by_rank(out: Any, tree: jspec.Tree, ranks: int) -> np.ndarray:
-    """In which share of the rounds each child of node 0 was kept, the eldest first, of a record of drafts of `tree`.
+    """Return the share of rounds in which each child of node 0 was kept, by rank, from recorded drafts of `tree`.
 
     Returns:
-        ``float64[ranks]``, 0 for those that `tree` does not have.
+        ``float64[ranks]``, with 0 for ranks that `tree` does not have.
     """
     first = tree.children[0][tree.children[0] > 0]
     kept = (np.asarray(out.record.fates)[:, :, first - 1] == KEPT).sum((0, 1))
@@ -98,31 +99,34 @@ def by_rank(out: Any, tree: jspec.Tree, ranks: int) -> np.ndarray:
 
 
 def costs(play: Play, accept: Any, depth: int, children: int) -> tuple[float, tree_tuning.Costs]:
-    """Seconds of a token of plain decoding, and of rounds: as `jspec tune` measures them, from chains and fans."""
+    """Return the seconds per token of plain decoding and the cost of rounds, which `jspec tune` measures.
+
+    The cost of rounds comes from chains and from single nodes with many children.
+    """
     run = functools.partial(play.run, accept=accept)
     chains = tuning.measure(run, play.new_tokens, depth)
     return chains.plain_seconds, tree_tuning.fans(run, chains, play.new_tokens, children)[1]
 
 
 def whole_over_rest(out: Any, batch: int) -> float:
-    """All rounds of a text, over those behind the first of every batch."""
+    """Return the number of all rounds over the number of rounds after the first one of every batch."""
     rounds = np.asarray(out.stats.rounds)
     played = [int(rounds[i : i + batch].max()) for i in range(0, rounds.size, batch)]
     return sum(played) / max(1, sum(played) - len(played))
 
 
 def rounds_alone(times: dict[str, np.ndarray], name: str, shares: dict[str, float]) -> np.ndarray:
-    """Speed over that of plain decoding, turn by turn, without the prompts.
+    """Return the speed-up over plain decoding, turn by turn, without prefill.
 
     Args:
-        times: of calls, and of their starts, which read the prompts and play one round.
-        shares: of every call `whole_over_rest`.
+        times: the times of the calls and of their starts, which prefill the prompts and run one round.
+        shares: the `whole_over_rest` of every call.
     """
     plain, drafted = ((times[one] - times[f"{one}, start"]) * shares[one] for one in ("plain", name))
     return plain / drafted
 
 
 def with_starts(calls: dict[str, Callable[..., Any]]) -> dict[str, Callable[[], Any]]:
-    """Each call that takes a limit, and the same for one new token, which reads the prompts and plays a round."""
+    """Return each call, and its start: the same call for one new token, which prefills the prompts and runs a round."""
     made: dict[str, Callable[[], Any]] = {name: call() for name, call in calls.items()}
     return made | {f"{name}, start": call(limit=1) for name, call in calls.items()}

@@ -1,4 +1,4 @@
-"""The picture beside each table: a drawing takes an empty figure and the table's rows, whose keys say the units."""
+"""The plot for each table. A drawing takes an empty figure and the table's rows, whose keys contain the units."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ Drawing = Callable[[Figure, Rows], None]
 
 
 def save(file: Path, draw: Drawing, rows: Rows, title: str, conditions: str) -> None:
-    """Write what `draw` makes of `rows` as a PNG, `title` above and `conditions` in one small line below."""
+    """Plot `rows` with `draw` and save a PNG, with `title` above and `conditions` in one small line below."""
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     draw(figure, rows)
     figure.suptitle(title, fontsize="medium")
     figure.supxlabel(conditions, fontsize="x-small", color="dimgrey")
     figure.savefig(file)
-    # A palette makes it a third as large, and pictures are kept in the repository.
+    # A palette reduces the file to a third of its size, and plots are kept in the repository.
     Image.open(file).convert("RGB").quantize(128).save(file, optimize=True)
 
 
 def speedups(figure: Figure, rows: Rows) -> None:
-    """Of `bench.latency`: speed-up against K, measured and by theory, one colour a batch size."""
+    """Plot `bench.latency`: speed-up against K, measured and in theory, with one colour per batch size."""
     axes = figure.subplots()
     drafting = [row for row in rows if row["predicted"] != ""]
     for number, (batch, mine) in enumerate(_groups(drafting, "batch").items()):
@@ -49,7 +49,7 @@ def speedups(figure: Figure, rows: Rows) -> None:
 
 
 def bars(label: str, value: str) -> Drawing:
-    """A drawing with one bar a row: its length is ``row[value]``, and the text beside it ``row[label]``."""
+    """Return a drawing with one bar per row. The bar's length is ``row[value]`` and its label is ``row[label]``."""
 
     def draw(figure: Figure, rows: Rows) -> None:
         axes = figure.subplots()
@@ -64,7 +64,7 @@ def bars(label: str, value: str) -> Drawing:
 
 
 def drafters(figure: Figure, rows: Rows) -> None:
-    """Of `bench.drafters`: speed-up of every drafter and rule, one panel a kind of prompt."""
+    """Plot `bench.drafters`: the speed-up of every drafter and rule, with one panel per prompt kind."""
     kinds = _groups(rows, "prompt")
     panels = figure.subplots(1, len(kinds), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (kind, mine) in zip(panels, kinds.items(), strict=True):
@@ -81,7 +81,7 @@ def drafters(figure: Figure, rows: Rows) -> None:
 
 
 def answers(figure: Figure, rows: Rows) -> None:
-    """Of `bench.answers`: tokens a second, one panel a batch size, a group of bars a kind of question."""
+    """Plot `bench.answers`: tokens per second, with one panel per batch size and one group per question kind."""
     batches, programs = _groups(rows, "batch"), list(_groups(rows, "program"))
     panels = figure.subplots(1, len(batches), squeeze=False)[0]
     for axes, (batch, mine) in zip(panels, batches.items(), strict=True):
@@ -98,7 +98,7 @@ def answers(figure: Figure, rows: Rows) -> None:
 
 
 def rules(figure: Figure, rows: Rows) -> None:
-    """Of `bench.rules`: tokens a round under each rule, a group of bars a setting, one panel a temperature."""
+    """Plot `bench.rules`: tokens per round under each rule, with a group per setting and a panel per temperature."""
     temperatures = _groups(rows, "temperature")
     panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
     for axes, (temperature, mine) in zip(panels, temperatures.items(), strict=True):
@@ -114,7 +114,7 @@ def rules(figure: Figure, rows: Rows) -> None:
 
 
 def trees(figure: Figure, rows: Rows) -> None:
-    """Of `bench.trees`: acceptance of the first token by the number of children, and tokens a round of whole trees."""
+    """Plot `bench.trees`: first-token acceptance by the number of children, and tokens per round of whole trees."""
     left, right = figure.subplots(1, 2)
     for rule, mine in _groups(rows, "rule").items():
         fans = [row["first token"] for row in mine if row["nodes"] == ""]
@@ -134,12 +134,15 @@ def trees(figure: Figure, rows: Rows) -> None:
 
 
 def _shape(tree: str) -> str:
-    """What a tree's name says of its shape; nothing of chains and the best trees."""
+    """Return the shape in a tree's name, or "" for chains and the best trees."""
     return next((shape for shape in ("dynamic", "up to", "chains") if shape in tree), "")
 
 
 def noise(figure: Figure, rows: Rows) -> None:
-    """Of `bench.noise`: acceptance by the number of children, and microseconds a law, one colour a vocabulary."""
+    """Plot `bench.noise`: acceptance by the number of children, and microseconds per distribution.
+
+    Each vocabulary has its own colour.
+    """
     left, right = figure.subplots(1, 2)
     for number, (size, mine) in enumerate(_groups(rows, "V").items()):
         fans = {int(row["what"].split()[-1]): row for row in mine if row["what"].startswith("accepted")}
@@ -156,23 +159,23 @@ def noise(figure: Figure, rows: Rows) -> None:
 
 
 def shares(figure: Figure, rows: Rows) -> None:
-    """Of `bench.trace`: the phases of a round, side by side in one bar."""
+    """Plot `bench.trace`: the phases of a round, side by side in one bar."""
     _stack(figure, [""], {f"{row['phase']}, {row['share, %']:.1f} %": [row["share, %"]] for row in rows},
            "share of the time from first to last instruction, %")  # fmt: skip
 
 
 def startup(figure: Figure, rows: Rows) -> None:
-    """Of `bench.startup`: what passes before the first token, one bar a program and state of the cache."""
+    """Plot `bench.startup`: the time to the first token by phase, with one bar per program and cache state."""
     parts = [key for key in rows[0] if key.endswith(", s")]
     names = [f"{row['program']},\npersistent cache {row['persistent cache']}" for row in rows]
     _stack(figure, names, {part.removesuffix(", s"): [row[part] for row in rows] for part in parts}, "seconds")
 
 
 def acceptance(figure: Figure, rows: Rows) -> None:
-    """Of `bench.acceptance`: conditional acceptance by position, one line a kind of prompt and temperature."""
+    """Plot `bench.acceptance`: conditional acceptance by position, with one line per prompt kind and temperature."""
     axes = figure.subplots()
     for number, (temperature, mine) in enumerate(_groups(rows, "temperature").items()):
-        for row, line in zip(mine, ("o-", "s--"), strict=False):  # prompts of one's own are one kind
+        for row, line in zip(mine, ("o-", "s--"), strict=False):  # the user's own prompts are one kind
             rates = [value for key, value in row.items() if key.startswith("after ")]
             axes.plot(range(1, len(rates) + 1), rates, line, color=f"C{number}",
                       label=f"{row['prompt']}, temperature {temperature:g}")  # fmt: skip
@@ -181,7 +184,7 @@ def acceptance(figure: Figure, rows: Rows) -> None:
 
 
 def scaling(figure: Figure, rows: Rows) -> None:
-    """Of `bench.scaling`: three panels, each with one size growing while the others stay those of the first row."""
+    """Plot `bench.scaling`: three panels, in each of which one size grows and the others stay as in the first row."""
     labels = {"rows": "rows, tokens a request", "batch": "batch, requests", "context": "context, tokens"}
     for axes, size in zip(figure.subplots(1, 3, sharey=True), labels, strict=True):
         rest = [other for other in labels if other != size]
@@ -196,7 +199,7 @@ def scaling(figure: Figure, rows: Rows) -> None:
 
 
 def llamacpp(figure: Figure, rows: Rows) -> None:
-    """Of `bench.llamacpp`: time of a pass against the tokens it takes, one line a program."""
+    """Plot `bench.llamacpp`: the time of a pass against its number of tokens, with one line per program."""
     axes = figure.subplots()
     for program in ("jspec", "llama.cpp"):
         axes.plot([row["rows"] for row in rows], [row[f"{program}, ms"] for row in rows], "o-", label=program)
@@ -205,7 +208,7 @@ def llamacpp(figure: Figure, rows: Rows) -> None:
 
 
 def interrupts(figure: Figure, rows: Rows) -> None:
-    """Of `bench.interrupts`: seconds from each signal to the end, against the moment, one colour a phase."""
+    """Plot `bench.interrupts`: seconds from each signal to the exit against the moment, with one colour per phase."""
     axes = figure.subplots()
     for phase, mine in _groups(rows, "phase").items():
         axes.plot([row["s into it"] for row in mine], [row["s after the signal"] for row in mine], "o", label=phase)
@@ -214,13 +217,13 @@ def interrupts(figure: Figure, rows: Rows) -> None:
 
 
 def training(figure: Figure, rows: Rows) -> None:
-    """Of `bench.training`: what a step is made of, one bar a kind of drafter."""
+    """Plot `bench.training`: the parts of a step, with one bar per drafter kind."""
     parts = {name: [row[f"{name}, ms"] for row in rows] for name in ("target", "forward", "back")}
     _stack(figure, [row["kind"] for row in rows], parts, "ms a step")
 
 
 def online(figure: Figure, rows: Rows) -> None:
-    """Of `bench.online`: acceptance against what was served, with learning and without."""
+    """Plot `bench.online`: acceptance against the requests served, with and without learning."""
     axes = figure.subplots()
     for name in ("as it was", "learning"):
         axes.plot([row["tokens served"] for row in rows], [row[name] for row in rows], "o-", label=name)
@@ -229,7 +232,7 @@ def online(figure: Figure, rows: Rows) -> None:
 
 
 def engine(figure: Figure, rows: Rows) -> None:
-    """Of `bench.engine`: tokens a second against requests at once, one line a length of drafts."""
+    """Plot `bench.engine`: tokens per second against concurrent requests, with one line per draft length."""
     axes = figure.subplots()
     for name in [key for key in rows[0] if key != "requests" and "/" not in key]:
         axes.plot([row["requests"] for row in rows], [row[name] for row in rows], "o-", label=name)
@@ -240,7 +243,7 @@ def engine(figure: Figure, rows: Rows) -> None:
 
 
 def serve(figure: Figure, rows: Rows) -> None:
-    """Of `bench.serve`: tokens a second and the slowest first tokens of every load, one line a server."""
+    """Plot `bench.serve`: tokens per second and the slowest first tokens for every load, with one line per server."""
     for axes, value, name in zip(figure.subplots(1, 2), ("tokens/s", "TTFT p99, ms"),
                                  ("tokens a second", "first token, p99, ms"), strict=True):  # fmt: skip
         for server, mine in _groups(rows, "server").items():
@@ -251,12 +254,12 @@ def serve(figure: Figure, rows: Rows) -> None:
 
 
 def _groups(rows: Rows, key: str) -> dict[Any, list[dict[str, Any]]]:
-    """The rows of each value of `key`, in order of appearance."""
+    """Return the rows for each value of `key`, in order of appearance."""
     return {value: [row for row in rows if row[key] == value] for value in dict.fromkeys(row[key] for row in rows)}
 
 
 def _stack(figure: Figure, names: list[str], parts: dict[str, list[float]], unit: str) -> None:
-    """One bar a name, in which the parts follow one another."""
+    """Draw one bar per name, with its parts stacked."""
     axes = figure.subplots()
     ends = [0.0] * len(names)
     for part, lengths in parts.items():

@@ -1,4 +1,4 @@
-"""What following `jspec tune` costs: its answer against the best of a dozen settings, all measured in turns."""
+"""The cost of following `jspec tune`: its choice against the best of a dozen settings, all measured in turns."""
 
 import time
 from typing import Any
@@ -17,11 +17,11 @@ from jspec.tuning.tune_chain import TRIALS
 
 LENGTHS = 1, 2, 3, 4, 6, 8
 TREES = (2,), (4,), (2, 1), (3, 1, 1), (2, 2, 1, 1)
-_DRAWS = 2000  # of the bootstrap
+_DRAWS = 2000  # bootstrap samples
 
 
 def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repeats: int) -> None:
-    """Publish one row a setting, the one that `jspec.tune` chose marked, and how much that loses against the best."""
+    """Publish one row per setting, mark the choice of `jspec.tune`, and report its loss against the best setting."""
     request = *prompts, keys = subject.request(batch, WIDTH)
     sampling = jspec.SamplingParams(temperature=temperature)
     began = time.perf_counter()
@@ -34,7 +34,7 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
     settings += [] if answer in settings else [answer]
 
     def decode(setting: Any, trial: int) -> tuple[float, float]:
-        """Tokens and seconds; every trial has keys of its own."""
+        """Return the tokens and seconds of a trial. Every trial has its own keys."""
         options = {"max_new_tokens": new_tokens, "sampling": sampling}
         start, own = time.perf_counter(), (*prompts, trial_keys(keys, trial))
         if setting == 0:
@@ -47,7 +47,7 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
         jax.block_until_ready(out)
         return float(out.lengths.sum()), time.perf_counter() - start
 
-    trials = range(TRIALS, TRIALS + 2 + repeats)  # tune has used those before; the first two compile
+    trials = range(TRIALS, TRIALS + 2 + repeats)  # tune has used the earlier ones; the first two compile
     played = np.array([[decode(setting, trial) for setting in settings] for trial in trials])[2:]
     median, high = regret(played, settings.index(answer))
     speeds = played[..., 0].sum(0) / played[..., 1].sum(0)
@@ -70,7 +70,7 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
 
 
 def regret(played: np.ndarray, chosen: int) -> tuple[float, float]:
-    """How much slower `chosen` is than the best setting, 0 to 1, and the 95 % quantile of that over repeats drawn anew.
+    """Return how much slower `chosen` is than the best setting (0 to 1), and its 95 % quantile over resampled repeats.
 
     Args:
         played: ``[repeats, settings, 2]``, tokens and seconds.

@@ -1,4 +1,4 @@
-"""A report: a table on the terminal, the same as JSON and as a picture in a folder, all with conditions."""
+"""Reports: a table on the terminal, and the same data as JSON and as a plot in a folder, all with conditions."""
 
 import json
 import re
@@ -18,16 +18,16 @@ RESULTS = Path(__file__).parent / "results"
 
 def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes: Sequence[str] = (),
             folder: Path = RESULTS, **facts: Any) -> Path:  # fmt: skip
-    """Print `rows` as a table, write them with `facts` and the conditions, and draw them; returns the JSON file.
+    """Print `rows` as a table, write them with `facts` and the conditions, plot them, and return the JSON file.
 
     Args:
-        name: of the files; what is no letter, digit, point or minus becomes a minus.
-        title: above the table and the picture.
-        rows: alike dictionaries, one a line; keys are the column heads.
-        draw: makes a picture of `rows`, see `bench.plots`.
+        name: the name of the files. Characters other than letters, digits, points and hyphens become hyphens.
+        title: the title above the table and the plot.
+        rows: dictionaries with the same keys, one per line. The keys are the column heads.
+        draw: the function that plots `rows`. See `bench.plots`.
         notes: sentences below the table.
-        folder: where the files go.
-        facts: what else belongs into the JSON file.
+        folder: the folder for the files.
+        facts: further contents of the JSON file.
     """
     table = Table(title=title, title_justify="left")
     for head in rows[0]:

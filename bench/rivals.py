@@ -1,4 +1,4 @@
-"""The same weights in transformers, decoded plainly and with its assisted generation."""
+"""The same weights in transformers, with plain decoding and with assisted generation."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": 
 
 
 def has_twin(model: Any) -> bool:
-    """Whether transformers can decode with the same weights: those of a model, and not int8."""
+    """Return whether transformers can decode with the same weights, which must be a model's and not int8."""
     return isinstance(model, jspec.Llama) and model.embed_tokens.scale is None
 
 
 def twin(model: jspec.Llama) -> Any:
-    """`model` in transformers, in float32 on the CPU, or in bfloat16 where there is a GPU."""
+    """Return `model` in transformers, in float32 on the CPU, or in bfloat16 if there is a GPU."""
     import torch
     import transformers
 
@@ -36,7 +36,7 @@ def twin(model: jspec.Llama) -> Any:
 
 
 def hf_config(config: LlamaConfig) -> Any:
-    """Return the configuration of transformers that computes the same function."""
+    """Return the transformers configuration that computes the same function."""
     import transformers
 
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
@@ -48,7 +48,7 @@ def hf_config(config: LlamaConfig) -> Any:
 
 
 def hf_arrays(model: jspec.Llama) -> dict[str, np.ndarray]:
-    """Hugging Face name -> float32 array ``[out, in]``."""
+    """Return Hugging Face name -> float32 array ``[out, in]``."""
     config = model.config
     queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     cuts = [queries, queries + keys]
@@ -79,7 +79,7 @@ def _host(array: jax.Array) -> np.ndarray:
 
 
 def padded(rows: Sequence[np.ndarray], device: Any) -> tuple[Any, Any]:
-    """``tokens[B, P]``, padded on the left as transformers wants it, and which of them are there."""
+    """Return ``tokens[B, P]``, left-padded as transformers expects, and the attention mask."""
     import torch
 
     width = max(map(len, rows))
@@ -91,10 +91,10 @@ def padded(rows: Sequence[np.ndarray], device: Any) -> tuple[Any, Any]:
 def greedy(
     target: Any, rows: Sequence[np.ndarray], new_tokens: int, eos_ids: Sequence[int], **options: Any
 ) -> tuple[list[list[int]], Any]:
-    """The greedy text of every row, to its end or `new_tokens`; and all that ``generate`` returns.
+    """Return the greedy continuation of every row, up to EOS or `new_tokens`, and the full result of ``generate``.
 
     Args:
-        options: of ``generate``.
+        options: further options for ``generate``.
     """
     import torch
 
@@ -106,7 +106,7 @@ def greedy(
 
 
 def to_end(text: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """`text` up to its first token of `eos_ids`."""
+    """Return `text` up to its first token of `eos_ids`."""
     ends = (i + 1 for i, token in enumerate(text) if token in eos_ids)
     return list(text[: next(ends, len(text))])
 
@@ -114,16 +114,16 @@ def to_end(text: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
 def decoder(
     target: Any, assistant: Any, rows: Sequence[np.ndarray], new_tokens: int, temperature: float, num_draft_tokens: int
 ) -> Callable[[], Any]:
-    """A call that continues every row of token ids by `new_tokens`.
+    """Return a call that continues every row of token ids by `new_tokens`.
 
-    Plain decoding takes all rows at once; assisted generation is for one row only, so the rows follow one another.
+    Plain decoding takes all rows at once. Assisted generation supports only one row, so the rows follow one another.
     """
     import torch
 
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens} | sampled
     if assistant is not None:
-        # As jspec drafts: a constant number, without stopping early where the assistant is unsure.
+        # Draft a constant number of tokens, as jspec does, without stopping early if the assistant is unsure.
         assistant.generation_config.num_assistant_tokens = num_draft_tokens
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0

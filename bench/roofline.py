@@ -1,4 +1,4 @@
-"""How much of the memory's read bandwidth decoding uses."""
+"""The share of the memory's read bandwidth that decoding uses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ PROBE_BYTES = {"cpu": 2**28, "gpu": 2**32, "tpu": 2**31}
 
 
 def probes(size: int | None = None) -> tuple[int, dict[str, Callable[[], Any]]]:
-    """Return a number of bytes, and calls that only read as many: a sum, and a vector times a matrix.
+    """Return a number of bytes, and calls that only read that many: a sum, and a vector-matrix product.
 
     Args:
-        size: the bytes, at least 16 KiB; None is enough to leave the caches of the device that is here.
+        size: the number of bytes, at least 16 KiB. None chooses enough to exceed the caches of the current device.
     """
     size = size or PROBE_BYTES[jax.default_backend()]
     matrix = jax.random.normal(jax.random.key(0), (size // 4 // 4096, 4096), jnp.float32)

@@ -1,4 +1,4 @@
-"""Tokens a round under the three exact rules, for several drafters, draft lengths and temperatures; no times."""
+"""Tokens per round under the three exact rules, for several drafters, draft lengths and temperatures; no timing."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ RULES = ("rejection", "block", "coupled")
 
 
 def run(subject: Subject, batch: int, ks: list[int], new_tokens: int, temperatures: list[float]) -> None:
-    """Publish one row a drafter, K and temperature; all rules continue the same prompts with the same keys."""
+    """Publish one row per drafter, K and temperature. All rules continue the same prompts with the same keys."""
     target, found = subject.target, made(subject)
     drafters = {name: found[name] for name in DRAFTERS if name in found} | early_exit(target)
     request = _, lengths, _ = subject.request(batch, WIDTH)
@@ -44,12 +44,12 @@ def run(subject: Subject, batch: int, ks: list[int], new_tokens: int, temperatur
 
 
 def _yields(out: jspec.Output) -> np.ndarray:
-    """Tokens a round of each request, ``float64[B]``."""
+    """Return the tokens per round of each request, ``float64[B]``."""
     return np.asarray(out.lengths, float) / np.asarray(out.stats.rounds)
 
 
 def _compared(yields: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Means of the rules, and how sure block's lead over rejection is."""
+    """Return the mean for each rule, and the significance of block's lead over rejection."""
     lead = yields["block"] - yields["rejection"]
     error = lead.std(ddof=1) / lead.size**0.5
     return {rule: float(mean.mean()) for rule, mean in yields.items()} | {

@@ -1,4 +1,4 @@
-"""What one pass costs as the context, the batch and the number of rows grow."""
+"""The cost of one forward pass as the context, the batch and the number of rows grow."""
 
 import jax
 
@@ -9,7 +9,7 @@ from bench.timing import in_turns
 
 
 def run(pair: str, repeats: int) -> None:
-    """Publish target and draft passes along each of the three axes, from one base."""
+    """Publish target and draft passes along each of the three axes, from a common base."""
     models = dict(zip(("target", "draft"), pairs.pair(pair), strict=True))
     base = {"rows": 1, "batch": 1, "context": 64}
     steps = {"rows": (1, 2, 3, 5, 9, 17), "batch": (1, 2, 4, 8, 16), "context": (64, 256, 1007)}

@@ -1,4 +1,4 @@
-"""Clients of a server, with the draft and without: what they wait for, and tokens a second, by how many there are."""
+"""Clients of a server with and without a draft: their waits and tokens per second, by the number of clients."""
 
 import asyncio
 import contextlib
@@ -22,21 +22,21 @@ from jspec import theory
 from jspec.bundled import PAIR
 from jspec.text import load_tokenizer
 
-_MODEL, _WAITING = "model", 1024  # so many requests that nobody is refused
-_RATES = 0.5, 0.8, 1.2  # of arrival, as parts of what the plain server can do
+_MODEL, _WAITING = "model", 1024  # enough waiting requests that none is rejected
+_RATES = 0.5, 0.8, 1.2  # arrival rates, as shares of the plain server's capacity
 _ARRIVALS = 32
-_ENOUGH = 0.5  # accepted of judged drafts
+_ENOUGH = 0.5  # minimum acceptance rate
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What clients ask, and what they would like.
+    """The clients' requests and their latency limits.
 
     Attributes:
-        prompts: texts or token ids, in turns.
-        new_tokens, temperature: of every request.
-        at_once: numbers of clients that are always waiting for an answer.
-        first, each: limits of a good answer, seconds to its first text and a token behind that.
+        prompts: text or token ids, used in turn.
+        new_tokens, temperature: options of every request.
+        at_once: the numbers of clients that are always waiting for an answer.
+        first, each: the limits of a good answer: seconds to its first text, and seconds per token after that.
     """
 
     prompts: Sequence[Any]
@@ -49,7 +49,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a client has met: seconds to the first text, seconds a token behind it, tokens, and figures of drafts."""
+    """A client's result: seconds to the first text, seconds per token after it, tokens, and draft statistics."""
 
     first: float
     each: float
@@ -58,13 +58,13 @@ class Answer:
 
 
 class Clients:
-    """All that ask one server; their numbers are seeds, so that all servers have the same work."""
+    """All clients of one server. Their request numbers are seeds, so that all servers have the same work."""
 
     def __init__(self, api: openai.AsyncOpenAI, traffic: Traffic):
         self._api, self._traffic = api, traffic
 
     async def ask(self, number: int) -> Answer:
-        """One request, streamed."""
+        """Send one streamed request."""
         of = self._traffic
         begun, usage = time.perf_counter(), None
         times: list[float] = []
@@ -76,7 +76,7 @@ class Clients:
             seed=number,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True, "cache_salt": f"{begun}"},  # every prompt is read
+            extra_body={"ignore_eos": True, "cache_salt": f"{begun}"},  # every prompt is prefilled
         )
         async for chunk in stream:
             times += [time.perf_counter()] if chunk.choices and chunk.choices[0].text else []
@@ -86,7 +86,7 @@ class Clients:
         return Answer(times[0] - begun, each, tokens, usage.model_extra["jspec"])
 
     async def together(self, count: int, total: int) -> list[Answer]:
-        """So many clients, each with its next request when the last is answered."""
+        """Run `count` clients, each of which sends its next request when the previous one is answered."""
         left = iter(range(total))
 
         async def one() -> list[Answer]:
@@ -95,7 +95,7 @@ class Clients:
         return [answer for answers in await asyncio.gather(*(one() for _ in range(count))) for answer in answers]
 
     async def arriving(self, rate: float, total: int) -> list[Answer]:
-        """Requests at random moments, so many a second (a Poisson process), whatever the server does."""
+        """Send requests at random moments, `rate` per second (a Poisson process), regardless of the server's speed."""
         moments = np.cumsum(np.random.default_rng(0).exponential(1 / rate, total))
 
         async def one(number: int) -> Answer:
@@ -106,7 +106,7 @@ class Clients:
 
 
 def prompts(file: Path | None) -> list[Any]:
-    """The lines of a file; without one, held-out Python as the bundled tokenizer reads it."""
+    """Return the lines of a file, or held-out Python code in the bundled tokenizer's ids if there is no file."""
     if file is not None:
         return file.read_text(encoding="utf-8").splitlines()
     tokens, lengths, _ = ragged(held_out(load_tokenizer(PAIR / "target"), 16)["inside a module"])
@@ -115,7 +115,7 @@ def prompts(file: Path | None) -> list[Any]:
 
 @contextlib.contextmanager
 def served(options: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A `jspec serve` in a process of its own, and its address."""
+    """Run `jspec serve` in a process of its own, and yield its address and the process."""
     command = [sys.executable, "-m", "jspec", "serve", "--port", "0", "--name", _MODEL,
                "--max-waiting", str(_WAITING), *options]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -127,7 +127,7 @@ def served(options: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[str]]
                 break
         else:
             raise RuntimeError(f"jspec serve has ended: {said}")
-        # It would wait for somebody to read what else it says.
+        # The server would block if its further output were not read.
         threading.Thread(target=process.stderr.read, daemon=True).start()
         try:
             yield said.rsplit(" ", 1)[1], process
@@ -140,11 +140,11 @@ Load = Callable[[Clients], Awaitable[list[Answer]]]
 
 def run(common: Sequence[str], drafted: Sequence[str], name: str, traffic: Traffic, cost_ratio: float, repeats: int,
         folder: Path | None) -> None:  # fmt: skip
-    """Measure two servers in turns and publish.
+    """Measure two servers in turns and publish the results.
 
     Args:
         common, drafted: options of both servers, and of the one that drafts.
-        cost_ratio: of a draft step over a target step, for the theory.
+        cost_ratio: the cost of a draft step over that of a target step, for the theory.
     """
     with contextlib.ExitStack() as stack:
         servers = {"plain": [*common, "--plain"], "with the draft": [*common, *drafted]}
@@ -173,19 +173,19 @@ def _notes(rows: Sequence[dict[str, Any]], traffic: Traffic, cost_ratio: float) 
 
 
 def _speed(turn: tuple[float, list[Answer]]) -> float:
-    """Tokens a second."""
+    """Return tokens per second."""
     seconds, answers = turn
     return sum(answer.tokens for answer in answers) / seconds
 
 
 class _Measure:
-    """Loads on servers in turns; the first turn is warm-up."""
+    """Measurement of loads on servers in turns. The first turn is warm-up."""
 
     def __init__(self, urls: dict[str, str], traffic: Traffic):
         self._urls, self._traffic = urls, traffic
 
     def in_turns(self, load: Load, repeats: int) -> dict[str, list[tuple[float, list[Answer]]]]:
-        """By server: seconds of each turn, and the answers."""
+        """Return the seconds and answers of each turn, keyed by server."""
         found: dict[str, list[tuple[float, list[Answer]]]] = {name: [] for name in self._urls}
         for turn in range(repeats + 1):
             for name, url in self._urls.items():

@@ -67,7 +67,7 @@ print(json.dumps({"import, s": imported - began, "load, s": loaded - imported, "
                   "first token, s": warm, "weights, GB": weights, "peak memory, GB": peak, "constrained": constrained}))
 """
 
-# `jspec serve` until it would listen; then how many programs the cache had, and how many it had not.
+# Runs `jspec serve` until it would listen, then prints the numbers of cache hits and misses.
 SERVE = """
 from collections import Counter
 import jspec.serve.run
@@ -86,9 +86,9 @@ main()
 
 
 def served(target: str | None) -> list[dict[str, float]]:
-    """Return the seconds of two starts of `jspec serve`, and how many programs the cache had and had not.
+    """Return the seconds of two starts of `jspec serve`, and the numbers of cache hits and misses.
 
-    A target is served with its usual draft.
+    A target is served with its default draft.
     """
     starts: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def served(target: str | None) -> list[dict[str, float]]:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's, without what it says of the cache."""
+    """Return this process's environment without the cache settings."""
     return {
         key: value
         for key, value in os.environ.items()
@@ -117,7 +117,7 @@ def _environment() -> dict[str, str]:
 
 
 def _child(subject: tuple[str, str | None, str], cache: str | None) -> dict[str, Any]:
-    """The times of one fresh process; `subject` is the pair, a target in its place, and the program."""
+    """Return the times of one fresh process. `subject` is the pair, a target that replaces it, and the program."""
     environment = _environment()
     if cache:
         environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -130,9 +130,9 @@ def _child(subject: tuple[str, str | None, str], cache: str | None) -> dict[str,
 
 
 def run(pair: str, target: str | None) -> None:
-    """Publish one row for each program and state of the cache; `target` drafts by lookup."""
+    """Publish one row for each program and cache state. `target` uses lookup drafting."""
     rows: list[dict[str, Any]] = []
-    constrained: list[dict[str, float]] = []  # of the engine, without the cache and with it
+    constrained: list[dict[str, float]] = []  # from the engine, without and with the cache
     with tempfile.TemporaryDirectory() as cache:
         for program in ("plain", "K = 4", "up to 8", "engine"):
             for state, folder in (("none", None), ("filled", cache), ("used", cache)):

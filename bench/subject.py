@@ -1,4 +1,4 @@
-"""What is measured: a pair that comes with jspec or checkpoints of your own, and the prompts that they continue."""
+"""The subject of a measurement: a pair included with jspec or your own checkpoints, and the prompts to continue."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from jspec.drafters.combine.fallback import behind_lookup
 from pair.corpus import is_held_out, read_documents
 
 WIDTH = 96
-RECYCLING = "recycling"  # beside what `jspec tune` takes for a draft
-# ``int32[B, P]`` padded on the right, ``int32[B]``, keys ``[B]``: as `jspec.generate` takes them.
+RECYCLING = "recycling"  # in addition to the drafts that `jspec tune` accepts
+# Right-padded tokens ``int32[B, P]``, lengths ``int32[B]`` and keys ``[B]``, as in `jspec.generate`.
 Request = tuple[np.ndarray, np.ndarray, jax.Array]
 
 
@@ -30,11 +30,11 @@ class Subject:
     """A pair with its prompts.
 
     Attributes:
-        name: stands in titles and in the names of the results.
+        name: the name in titles and result files.
         draft: a model, or any drafter.
-        tokenizer: None for random weights, whose prompts are random tokens.
-        prompts: token ids of your own prompts; none for those that come with jspec.
-        folder: where the results go.
+        tokenizer: the tokenizer, or None for random weights, whose prompts are random tokens.
+        prompts: the token ids of your own prompts; empty for those included with jspec.
+        folder: the folder for the results.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Subject:
     folder: Path = RESULTS
 
     def request(self, batch: int, width: int) -> Request:
-        """Your own prompts, from the start again where they run out; without any, `batch` of `width` tokens."""
+        """Return `batch` prompts: your own, repeated if there are too few, or else prompts of `width` tokens."""
         if self.prompts:
             return ragged([self.prompts[i % len(self.prompts)] for i in range(batch)])
-        if self.tokenizer is None:  # cost does not depend on them
+        if self.tokenizer is None:  # the cost does not depend on the tokens
             vocab_size = self.target.config.vocab_size
             return ragged(np.random.default_rng(0).integers(1, vocab_size, (batch, width)))
         return ragged(held_out(self.tokenizer, batch)["inside a module"][:, -width:])
 
     def kinds(self, batch: int) -> dict[str, Request]:
-        """Kind of prompt -> `batch` requests, of `WIDTH` tokens but for your own."""
+        """Return prompt kind -> `batch` requests. They have `WIDTH` tokens, except for your own prompts."""
         if self.prompts:
             return {"own prompts": self.request(batch, WIDTH)}
         return {kind: ragged(rows) for kind, rows in held_out(self.tokenizer, batch).items()}
 
     def draft_passes(self, rows: Mapping[str, int], batch: int, context: int, slots: int) -> dict[str, Pass]:
-        """Name -> a pass over so many rows of what drafts, to be measured alone; none where it is no model."""
+        """Return name -> a draft pass over that many rows, to be measured alone; empty if the draft is not a model."""
         if isinstance(self.draft, jspec.EarlyExitDrafter):
             model, layers = self.target, self.draft.layers
         elif isinstance(self.draft, jspec.Llama):
@@ -71,7 +71,7 @@ class Subject:
 
 
 def ragged(rows: Any) -> Request:
-    """Rows of token ids as one request."""
+    """Return rows of token ids as one request."""
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), lengths.max()), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
@@ -80,12 +80,12 @@ def ragged(rows: Any) -> Request:
 
 
 def span(lengths: np.ndarray) -> str:
-    """`lengths` in a title: "32", or "7 to 32"."""
+    """Return `lengths` formatted for a title, such as "32" or "7 to 32"."""
     return f"{lengths.min()}" if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
 
 
 def held_out(tokenizer: Any, batch: int) -> dict[str, np.ndarray]:
-    """Kind of prompt -> ``int32[batch, WIDTH]``, from modules neither bundled model was trained on."""
+    """Return prompt kind -> ``int32[batch, WIDTH]``, from modules that neither bundled model was trained on."""
     texts = [document.text for document in read_documents() if is_held_out(document.path)]
     rows = [row for row in tokenizer(texts, verbose=False)["input_ids"] if len(row) >= 8 * WIDTH]
     rows = rows[:: max(1, len(rows) // batch)][:batch]
@@ -96,19 +96,19 @@ def held_out(tokenizer: Any, batch: int) -> dict[str, np.ndarray]:
 
 def find(new_tokens: int, pair: str, target: str | None, draft: str | None, prompts: Path | None,
          folder: Path | None) -> Subject:  # fmt: skip
-    """What the options say.
+    """Return the subject that the options describe.
 
     Args:
-        new_tokens: how many each prompt must leave room for.
-        pair: what is measured unless `target` or `draft` is given; see `bench.pairs.pair`.
-        target: directory, name or hub id; that of `pair`, if only `draft` is given.
-        draft: the same; or without a model "recycling", "lookup", "exit:N" or a datastore.
-        prompts: a file of prompts, see `read_prompts`.
-        folder: where the results go, made if it is missing; None is bench/results.
+        new_tokens: the number of new tokens that each prompt must leave room for.
+        pair: the pair to measure unless `target` or `draft` is given. See `bench.pairs.pair`.
+        target: a directory, name or hub id. If only `draft` is given, the target is that of `pair`.
+        draft: the same, or, for drafting without a model, "recycling", "lookup", "exit:N" or a datastore.
+        prompts: a file of prompts. See `read_prompts`.
+        folder: the folder for the results, created if missing. None is bench/results.
 
     Raises:
-        ValueError: options that do not go together, tokenizers that differ, prompts that cannot be used.
-        OSError: a file or folder that cannot be read or made.
+        ValueError: options conflict, tokenizers differ, or prompts cannot be used.
+        OSError: a file or folder cannot be read or created.
     """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def find(new_tokens: int, pair: str, target: str | None, draft: str | None, prom
 
 
 def _known(pair: str, prompts: Path | None) -> Subject:
-    """A pair that comes with jspec."""
+    """Return a pair included with jspec."""
     if pair.removesuffix(":int8") == "bundled":
         return Subject(pair, *pairs.pair(pair), text.load_tokenizer(PAIR / "target"))
     if prompts is not None:
@@ -133,7 +133,7 @@ def _known(pair: str, prompts: Path | None) -> Subject:
 
 
 def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None) -> Subject:
-    """Checkpoints of your own; what drafts without a model does so for the target of `pair`, too."""
+    """Return your own checkpoints. A draft without a model also works for the target of `pair`."""
     if draft in (None, NONE) or (target is None and drafts_by_model(draft)):
         raise ValueError("--target and --draft go together: two models with one tokenizer, or --draft lookup, "
                          "recycling or exit:N, which need no model.")  # fmt: skip
@@ -156,15 +156,16 @@ def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None)
 
 
 def drafts_by_model(draft: str | None) -> bool:
-    """Whether a draft of that name, if it has one, is a model."""
+    """Return whether a draft with this name, if any, is a model."""
     return draft is None or (draft != RECYCLING and is_model(draft))
 
 
 def read_prompts(file: Path, tokenizer: Any, room: int) -> list[list[int]]:
-    """The lines of a UTF-8 file as token ids, one prompt a line.
+    """Return the lines of a UTF-8 file as token ids, one prompt per line.
 
     Raises:
-        ValueError: the file is empty; or a line is, or is not UTF-8, or has more than `room` tokens: with its number.
+        ValueError: the file is empty, or a line is empty, is not UTF-8 or has more than `room` tokens. The message
+            gives the line number.
     """
     lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     if not lines:

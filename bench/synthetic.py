@@ -1,4 +1,4 @@
-"""Acceptance at a chosen rate, for models with random weights. Every pass and draw is real; the text means nothing."""
+"""A chosen acceptance rate for models with random weights. Every pass and draw is real, but the text is meaningless."""
 
 import dataclasses
 from typing import ClassVar
@@ -25,11 +25,11 @@ from jspec.rules import (
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic(Rule):
-    """Accepts drafts at given rates, whatever they are.
+    """A rule that accepts draft tokens at given rates, whatever they are.
 
     Attributes:
-        by_rank: how often the child of each rank is accepted where its parent is, the eldest first; of further ones
-            none is.
+        by_rank: how often the child of each rank is accepted if its parent is, from rank 0 on. Children of higher ranks
+            are never accepted.
     """
 
     by_rank: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Timing: everything that is compared is called in turns, so that all meet the same machine."""
+"""Timing: all calls to be compared run in turns, so that they run under the same machine conditions."""
 
 import dataclasses
 import time
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """A median with the quartiles around it and the number of readings."""
+    """A median with its quartiles and the number of readings."""
 
     median: float
     low: float
@@ -20,22 +20,22 @@ class Spread:
 
 
 def spread(values: Any) -> Spread:
-    """The median and quartiles of `values`."""
+    """Return the median and quartiles of `values`."""
     low, median, high = (float(q) for q in np.percentile(values, [25, 50, 75]))
     return Spread(median, low, high, len(values))
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Wall time of one call, to the end of its device work."""
+    """Return the wall time of one call, including its device work."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
 def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, np.ndarray]:
-    """Seconds of every call, ``float64[repeats]`` each, measured A B C, A B C, ...
+    """Return the seconds of every call, ``float64[repeats]`` each, measured in the order A B C, A B C, ...
 
-    The first two calls of a program are warm-up: GPUs build their command buffers in them.
+    The first two calls of a program are warm-up, because GPUs build their command buffers in them.
     """
     readings: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + repeats):
@@ -47,5 +47,5 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int =
 
 
 def ratio(of: np.ndarray, to: np.ndarray) -> Spread:
-    """The spread of the ratios of readings taken in the same turn."""
+    """Return the spread of the ratios `of` / `to` between readings from the same turn."""
     return spread(of / to)

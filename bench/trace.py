@@ -1,4 +1,4 @@
-"""Where a round's time goes, by a profiler trace of the compiled program: python -m bench trace."""
+"""A breakdown of a round's time from a profiler trace of the compiled program: python -m bench trace."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ from bench.subject import Subject
 from bench.timing import seconds
 
 PHASES = ("prefill", "draft", "verify", "accept", "commit")
-# These only hold other instructions; their time is that of what they hold.
+# These only contain other instructions, whose time they include.
 _CONTAINERS = ("while", "call", "conditional")
 
 
@@ -32,7 +32,7 @@ class Event:
 
 
 def phases(hlo: str) -> dict[str, str | None]:
-    """Instruction -> the phase whose `jax.named_scope` it was traced in, "other", or None for a container."""
+    """Return instruction -> the phase whose `jax.named_scope` it was traced in, "other", or None for a container."""
     found: dict[str, str | None] = {}
     for name, op, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\((.*)$", hlo, re.M):
         scopes = re.search(r'op_name="([^"]*)"', rest)
@@ -42,7 +42,7 @@ def phases(hlo: str) -> dict[str, str | None]:
 
 
 def events(folder: Path, phase_of: dict[str, str | None]) -> list[Event]:
-    """What was executed, read from the newest trace under `folder`."""
+    """Return the executed instructions, read from the newest trace under `folder`."""
     file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     found = []
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -56,7 +56,7 @@ def events(folder: Path, phase_of: dict[str, str | None]) -> list[Event]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of `spans`."""
+    """Return the length of the union of `spans`."""
     total, reached = 0.0, -np.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -65,7 +65,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
-    """One row a phase: its share of the time from first to last event, its time and instructions a round."""
+    """Return one row per phase: its share of the time from first to last event, its time and instructions per round."""
     span = max(event.end for event in found) - min(event.start for event in found)
     rows = []
     counts = collections.Counter(event.phase for event in found)
@@ -80,7 +80,7 @@ def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
 
 
 def run(subject: Subject, k: int, batch: int, new_tokens: int, temperature: float, keep: Path | None) -> None:
-    """Trace one call after three untraced ones; with `keep`, leave a Perfetto file there."""
+    """Trace one call after three untraced calls. If `keep` is given, write a Perfetto file there."""
     target, draft, request = subject.target, subject.draft, subject.request(batch, 32)
     sampling = jspec.SamplingParams(temperature=temperature)
 

@@ -1,6 +1,7 @@
-"""What a kernel moves and computes: the bytes that it reads from memory and writes there, and its products.
+"""The traffic and arithmetic of a kernel: the bytes that it reads and writes in memory, and the FLOPs of its products.
 
-Of what is sliced the slice counts, of what is updated in place the update; what is in a TPU's own memory does not.
+For a sliced array only the slice counts, and for an in-place update only the update. A TPU's on-chip memory does not
+count.
 """
 
 import math
@@ -11,14 +12,14 @@ from bench.hlo import Instruction, array_bytes, arrays
 Computation = dict[str, Instruction]
 
 _SLICES = {"slice", "dynamic-slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # op -> which operand is written into the first one
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # op -> the operand that is written into the first one
 _LIBRARY = re.compile(r'custom_call_target="__cublas')
 _ON_CHIP = re.compile(r"S\([1-9]\)")
 
 
 def traffic(one: Instruction, here: Computation, computations: dict[str, Computation]) -> tuple[int, int]:
-    """Bytes read and written by an instruction of the computation `here`."""
-    if one.op.endswith("-start"):  # from one memory into the other: (from, to, ...), of a copy (to, from, ...)
+    """Return the bytes read and written by an instruction of the computation `here`."""
+    if one.op.endswith("-start"):  # between memories: (from, to, ...), but (to, from, ...) for a copy
         moved = _parts(one.shape)[:2]
         source, target = moved[::-1] if one.op == "copy-start" else moved
         return (0 if _ON_CHIP.search(source) else array_bytes(target)), _bytes(target)
@@ -37,7 +38,10 @@ def traffic(one: Instruction, here: Computation, computations: dict[str, Computa
 
 
 def _written_by_call(one: Instruction) -> int:
-    """Results, without those that are updated in place, of which nobody says how much, and what a library works in."""
+    """Return the bytes of a call's results, without library workspaces and results updated in place.
+
+    The size of in-place updates is unknown.
+    """
     parts = _parts(one.shape)
     if _LIBRARY.search(one.rest):
         return _bytes(parts[0])
@@ -47,7 +51,7 @@ def _written_by_call(one: Instruction) -> int:
 
 
 def flops(one: Instruction, here: Computation, computations: dict[str, Computation]) -> int:
-    """Two for each multiplication of the products in an instruction."""
+    """Return the FLOPs of an instruction's products, two for each multiplication."""
     if one.op == "fusion":
         return sum(flops(inner, computations[called], computations)
                    for called in one.calls for inner in computations[called].values())  # fmt: skip
@@ -57,12 +61,12 @@ def flops(one: Instruction, here: Computation, computations: dict[str, Computati
     batched = re.search(r"lhs_batch_dims=\{([\d,]+)\}", one.rest)
     batch = math.prod(left[int(i)] for i in batched[1].split(",")) if batched else 1
     result = math.prod(arrays(one.shape)[0][1])
-    # [M, K] by [K, N] makes [M, N]: K^2 is what both have over what the result has; of a batch, that times its size.
+    # [M, K] times [K, N] gives [M, N]: K^2 is the operands' sizes over the result's, and B times that for a batch of B.
     return round(2 * result * math.sqrt(math.prod(left) * math.prod(right) / (result * batch)))
 
 
 def _parts(shape: str) -> list[str]:
-    """The arrays of a shape, with their layouts."""
+    """Return the arrays of a shape, with their layouts."""
     return re.findall(r"\b[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape)
 
 
@@ -76,10 +80,10 @@ def _results(inner: Computation) -> list[Instruction]:
 
 
 def _read(source: Instruction, inner: Computation, reader: Instruction | None) -> int:
-    """How much of `source` is read by `reader`, or else by all of a computation."""
+    """Return how many bytes of `source` are read by `reader`, or by the whole computation if `reader` is None."""
     whole = sum(map(_bytes, _parts(source.shape)))
     names = {source.name}
-    if reader is None:  # what follows may see it in another shape
+    if reader is None:  # later instructions may see it in another shape
         names |= {one.name for one in _followed(names, inner) if one.op == "bitcast"}
     total = 0
     for user in [reader] if reader else [one for one in _followed(names, inner) if one.op != "bitcast"]:
@@ -92,9 +96,9 @@ def _read(source: Instruction, inner: Computation, reader: Instruction | None) -
 
 
 def _followed(names: set[str], inner: Computation) -> list[Instruction]:
-    """What reads any of `names`, under whatever shape."""
+    """Return the instructions that read any of `names`, in whatever shape."""
     found, names = [], set(names)
-    for one in inner.values():  # operands come before what uses them
+    for one in inner.values():  # operands come before their users
         if names & set(one.operands):
             found.append(one)
             if one.op == "bitcast":

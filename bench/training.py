@@ -1,4 +1,4 @@
-"""Training: how many tokens a second, where the time of a step goes, and what it holds in memory."""
+"""Training: tokens per second, a breakdown of a step's time, and its memory use."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LENGTH = 256
 
 
 def run(subject: Subject, kinds: list[str], step_tokens: int, depth: int, draft_vocab: int, repeats: int) -> None:
-    """A step of every kind on the same batch of random tokens; cost does not depend on them."""
+    """Measure a step of every kind on the same batch of random tokens, because the cost does not depend on them."""
     target, rng = subject.target, np.random.default_rng(0)
     rows = rng.integers(target.config.vocab_size, size=(max(1, step_tokens // LENGTH), LENGTH))
     batch = side_by_side([of_answer((), row.tolist()) for row in rows], len(rows), LENGTH)
@@ -77,6 +77,6 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
 
 
 def _read(trainee: Trainee, target: Any, tokens: Any) -> Sight:
-    """What is stored of a batch."""
+    """Return the data that is stored for a batch."""
     sight = look(target, tokens, trainee.features)
     return sight if trainee.draft_ids is None else sight._replace(laws=laws_of(target, sight.hidden))

@@ -1,7 +1,7 @@
-"""Trees against chains: how often a child of each rank is accepted, what the best trees bring, and what they cost.
+"""Trees against chains: the acceptance rate of each child rank, and the gain and cost of the best trees.
 
-Beside them stands the simplest of all, k drafts of the same length that are drawn independently and verified as a
-batch, the best of which is kept: the tree of k chains that part at the root.
+The comparison includes the simplest tree: k chains that part at the root. These are k drafts of the same length that
+are drawn independently and verified as a batch, and the best one is kept.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from bench.timing import in_turns, ratio, spread
 from jspec.drafters.draft_length import doubling
 from jspec.tuning.tune_chain import acceptance_rates
 
-# Rule -> that whose acceptance of several guesses for one token it shares.
+# Rule -> the rule with the same acceptance of several candidates for one token.
 RULES = {"rejection": "rejection", "traversal": "rejection", "k-seq": "k-seq", "coupled": "coupled"}
-INDEPENDENT = "k-seq"  # needs children that were drawn independently
+INDEPENDENT = "k-seq"  # this rule needs independently drawn children
 UNKNOWN = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A drafter of `nodes` guesses under a rule.
+    """A drafter of `nodes` draft tokens under a rule.
 
     Attributes:
-        options: of `bench.play.Play.drafted`.
-        tree: for which the rates of `rule` predict what it brings; None where they do not.
+        options: options for `bench.play.Play.drafted`.
+        tree: the tree whose gain the acceptance rates of `rule` predict; None if they do not predict it.
     """
 
     rule: str
@@ -46,12 +46,13 @@ class Setting:
 
 
 def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, acceptance: Sequence[float]) -> None:
-    """Publish one row a rule and number of children, then one a rule and tree: chains, and the best of `nodes` nodes.
+    """Publish one row per rule and number of children, then one per rule and tree.
 
-    The best are those of `jspec.theory.best_tree`, from the acceptance of children; dynamic trees are searched for.
+    The trees are chains and the best trees of `nodes` nodes. The best trees come from `jspec.theory.best_tree`, given
+    the children's acceptance rates. Dynamic trees are found by search.
 
     Args:
-        acceptance: of the child of each rank, whatever the models say; none for what they say.
+        acceptance: synthetic acceptance rates by child rank; empty to use the models' own acceptance.
     """
     subject, rules = play.subject, judges(play, acceptance)
     accepted = {like: fans(play, rules[like], children, like == INDEPENDENT)
@@ -90,7 +91,7 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
 
 
 def judges(play: Play, acceptance: Sequence[float]) -> dict[str, Any]:
-    """Name -> rule: all that can judge what drafts; one where they do the same."""
+    """Return name -> rule for all rules that can verify the drafter, or for one of them if they are equivalent."""
     if acceptance:
         rule = Synthetic(tuple(acceptance))
         return {str(rule): rule}
@@ -100,15 +101,15 @@ def judges(play: Play, acceptance: Sequence[float]) -> dict[str, Any]:
 
 
 def settings(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
-    """What is compared under one rule, of whose fans `rates` are those of each rank."""
+    """Return the settings to compare under one rule, whose acceptance rates by child rank are `rates`."""
     draft, found, independent = play.subject.draft, [], rule == INDEPENDENT
-    if isinstance(draft, jspec.TokenRecyclingDrafter):  # its trees are its own
+    if isinstance(draft, jspec.TokenRecyclingDrafter):  # it has its own trees
         return [Setting(rule, f"{rule}, tree of {one.num_nodes}", one.tree.size, {"drafter": one}, one.tree)
                 for one in map(jspec.TokenRecyclingDrafter, nodes)]  # fmt: skip
-    if not independent:  # of a chain it is rejection
+    if not independent:  # on a chain that rule equals rejection
         found += [Setting(rule, f"{rule}, chain of {k}", k, chain(draft, k), jspec.Tree.chain(k))
                   for k in doubling(depth)]  # fmt: skip
-    if isinstance(draft, jspec.NGramDrafter) and rule in RULES:  # synthetic acceptance asks for no guess
+    if isinstance(draft, jspec.NGramDrafter) and rule in RULES:  # synthetic acceptance ignores the draft tokens
         options = chain(draft, depth) | {"num_draft_tokens": jspec.UpTo(depth)}
         found.append(Setting(rule, f"{rule}, chain of up to {depth}", depth, options, None))
     for count in nodes:
@@ -121,7 +122,7 @@ def settings(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: 
 
 
 def _chains(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
-    """k chains that part at the root: drawn independently, or of lookup what followed k matches."""
+    """Return k chains that part at the root: independent draws or, for lookup, the continuations of k matches."""
     looked_up = isinstance(play.subject.draft, jspec.NGramDrafter)
     if not looked_up and (rule not in ("rejection", INDEPENDENT) or not _draws(play)):
         return []
@@ -129,13 +130,13 @@ def _chains(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: i
     for k in (count // depth for count in nodes if 2 * depth <= count <= len(rates) * depth):
         tree = jspec.Tree.branching((k, *[1] * (depth - 1)))
         drafter = branching(play.subject.draft, tree, replacement=True)
-        known = tree if looked_up or rule == INDEPENDENT else None  # the fans of rejection have no such children
+        known = tree if looked_up or rule == INDEPENDENT else None  # rejection was not measured with such children
         found.append(Setting(rule, f"{rule}, {k} chains of {depth}", tree.size, {"drafter": drafter}, known))
     return found
 
 
 def _dynamic(play: Play, rule: str, nodes: list[int], depth: int) -> list[Setting]:
-    if rule != "coupled" or not _draws(play):  # no other may judge them
+    if rule != "coupled" or not _draws(play):  # no other rule may verify them
         return []
     return [Setting(rule, f"{rule}, dynamic of {count}", count,
                     {"drafter": jspec.DynamicTreeDrafter(play.subject.draft, count, depth)}, None)
@@ -143,7 +144,7 @@ def _dynamic(play: Play, rule: str, nodes: list[int], depth: int) -> list[Settin
 
 
 def _draws(play: Play) -> bool:
-    """Whether children are drawn, and not looked up or the likeliest."""
+    """Return whether children are sampled, rather than looked up or the most likely tokens."""
     return play.temperature > 0 and not isinstance(play.subject.draft, jspec.NGramDrafter | jspec.TokenRecyclingDrafter)
 
 
@@ -167,7 +168,7 @@ def _row(
 
 
 def fastest(rows: plots.Rows) -> list[str]:
-    """A sentence about the fastest chain and the fastest tree, and one about what was predicted to be."""
+    """Return a sentence about the fastest chain and tree, and one about the setting predicted to be fastest."""
     played = [row for row in rows if row["nodes"] != ""]
     kinds = {"chain": [row for row in played if ", chain of" in row["tree"]],
              "tree": [row for row in played if ", chain of" not in row["tree"]]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What those wait for who are served together: the first token with a draft, and tokens while a long prompt is read."""
+"""The waits of concurrent requests: the first token with a draft, and tokens during the prefill of a long prompt."""
 
 import threading
 import time
@@ -15,11 +15,11 @@ from bench.timing import spread
 from jspec.engine import Engine, Request
 
 STREAMS = 3
-NEW = 400  # tokens of a stream: enough to last while the prompt is read
+NEW = 400  # tokens of a stream: enough to last during the prefill
 
 
 class Stream:
-    """One request and the times at which its tokens came."""
+    """One request and the times at which its tokens arrived."""
 
     def __init__(self, engine: Engine, request: Request):
         self.times, self.begun, self.ended = [], time.perf_counter(), threading.Event()
@@ -31,19 +31,19 @@ class Stream:
             self.ended.set()
 
     def first(self) -> float:
-        """Seconds to the first token; waits for it."""
+        """Wait for the first token and return the seconds to it."""
         while not self.times:
             time.sleep(1e-4)
         return self.times[0] - self.begun
 
     def each(self, since: float, until: float) -> list[float]:
-        """Seconds a token, of those that came in between; of several that came at once each has its share."""
+        """Return the seconds per token in the interval. Tokens that arrive together share their gap equally."""
         moments, counts = np.unique([moment for moment in self.times if since <= moment <= until], return_counts=True)
         return [share for gap, n in zip(np.diff(moments), counts[1:], strict=True) for share in [gap / n] * n]
 
 
 def run(subject: Subject, long: int, repeats: int) -> None:
-    """Measure with a draft and without, in turns, and publish."""
+    """Measure with and without a draft, in turns, and publish the results."""
     (row,), _, _ = subject.request(1, 96)
     prompt, length = tuple(row.tolist()), subject.target.config.max_position_embeddings
     long = min(long, length - 16)
@@ -72,7 +72,7 @@ def run(subject: Subject, long: int, repeats: int) -> None:
 
 def _figures(engine: Engine, prompt: tuple[int, ...], text: tuple[int, ...], turn: int) -> dict[str, float]:
     def request(tokens: tuple[int, ...], count: int, salt: str) -> Request:
-        return Request(tokens, count, jspec.SamplingParams(), salt=f"{salt} {turn}")  # nothing is held from before
+        return Request(tokens, count, jspec.SamplingParams(), salt=f"{salt} {turn}")  # no prefix is cached
 
     def alone(tokens: tuple[int, ...], salt: str) -> float:
         stream = Stream(engine, request(tokens, 1, salt))

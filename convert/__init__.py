@@ -1,4 +1,4 @@
-"""Conversion of Llama, Mistral, Qwen2 and Qwen3 checkpoints to and from flat dictionaries of named arrays.
+"""Conversion between Llama, Mistral, Qwen2 and Qwen3 checkpoints and flat dictionaries of named arrays.
 
 The package contains no model code.
 """

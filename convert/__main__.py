@@ -1,6 +1,6 @@
 """The command `python -m convert SRC DST`, also available as `jspec convert`.
 
-It converts Hugging Face or GGUF checkpoints to Orbax, and with `--to hf` back to the Hugging Face format.
+It converts Hugging Face and GGUF checkpoints to Orbax. With `--to hf`, it writes the Hugging Face format instead.
 """
 
 import enum

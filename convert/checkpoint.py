@@ -13,8 +13,9 @@ class Checkpoint:
 
     Attributes:
         config: the configuration of the forward pass.
-        params: flat dotted name -> array, exactly the names and shapes of `shapes(config)`, all of one dtype.
-        directory: the path that the checkpoint was read from: a directory with config.json and the tokenizer's files,
+        params: the arrays by flat dotted name. Names and shapes are exactly those of `shapes(config)`, and all arrays
+            have the same dtype.
+        directory: the path that the checkpoint was read from: a directory with config.json and the tokenizer files,
             or a GGUF file.
     """
 

@@ -1,6 +1,6 @@
-"""Parsing of config.json into `LlamaConfig`.
+"""A parser that turns config.json into a `LlamaConfig`.
 
-Every field that changes the computed function is read, or rejected by name.
+Every field that changes the computed function is either parsed or rejected by name.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from convert.json_file import read_object
 from convert.rope import RopeConfig, parse_rope
 from convert.weight_files import INDEX, SINGLE
 
-# The fields that are fixed in every family, see `Family.fixed`.
+# The fields that are fixed in every family. See `Family.fixed`.
 _FIXED = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
@@ -29,17 +29,17 @@ _FIXED = {
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """A model's forward pass, the tokens that end its texts, and its recommended sampling.
+    """The configuration of a model's forward pass, with its EOS ids and recommended sampling parameters.
 
-    Hashable, so it can be static in `jax.jit`.
+    Instances are hashable, so they can be static arguments of `jax.jit`.
 
     Attributes:
-        max_position_embeddings: the longest text, at most the sliding window if the model has one.
-        attention_bias: q, k, v and o have biases.
-        qkv_bias: q, k and v have biases, whether or not o has one.
-        qk_norm: queries and keys are normalised over each head before they are rotated.
-        eos_token_ids: the ids in config.json, then those that only generation_config.json names.
-        pad_token_id: the id that pads batches, if the files name one. It serves only to detect left padding.
+        max_position_embeddings: the maximum sequence length, at most the sliding window if the model has one.
+        attention_bias: whether q, k, v and o have biases.
+        qkv_bias: whether q, k and v have biases, regardless of o.
+        qk_norm: whether queries and keys are normalised over each head before they are rotated.
+        eos_token_ids: the EOS ids in config.json, followed by those that only generation_config.json names.
+        pad_token_id: the padding id, if the files name one. It is used only to detect left padding.
         sampling: the sampling parameters that the model recommends.
     """
 
@@ -77,7 +77,7 @@ def _family(raw: Fields) -> Family:
 
 
 def check_supported(raw: Fields, fixed: Fields) -> None:
-    """Raise CheckpointError if `raw` has another value for a field of `fixed`; null counts as left out."""
+    """Raise CheckpointError if a field of `raw` differs from its value in `fixed`; null counts as missing."""
     for key, wanted in fixed.items():
         value = raw.get(key)
         if value is not None and (value != wanted or isinstance(value, bool) != isinstance(wanted, bool)):
@@ -88,7 +88,7 @@ def check_supported(raw: Fields, fixed: Fields) -> None:
 
 
 def _check_weights(raw: Fields) -> None:
-    """Reject a config.json that names an unusual file of weights, which transformers would read."""
+    """Reject a config.json that names a non-standard weights file, which transformers would read."""
     named = raw.get("transformers_weights")
     if named not in (None, SINGLE):
         raise CheckpointError(
@@ -107,7 +107,7 @@ def _check_layer_types(raw: Fields) -> None:
 
 
 def _heads(raw: Fields) -> tuple[int, int, int]:
-    """Return (query heads, key-value heads, size of a head)."""
+    """Return (number of query heads, number of key-value heads, head size)."""
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     kv_heads = integer(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -128,12 +128,12 @@ def _heads(raw: Fields) -> tuple[int, int, int]:
 def parse_config(raw: Fields) -> LlamaConfig:
     """Parse the content of a config.json into a `LlamaConfig`.
 
-    Both the fields of transformers 5 (`rope_parameters`) and those of earlier versions (`rope_theta`,
-    `rope_scaling`) are read. `eos_token_id` may be an int, a list or null. Fields that transformers ignores
-    for a model of its family are ignored here too.
+    Both the transformers 5 fields (`rope_parameters`) and the earlier ones (`rope_theta`, `rope_scaling`) are
+    supported. `eos_token_id` may be an int, a list or null. Fields that transformers ignores for the model's family
+    are ignored here too.
 
     Raises:
-        CheckpointError: a field is missing, has a wrong value, or asks for a function not supported here.
+        CheckpointError: a field is missing, has a wrong value, or requires an unsupported computation.
     """
     family = _family(raw)
     raw = {**family.defaults, **raw}
@@ -164,7 +164,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
 
 
 def _pad(raw: Fields) -> int | None:
-    """Return the id that pads batches, or None for -1 and other values that are not ids, which change no result."""
+    """Return the padding id, or None for -1 and other values that are not ids. These do not affect any result."""
     pad = raw.get("pad_token_id")
     return pad if isinstance(pad, int) and not isinstance(pad, bool) and pad >= 0 else None
 
@@ -172,11 +172,11 @@ def _pad(raw: Fields) -> int | None:
 def read_config(source: str | Path) -> LlamaConfig:
     """Read `source`/config.json and generation_config.json, or the metadata of the GGUF file `source`.
 
-    Chat models often name the token that ends a turn only in generation_config.json, so its ids end a text, too. If
-    that file is missing, config.json may hold its fields, as in transformers.
+    Chat models often name the end-of-turn token only in generation_config.json, so its ids count as EOS too. If that
+    file is missing, config.json may hold its fields, as in transformers.
 
     Raises:
-        CheckpointError: as in `parse_config`; or a file is missing, not a JSON object, or a damaged GGUF file.
+        CheckpointError: as in `parse_config`, or a file is missing, is not a JSON object, or is a damaged GGUF file.
     """
     path = Path(source)
     if path.is_file():
@@ -189,7 +189,7 @@ def read_config(source: str | Path) -> LlamaConfig:
 
 
 def _with_generation(config: LlamaConfig, raw: Fields, file: Path) -> LlamaConfig:
-    """Return `config` with the fields of a generation_config.json, which were read from `file`."""
+    """Return `config` updated with generation_config.json fields, which were read from `file`."""
     try:
         ends = dict.fromkeys((*config.eos_token_ids, *token_ids(raw, "eos_token_id")))
         sampling = parse_sampling(raw)
@@ -200,7 +200,7 @@ def _with_generation(config: LlamaConfig, raw: Fields, file: Path) -> LlamaConfi
 
 
 def gguf_config(header: gguf_header.Header) -> LlamaConfig:
-    """Return the config of a GGUF file whose header is already read.
+    """Return the config of a GGUF file, given its header.
 
     Raises:
         CheckpointError: as in `read_config`.

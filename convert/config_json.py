@@ -1,11 +1,11 @@
-"""Writing of a `LlamaConfig` as the fields of a config.json."""
+"""Conversion of a `LlamaConfig` to the fields of a config.json."""
 
 from typing import Any
 
 from convert.config import LlamaConfig
 from convert.rope import RopeConfig
 
-# The fields of RopeConfig, beside theta and kind, that each kind uses.
+# The fields of RopeConfig that each kind uses, besides theta and kind.
 _USED = {
     "default": (),
     "linear": ("factor",),
@@ -15,7 +15,7 @@ _USED = {
 
 
 def fields(config: LlamaConfig) -> dict[str, Any]:
-    """Return fields that `parse_config` reads as `config`, without biases on q, k and v alone and sampling defaults."""
+    """Return fields that `parse_config` parses back to `config`, except for q/k/v-only biases and sampling defaults."""
     ends = config.eos_token_ids
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -40,7 +40,7 @@ def fields(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
-    """Return the fields in the spellings of transformers 5 and of earlier versions. Some programs read only one."""
+    """Return the fields in both the transformers 5 format and the earlier one, because some programs read only one."""
     used = {name: getattr(rope, name) for name in _USED[rope.kind]}
     section = {"rope_type": rope.kind, **used}
     return {

@@ -1,4 +1,4 @@
-"""An output directory that appears complete or not at all, and the small files that are copied with the weights."""
+"""Atomic creation of output directories, and copying of the small files that accompany the weights."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from convert.unfinished import deleted_in_the_end
 from convert.weight_files import INDEX
 
 _CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
-_ADAPTER = {"adapter_config.json"}  # with it, PEFT would look for an adapter, which is not copied
+_ADAPTER = {"adapter_config.json"}  # if this file were copied, PEFT would look for the adapter, which is not
 
 
 @contextmanager
 def new_directory(destination: Path) -> Iterator[Path]:
     """Yield a new directory next to `destination`, and rename it to `destination` if the block ends without an error.
 
-    If the process is killed, a directory remains, which `resolve` rejects by its name.
+    If the process is killed, the temporary directory remains. `resolve` recognises its name and rejects it.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.
@@ -44,7 +44,7 @@ def new_directory(destination: Path) -> Iterator[Path]:
 
 
 def _make(folder: Path) -> None:
-    """Create `folder` and its parents. The error names the parent that users know, not the temporary name.
+    """Create `folder` and its parents. The error names the parent, because users do not know the temporary name.
 
     Raises:
         CheckpointError: one of the folders cannot be created.
@@ -58,9 +58,9 @@ def _make(folder: Path) -> None:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy configuration and tokenizer files byte for byte, config.json last, because nothing loads without it.
+    """Copy the configuration and tokenizer files byte for byte. config.json is last: nothing loads without it.
 
-    For a GGUF file, which contains the same information, write these files.
+    For a GGUF file, generate these files, because its metadata contains the same information.
     """
     if source.is_file():
         header = gguf_header.read(source)

@@ -1,4 +1,4 @@
-"""The three dtypes that a checkpoint may hold."""
+"""The three dtypes that a checkpoint may have."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def parse(dtype: Any) -> np.dtype:
 
 
 def check_cast(values: np.ndarray, source: np.dtype, name: str) -> None:
-    """Check `values`, cast from `source`, for infinities, which would otherwise show only much later, as NaN.
+    """Check `values`, cast from `source`, for infinities, which would otherwise surface only much later, as NaN.
 
     Raises:
         CheckpointError: the cast was not to a wider dtype, and a value is not finite.

@@ -1,4 +1,4 @@
-"""The exception of this package, with helpers that list names and shorten errors of other libraries."""
+"""This package's exception, and helpers that list names and shorten other libraries' error messages."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -10,21 +10,21 @@ class CheckpointError(ValueError):
 
 
 def listing(names: Iterable[str], limit: int = 4) -> str:
-    """Return `names` sorted and separated by commas, cut after `limit`: a 70B model can lack 723 tensors."""
+    """Return `names` sorted, comma-separated and cut after `limit`, because a 70B model can lack 723 tensors."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + rest
 
 
 def brief(error: Exception) -> str:
-    """Return the first line of another library's error, at most 200 characters: some append their whole state."""
+    """Return the first 200 characters of an error's first line, because some libraries append their whole state."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]
 
 
 @contextmanager
 def raised_alone() -> Iterator[None]:
-    """Drop the error logs of Orbax in this block: it would log from every thread, with traces, what it also raises."""
+    """Suppress Orbax's error logs in this block: every thread logs, with a traceback, what Orbax also raises."""
 
     def no_error(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR

@@ -1,4 +1,4 @@
-"""Conversion of a Hugging Face directory to our arrays, one at a time, strictly by the table in keymap.py."""
+"""Conversion of a Hugging Face directory to our arrays, one at a time and strictly by the table in keymap.py."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,11 +42,11 @@ def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
 def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     """Return the tensors of a tied checkpoint. Its head may be missing, a copy of the embedding, or stored alone.
 
-    A head in another dtype than the embedding is left out if one equals the other after rounding. A head that is
+    A head whose dtype differs from the embedding's is left out if one equals the other after rounding. A head that is
     stored alone becomes the embedding.
 
     Raises:
-        CheckpointError: the head differs. Versions of transformers disagree about which of the two to use then.
+        CheckpointError: the head differs from the embedding. Versions of transformers disagree about which one to use.
     """
     head, embedding = found.get(keymap.HEAD), found.get(keymap.EMBEDDING)
     if head is None:
@@ -70,7 +70,7 @@ def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
 
 
 def _equal_in(head: Tensor, embedding: Tensor) -> set[np.dtype]:
-    """Return the dtypes of the two in which they are equal, bit for bit, after a cast: both if neither is rounded."""
+    """Return the dtypes (of the two) that make both tensors bitwise equal after a cast: both if neither is rounded."""
     if head.shape != embedding.shape:
         return set()
     casts = {head.dtype, embedding.dtype}
@@ -82,7 +82,7 @@ def _equal_in(head: Tensor, embedding: Tensor) -> set[np.dtype]:
 
 
 def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
-    """Reject more layers than `source` can have, because the table of a damaged config could fill the memory.
+    """Reject more layers than `source` can have, because a damaged config's tensor table could exhaust memory.
 
     Raises:
         CheckpointError: the config has more layers than `source` has tensors.
@@ -95,7 +95,7 @@ def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
 
 
 def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the tensors by Hugging Face name, checked against the config, without those that may be ignored.
+    """Return the tensors by Hugging Face name, checked against the config and without ignored ones.
 
     A tied head that repeats the embedding is kept, so that converting back can write it again.
 
@@ -129,7 +129,7 @@ def stored_dtype(found: dict[str, Tensor], directory: Path) -> np.dtype:
 
 
 def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (our name, array) for every entry of the table, see `filled`.
+    """Yield an (our name, array) pair for every entry of the table. See `filled`.
 
     Raises:
         CheckpointError: as in `filled`.
@@ -140,10 +140,10 @@ def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> It
 def filled(
     found: Mapping[str, Tensor], entries: Iterable[keymap.Entry], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (our name, array) pairs. Each array is allocated once in `dtype` and filled in pieces of 16 MiB.
+    """Yield (our name, array) pairs. Each array is allocated once in `dtype` and filled in 16 MiB chunks.
 
     Raises:
-        CheckpointError: a file became unreadable since it was scanned, or a value does not fit `dtype`.
+        CheckpointError: a file has become unreadable since it was scanned, or a value does not fit `dtype`.
     """
     for entry in entries:
         array, offset = np.empty(entry.shape, dtype), 0

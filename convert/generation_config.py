@@ -9,7 +9,7 @@ from convert.errors import CheckpointError
 from convert.json_fields import Fields, flag
 
 NAME = "generation_config.json"
-# Name: the allowed values, and their test.
+# Name -> (description of the allowed values, predicate that tests a value).
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("a number of at least 0 (0 is greedy)", lambda x: 0 <= x < math.inf),
     "top_k": ("a whole number of at least -1 (0 and -1 are off)", lambda x: -1 <= x < 2**31 and x == int(x)),
@@ -19,7 +19,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "presence_penalty": ("a number from -1e6 to 1e6 (0 is off)", lambda x: abs(x) <= 1e6),
     "frequency_penalty": ("a number from -1e6 to 1e6 (0 is off)", lambda x: abs(x) <= 1e6),
 }
-# Other fields that change the distribution, with the value that switches each off. The last five come from GGUF files.
+# Other fields that change the distribution, with the value that disables each. The last line is for GGUF files.
 _UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"), 1),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty", "top_h"), 0),
@@ -33,11 +33,12 @@ _UNSUPPORTED: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplingDefaults:
-    """The sampling parameters that a model recommends; a field is None if the model recommends no value.
+    """The sampling parameters that a model recommends. A field is None if the model does not recommend a value.
 
     Attributes:
-        temperature: as in `jspec.SamplingParams`, like the others; 0 if the file says ``"do_sample": false``.
-        unsupported: the names of further fields that would change the distribution; they are ignored.
+        temperature: as in `jspec.SamplingParams`, like the other fields. It is 0 if the file says
+            ``"do_sample": false``.
+        unsupported: the names of other fields that would change the distribution. These fields are ignored.
     """
 
     temperature: float | None = None
@@ -60,13 +61,13 @@ class SamplingDefaults:
 
 
 def parse_sampling(raw: Fields) -> SamplingDefaults:
-    """Parse the content of a generation_config.json, or of a config.json that has none beside it.
+    """Parse the content of a generation_config.json, or of a config.json if that file does not exist.
 
-    As in vLLM, a field counts whether or not the file says ``"do_sample": true``, and a field that is missing
-    recommends nothing: top-k is then off, where transformers would use 50.
+    As in vLLM, a field applies whether or not the file says ``"do_sample": true``. A missing field recommends
+    nothing: top-k is then off, whereas transformers would use 50.
 
     Raises:
-        CheckpointError: a sampling parameter, which the message names, is out of range.
+        CheckpointError: a sampling parameter is out of range. The message names it.
     """
     values: dict[str, Any] = {name: _value(name, raw[name]) for name in _RANGES if raw.get(name) is not None}
     if not flag(raw, "do_sample", default=True):

@@ -1,4 +1,4 @@
-"""Models with a short name: how to find one on this machine, and how to download it."""
+"""Models with short names, and how to find them on this machine or download them."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ from convert.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model that jspec is known to read.
+    """A model that jspec is known to support.
 
     Attributes:
         repo_id: the repository on the hub.
@@ -47,16 +47,16 @@ MODELS = {
 
 
 def find(name: str) -> Path | None:
-    """Return the path of the model `name` on this machine: in its package, else complete in the hub's cache.
+    """Return the local path of the model `name`: in its package, or else complete in the hub cache.
 
-    No network request is made.
+    This function makes no network requests. It returns None if the model is not found.
     """
     model = MODELS[name]
     return _in_package(model.package) or _in_cache(model.repo_id)
 
 
 def unknown(name: str, *others: str) -> str:
-    """Return the message for a source that does not exist, with the nearest known name, `others` included."""
+    """Return the error message for a nonexistent source, with the closest known name, `others` included."""
     near = difflib.get_close_matches(name, [*others, *MODELS], n=1)
     meant = f", did you mean {near[0]!r}" if near else ""
     return (

@@ -1,4 +1,4 @@
-"""Typed access to the fields of a parsed config.json; `null` counts as left out."""
+"""Typed access to the fields of a parsed config.json, in which `null` counts as missing."""
 
 import math
 from typing import Any

@@ -21,8 +21,8 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
     Raises:
-        CheckpointError: the file is missing, not UTF-8 or not JSON; it repeats a key, of which Python would silently
-            keep the last one; or it does not hold an object.
+        CheckpointError: the file is missing, not UTF-8 or not JSON; it repeats a key, in which case Python would
+            silently keep the last value; or it does not hold an object.
     """
     if not path.is_file():
         placeholders.check(path)

@@ -1,8 +1,8 @@
-"""The strict two-way table between Hugging Face tensor names and ours.
+"""The strict two-way mapping between Hugging Face tensor names and ours.
 
-Our names are flat and dotted. Weights are [out, in] as in the source; q, k and v are joined on axis 0, and so are
-gate and up.
-Letters: V vocabulary, E hidden, F intermediate, D head size, Q query heads x D, K key-value heads x D.
+Our names are flat and dotted. Weights are [out, in], as in the source. q, k and v are concatenated on axis 0, and so
+are gate and up.
+Size letters: V vocabulary, E hidden, F intermediate, D head size, Q query heads x D, K key-value heads x D.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from convert.config import LlamaConfig
 
-# Our name, the Hugging Face names of its parts with their rows, the columns, the config flags that each add a bias.
+# Our name, the Hugging Face names of its parts with their rows, the columns, and the config flags that add a bias.
 _LINEARS = (
     (
         "self_attn.qkv_proj",
@@ -30,7 +30,7 @@ _QK_NORMS = (("self_attn.q_norm", "D"), ("self_attn.k_norm", "D"))
 _BUFFER = re.compile(r"model\.(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Heads that were trained with their target are in its files; `convert.heads.medusa_files` reads them.
+# Heads trained together with their target are in the target's files. `convert.heads.medusa_files` reads them.
 MEDUSA = "medusa_head."
 
 
@@ -81,7 +81,7 @@ def _layer(config: LlamaConfig, i: int) -> Iterator[Entry]:
 
 @functools.lru_cache(maxsize=16)
 def entries(config: LlamaConfig) -> tuple[Entry, ...]:
-    """Return every array of a model with this config, in the order of the forward pass."""
+    """Return an entry for every array of a model with this config, in forward-pass order."""
     vocab, hidden = config.vocab_size, config.hidden_size
     table = [_entry("embed_tokens.weight", ((EMBEDDING, vocab),), (hidden,))]
     for i in range(config.num_hidden_layers):
@@ -93,16 +93,16 @@ def entries(config: LlamaConfig) -> tuple[Entry, ...]:
 
 
 def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape, by our name, of every array that a checkpoint with this config must hold."""
+    """Return the shape of every array that a checkpoint with this config must hold, keyed by our name."""
     return {entry.name: entry.shape for entry in entries(config)}
 
 
 def hf_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape, by Hugging Face name, of every tensor that a checkpoint with this config must hold."""
+    """Return the shape of every tensor that a checkpoint with this config must hold, keyed by Hugging Face name."""
     return {part.hf_name: (part.rows, *entry.shape[1:]) for entry in entries(config) for part in entry.parts}
 
 
 def is_ignored(name: str, config: LlamaConfig) -> bool:
-    """Return whether a tensor of this Hugging Face name is ignored if present."""
+    """Return whether a tensor with this Hugging Face name is ignored if present."""
     buffer = _BUFFER.fullmatch(name)
     return buffer is not None and int(buffer[1] or 0) < config.num_hidden_layers

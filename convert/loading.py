@@ -1,4 +1,4 @@
-"""Loading of every kind of checkpoint: Hugging Face directory, hub id, converted directory, GGUF file."""
+"""Loading of checkpoints from Hugging Face directories, hub ids, converted directories and GGUF files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ Arrays = Iterator[tuple[str, np.ndarray]]
 def load(source: str | Path, dtype: Any = None, revision: str | None = None) -> Checkpoint:
     """Read a Hugging Face directory, a hub id, a converted directory or a GGUF file into NumPy arrays.
 
-    The memory needed is that of the arrays in the target dtype plus about one array more.
+    Peak memory use is the size of all arrays in the target dtype plus about one more array.
 
     Args:
         source: the directory, the GGUF file, or a hub id `org/model`.
@@ -28,14 +28,14 @@ def load(source: str | Path, dtype: Any = None, revision: str | None = None) -> 
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        CheckpointError: the checkpoint has any fault. Nothing is repaired or skipped.
+        CheckpointError: there is any fault in the checkpoint. Nothing is repaired or skipped.
     """
     config, directory, arrays = stream(source, dtype, revision)
     return Checkpoint(config, dict(arrays), directory)
 
 
 def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaConfig, Path, Arrays]:
-    """Return the config, the local path and the arrays of `load`, one after another, so that callers can show progress.
+    """Return the config, the local path, and an iterator over the arrays of `load`, so that callers can show progress.
 
     Raises:
         CheckpointError: as in `load`, raised now or while the arrays are read.
@@ -60,7 +60,7 @@ def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaC
 
 
 def check(source: str | Path) -> None:
-    """Check that `source` is a checkpoint whose files are there, without reading their content.
+    """Check that `source` is a checkpoint whose files exist, without reading their contents.
 
     Call it before reading the tokenizer, because files in another program's layout may lack one.
 

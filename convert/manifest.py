@@ -1,7 +1,7 @@
 """The file MANIFEST.sha256: one line per file, in the format that `sha256sum -c` reads.
 
-Orbax stores no checksum of array data, so a flipped bit would load as a slightly different model. The strict parser
-of the lines detects a flipped bit in the manifest itself, too.
+Orbax stores no checksum of array data, so a flipped bit would load as a slightly different model. The strict line
+parser also detects flipped bits in the manifest itself.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def write(directory: Path) -> None:
-    """Write the manifest of every file in `directory`, at any depth."""
+    """Write a manifest of all files in `directory`, at any depth."""
     lines = [f"{digest}  {name}\n" for name, digest in _digests(directory).items()]
     (directory / NAME).write_text("".join(lines), encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""Logs of what is ignored in a checkpoint, written once, when its weights are read.
+"""Log messages about what is ignored in a checkpoint, written once, when its weights are read.
 
-A field that other programs may read gets a warning, which says what to do. Everything else gets an info message.
+A field that other programs may read gets a warning that says what to do. Everything else gets an info message.
 """
 
 import logging
@@ -20,7 +20,7 @@ def log_directory(directory: Path) -> None:
     """Log what is ignored in a Hugging Face directory.
 
     Raises:
-        CheckpointError: config.json, the index or a file of weights is missing.
+        CheckpointError: config.json, the index or a weight file is missing.
     """
     config = directory / "config.json"
     for warning in warnings(read_object(config)):

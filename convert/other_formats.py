@@ -1,4 +1,4 @@
-"""Error messages for directories that hold another format in place of readable safetensors weights."""
+"""Error messages for directories that hold another format instead of supported safetensors weights."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ _FORMATS = {
 
 
 def explain(directory: Path, single: str, index: str) -> str:
-    """Return one sentence: what `directory` holds, what was expected, and what to do.
+    """Return one sentence that says what `directory` holds, what was expected, and what to do.
 
     Args:
         single: the file that was expected.
@@ -71,7 +71,7 @@ def _own_layout(directory: Path) -> str | None:
 
 
 def _quantised(directory: Path) -> str | None:
-    """Return the message for files of programs that describe their quantisation beside config.json."""
+    """Return the message for quantised weights whose method is described in a file beside config.json."""
     for name, method in (("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")):
         if (directory / name).exists():
             return (
@@ -117,7 +117,7 @@ def _other_program(directory: Path) -> str | None:
 
 
 def _saved_pickles(directory: Path) -> str | None:
-    """Return the message for pickles that transformers can convert, whichever other formats are beside them."""
+    """Return the message for pickles that transformers can convert, regardless of other formats beside them."""
     return _pickles(directory) if _can_convert(directory) else None
 
 

@@ -1,4 +1,4 @@
-"""Detection of files that are not the expected file: git-lfs pointers, web pages and broken links."""
+"""Detection of placeholders in place of the expected file: git-lfs pointers, web pages and broken links."""
 
 import codecs
 from pathlib import Path
@@ -7,7 +7,7 @@ from convert.errors import CheckpointError
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _PAGES = b"<!doctype html", b"<html", b"<?xml"
-# Error responses of the hub that `curl` or `wget` store as the file.
+# Hub error responses that `curl` or `wget` save as if they were the file.
 _ANSWERS = (
     *(b"access to model ", b"entry not found", b"repository not found", b"invalid username or password"),
     *(b"not found", b'{"error'),

@@ -1,4 +1,4 @@
-"""Detection, from config.json, of weights that another program has quantised."""
+"""Detection of weights quantised by another program, based on config.json."""
 
 import reprlib
 from typing import Any
@@ -32,7 +32,7 @@ _SECTIONS = ("quantization_config", "compression_config", "quantization")
 
 
 def check(raw: Fields) -> None:
-    """Reject quantised weights, with the name of the method.
+    """Reject quantised weights. The error names the method.
 
     Raises:
         CheckpointError: config.json has a section for a quantisation method.

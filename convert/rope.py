@@ -1,4 +1,4 @@
-"""The rotary embedding's fields, in the spellings of transformers 5 and of earlier versions."""
+"""A parser for the rotary embedding's fields, in the formats of transformers 5 and of earlier versions."""
 
 import dataclasses
 import math
@@ -86,7 +86,7 @@ def _yarn(section: Fields, theta: float, raw: Fields) -> Fields:
 
 
 def _original_length(section: Fields, raw: Fields) -> int:
-    """Return the length from the section or from the top level, which transformers reads first.
+    """Return the original length from the section or from the top level, which transformers reads first.
 
     Return `max_position_embeddings` if neither has it.
     """
@@ -121,7 +121,7 @@ def given_sections(raw: Fields) -> list[Any]:
 
 
 def _theta(raw: Fields, sections: list[Any]) -> float:
-    """Return the one value of `rope_theta` that is given, or the default.
+    """Return the value given for `rope_theta`, or the default.
 
     Raises:
         CheckpointError: two different values are given, or transformers would not read the only one.

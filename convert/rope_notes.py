@@ -1,4 +1,4 @@
-"""Warnings about fields of the rotary embedding that are ignored, as in transformers, and how to change that."""
+"""Warnings about rotary-embedding fields that are ignored, as in transformers. Each warning says what to do."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _READ_ELSEWHERE = "attn_factor", "extrapolation_factor", "llama_4_scaling_beta"
 
 
 def unread(raw: Fields) -> list[str]:
-    """Return, sorted, the keys of the rope section that no known program reads."""
+    """Return the sorted keys of the rope section that no known program reads."""
     return sorted({key for section in given_sections(raw)[:1] for key in section} - KNOWN - {*_READ_ELSEWHERE})
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face directory, listed from the headers alone, with rows that are read lazily.
+"""A lazy reader for a Hugging Face directory. It lists the tensors from the headers alone and reads rows on demand.
 
 The safetensors library checks each header. This module checks the directory as a whole, which the library cannot see.
 """
@@ -58,7 +58,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def metadata(file: Path) -> dict[str, str] | None:
-    """Return the free text in the header of a safetensors file.
+    """Return the free-form metadata in a safetensors header.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -97,16 +97,16 @@ def scan(
     tables: Mapping[str, str] | None = None,
     is_optional: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
-    """Return every tensor of a Hugging Face directory by name, from the headers.
+    """Return every tensor of a Hugging Face directory by name, reading only the headers.
 
     Args:
         single: as in `convert.weight_files.find`.
-        tables: the tensors that are not weights, with their dtype, I64 or BOOL.
-        is_optional: whether the index may name a tensor that no file holds, or leave it out.
+        tables: the tensors that are not weights, with their dtypes (I64 or BOOL).
+        is_optional: returns whether the index may name a given tensor that no file holds, or leave it out.
 
     Raises:
         CheckpointError: a file is damaged or missing; a tensor is in two files or has a dtype other than F32, BF16 and
-            F16; or the index names a file for a tensor that does not hold it.
+            F16; or the index maps a tensor to a file that does not hold it.
     """
     chosen = weight_files.find(directory, single)
     found: dict[str, Tensor] = {}

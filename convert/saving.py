@@ -56,10 +56,10 @@ def save(checkpoint: Checkpoint, destination: str | Path) -> Path:
 
 
 def save_hf(checkpoint: Checkpoint, destination: str | Path) -> Path:
-    """Write a Hugging Face directory, atomically: the files of the original source, with config.json unchanged.
+    """Write a Hugging Face directory, atomically, with the original source's files and an unchanged config.json.
 
-    If the dtype was not changed, every tensor equals that of the source, byte for byte. After a change, config.json
-    still names the source's dtype: transformers casts to that dtype unless its caller chooses another one.
+    If the dtype was not changed, every tensor equals the source's, byte for byte. After a change, config.json still
+    names the source's dtype, so transformers casts to that dtype unless its caller chooses another one.
 
     Returns:
         `destination`.

@@ -21,7 +21,7 @@ def read(file: Path, add: dict[str, bool]) -> Vocabulary:
 
     Args:
         file: a SentencePiece model such as those of Llama 2, TinyLlama, Mistral and Gemma.
-        add: whether every text gets BOS and EOS, by the keys "bos" and "eos".
+        add: whether to add BOS and EOS to every text, under the keys "bos" and "eos".
 
     Raises:
         CheckpointError: the file is not such a model, replaces characters, or has user-defined tokens.

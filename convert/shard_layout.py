@@ -1,4 +1,4 @@
-"""The mapping of tensors to the files of the source, kept so that converting back writes the same files."""
+"""The mapping from tensors to the source's files, kept so that converting back writes the same files."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ Layout = dict[str, Any]  # file name -> {"metadata": the header's free text, "te
 
 
 def read(directory: Path, config: LlamaConfig) -> Layout:
-    """Return the layout of a Hugging Face directory, or the one stored in a converted directory; for GGUF, one file.
+    """Return a Hugging Face directory's layout, the one stored in a converted directory, or a single file for GGUF.
 
     Raises:
         CheckpointError: the directory is damaged.

@@ -19,8 +19,8 @@ _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 def resolve(source: str | Path, revision: str | None = None) -> Path:
     """Return the local path of `source`.
 
-    That is `source` itself if it exists, else the path of a name (`convert.hub_names`) or of a hub id `org/name`. A
-    name is looked for on this machine first. The hub is asked only if the model is not there.
+    A `source` that exists is returned as it is. Otherwise it is resolved as a model name (`convert.hub_names`) or a
+    hub id `org/name`. A model name is looked up on this machine first, and on the hub only if it is not found.
 
     Raises:
         CheckpointError: `source` is not a directory, a GGUF file, or a name or hub id that can be downloaded; or
@@ -30,7 +30,7 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
 
 
 def resolve_config(source: str | Path) -> Path:
-    """Resolve `source` for `convert.read_config` alone: from the hub, only config.json is downloaded.
+    """Resolve `source` for `convert.read_config` alone. From the hub, download only config.json.
 
     Raises:
         CheckpointError: as in `resolve`.
@@ -57,7 +57,7 @@ def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins with the GGUF magic, whatever its name is.
+    """Return whether a file starts with the GGUF magic bytes, regardless of its name.
 
     Raises:
         CheckpointError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""The converted directory: arrays in an Orbax checkpoint, with config, tokenizer, layout and manifest."""
+"""Converted directories: arrays in an Orbax checkpoint, with config, tokenizer, layout and manifest."""
 
 import json
 import math
@@ -25,7 +25,7 @@ _FORMAT = {"format": "jspec checkpoint", "version": 1}
 def is_store(directory: Path) -> bool:
     """Return whether `directory` is a converted checkpoint, even a damaged one.
 
-    A manifest or folder of that name beside safetensors files belongs to another program.
+    A manifest or an arrays folder beside safetensors files belongs to another program.
     """
     if (directory / DESCRIPTION).exists():
         return True
@@ -64,7 +64,7 @@ def _context() -> Any:
     from orbax.checkpoint import v1 as ocp  # lazily, because importing it takes over a second
 
     context = ocp.Context()
-    # Without copy and compression, writing needs no memory beyond the arrays, and a third of the time.
+    # Without copying and compression, writing needs no memory beyond the arrays and takes a third of the time.
     context.memory.deepcopy_host_arrays = False
     context.array.saving.use_compression = False
     context.pytree.loading.partial_load = True  # `_check` has compared the names already
@@ -73,7 +73,7 @@ def _context() -> Any:
 
 
 def write(directory: Path, params: dict[str, np.ndarray], files: dict[str, Any]) -> None:
-    """Add arrays and description to a directory under construction.
+    """Write the arrays and the description to a directory under construction.
 
     Raises:
         CheckpointError: Orbax could not write.
@@ -121,7 +121,7 @@ def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def _groups(config: LlamaConfig, stored: np.dtype) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield name -> shape in groups of 32 MiB or one array, because Orbax reads everything in a call ahead."""
+    """Yield name -> shape in groups of up to 32 MiB or one array, because Orbax prefetches everything in a call."""
     group: dict[str, tuple[int, ...]] = {}
     size = 0
     for name, shape in shapes(config).items():
@@ -135,7 +135,7 @@ def _groups(config: LlamaConfig, stored: np.dtype) -> Iterator[dict[str, tuple[i
 
 
 def _check(directory: Path, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
-    """Check names, shapes and dtypes, because Orbax returns arrays in their stored shape, not that of the request."""
+    """Check names, shapes and dtypes, because Orbax returns arrays in their stored shape, not the requested one."""
     from orbax.checkpoint import v1 as ocp
 
     try:

@@ -15,7 +15,7 @@ from convert.weight_files import INDEX, SINGLE
 
 
 def _views(params: dict[str, np.ndarray], config: LlamaConfig) -> dict[str, np.ndarray]:
-    """Return views by Hugging Face name: the rows of our arrays that make up each tensor, without a copy."""
+    """Return, by Hugging Face name, views of the rows of our arrays that make up each tensor."""
     views: dict[str, np.ndarray] = {}
     for entry in keymap.entries(config):
         start = 0
@@ -39,9 +39,9 @@ def _write_index(directory: Path, views: dict[str, np.ndarray], layout: Layout) 
 
 
 def write_file(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
-    """Call `save_file`, but with the permissions of the umask, as for every other file.
+    """Call `save_file`, but give the file the permissions that the umask gives every other file.
 
-    By default safetensors lets only the owner read the file.
+    By default, safetensors makes the file readable only by its owner.
 
     Raises:
         CheckpointError: the file could not be written.

@@ -1,4 +1,4 @@
-"""Folders that are being written. Unfinished ones are deleted, also if the process ends without unwinding."""
+"""Cleanup of unfinished folders, which are deleted even if the process ends without unwinding."""
 
 import shutil
 import time
@@ -22,7 +22,7 @@ def deleted_in_the_end(folder: Path) -> Iterator[None]:
 
 
 def delete() -> None:
-    """Delete all such folders, for a process that is about to end inside their blocks.
+    """Delete all unfinished folders, for a process that is about to exit inside their blocks.
 
     Each folder is renamed first, so that its block cannot finish a folder that is being emptied.
     """
@@ -35,7 +35,7 @@ def delete() -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete `folder`, and retry because a library's threads may still write into it shortly after a failure."""
+    """Delete `folder`, retrying because a library's threads may still write into it shortly after a failure."""
     for pause in _PAUSES:
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

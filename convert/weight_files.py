@@ -1,4 +1,4 @@
-"""Choice of the safetensors files that hold a directory's weights, the same as in transformers."""
+"""Selection of the safetensors files that hold a directory's weights, as in transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclasses.dataclass(frozen=True)
 class WeightFiles:
-    """The chosen files of a directory.
+    """The weight files chosen from a directory.
 
     Attributes:
         files: the chosen files, sorted by name.
@@ -35,7 +35,7 @@ class WeightFiles:
 
     @property
     def note(self) -> str | None:
-        """A sentence about the files that are read and ignored, or None if none is ignored."""
+        """A sentence about the files that are read and those that are ignored, or None if none is ignored."""
         read = self.files[0].name if self.weight_map is None else f"the {len(self.files)} files of {INDEX}"
         if self._has_adapter:
             return f"reading {read} and not the adapter beside it; to use that, merge it with PEFT's `merge_and_unload`"

@@ -1,1 +1,1 @@
-"""How the bundled target/draft pair is made and measured (development only, not shipped)."""
+"""Training and measurement of the bundled target/draft pair (development only, not shipped)."""

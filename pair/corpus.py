@@ -1,7 +1,7 @@
-"""The training text: the Python standard library's own sources, split by module into train and held-out, and, for
-training alone, those of the packages jspec is developed with.
+"""The training text: the Python standard library's sources, split by module into train and held-out.
 
-The split depends only on file paths and contents, so one interpreter and one set of packages always give one corpus.
+Training also uses the sources of the packages that jspec is developed with. The split depends only on file paths and
+contents, so the same interpreter and packages always give the same corpus.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_PERCENT = 4
 LEAK_FRACTION = 0.3
 REPEATED_FRACTION = 0.5
-# What `pip install -e '.[test,dev,docs]'` brings, where the licence is permissive.
+# The packages that `pip install -e '.[test,dev,docs]'` installs and whose licence is permissive.
 PACKAGES = [
     "IPython", "absl", "anyio", "attr", "babel", "click", "dateutil", "debugpy", "etils", "flax", "fontTools",
     "fsspec", "gguf", "google", "griffe", "httpx2", "huggingface_hub", "jax", "jedi", "jinja2", "jsonschema",
@@ -24,7 +24,7 @@ PACKAGES = [
     "pyparsing", "_pytest", "requests", "rich", "scipy", "setuptools", "sympy", "torch", "tornado", "traitlets",
     "transformers", "treescope", "typer", "urllib3", "virtualenv", "watchdog", "xdist", "yaml", "zmq",
 ]  # fmt: skip
-# Not programs: other people's packages, generated text, and tables such as code pages and parser fixtures.
+# Files that are not programs: third-party packages, generated text, and tables such as code pages and parser fixtures.
 SKIPPED_PARTS = {
     "site-packages",
     "__pycache__",
@@ -48,19 +48,19 @@ class Document:
 
 
 def standard_library() -> Path:
-    """The `Lib` directory of the running interpreter."""
+    """Return the `Lib` directory of the running interpreter."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def looks_like_code(text: str) -> bool:
-    """False for empty stubs, enormous files and tables (code pages, key tables) that are mostly numbers."""
+    """Return False for empty stubs, enormous files, and tables (code pages, key tables) that are mostly numbers."""
     if not MIN_CHARS <= len(text) <= MAX_CHARS or END_OF_TEXT in text:
         return False
     return sum(map(str.isdigit, text)) < DATA_LIKE_DIGITS * len(text)
 
 
 def read_documents(root: Path | None = None) -> list[Document]:
-    """Every usable UTF-8 source file under `root`, sorted by path."""
+    """Return every usable UTF-8 source file under `root`, sorted by path."""
     root = root or standard_library()
     documents = []
     for file in sorted(root.rglob("*.py")):
@@ -77,18 +77,18 @@ def read_documents(root: Path | None = None) -> list[Document]:
 
 
 def is_held_out(path: str) -> bool:
-    """A stable pseudo-random choice of about HELD_OUT_PERCENT of the paths."""
+    """Return whether a path is held out, by a stable pseudo-random choice of about HELD_OUT_PERCENT of all paths."""
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
 def long_lines(text: str) -> set[str]:
-    """The distinct stripped lines of at least 20 characters: a file's fingerprint for near-duplicates."""
+    """Return the distinct stripped lines of at least 20 characters: a file's fingerprint for near-duplicates."""
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 20}
 
 
 def shared_lines(documents: list[Document], held_out: list[Document]) -> tuple[float, float]:
-    """The largest share of a held-out file's long lines that one document has, and the share of all that any has."""
+    """Return the largest share of a held-out file's long lines in one document, and the share of all in any of them."""
     fingerprints = [long_lines(d.text) for d in held_out]
     seen, most = set(), 0.0
     wanted = set().union(*fingerprints)
@@ -100,7 +100,10 @@ def shared_lines(documents: list[Document], held_out: list[Document]) -> tuple[f
 
 
 def without_leaks(documents: list[Document], held_out: list[Document]) -> list[Document]:
-    """Those that do not share LEAK_FRACTION of their own, or of one held-out file's, long lines with that file."""
+    """Return the documents that share less than LEAK_FRACTION of long lines with every held-out file.
+
+    The fraction is taken both of a document's own long lines and of the held-out file's.
+    """
     fingerprints = [long_lines(d.text) for d in held_out]
     owners: dict[str, list[int]] = {}
     for index, lines in enumerate(fingerprints):
@@ -118,13 +121,13 @@ def without_leaks(documents: list[Document], held_out: list[Document]) -> list[D
 
 
 def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """(train, held-out); training files that nearly duplicate a held-out file are dropped."""
+    """Return (train, held-out). Training files that nearly duplicate a held-out file are dropped."""
     held_out = [d for d in documents if is_held_out(d.path)]
     return without_leaks([d for d in documents if not is_held_out(d.path)], held_out), held_out
 
 
 def without_repeats(documents: list[Document]) -> list[Document]:
-    """Those less than REPEATED_FRACTION of whose long lines were in others before them."""
+    """Return the documents with less than REPEATED_FRACTION of their long lines in earlier documents."""
     seen: set[str] = set()
     kept = []
     for document in documents:
@@ -136,12 +139,12 @@ def without_repeats(documents: list[Document]) -> list[Document]:
 
 
 def load_corpus() -> tuple[list[Document], list[Document]]:
-    """(train, held-out) documents of the running interpreter's standard library."""
+    """Return the (train, held-out) documents of the running interpreter's standard library."""
     return split_documents(read_documents())
 
 
 def load_packages(held_out: list[Document]) -> list[Document]:
-    """The sources of PACKAGES, without repeats and what nearly duplicates a held-out file; all must be installed."""
+    """Return the sources of PACKAGES, without repeats and near-duplicates of held-out files. All must be installed."""
     root = Path(sysconfig.get_path("purelib"))
     if missing := [name for name in PACKAGES if not (root / name).exists()]:
         raise FileNotFoundError(f"The corpus lacks the packages {missing}; install jspec[test,dev,docs].")
@@ -150,7 +153,7 @@ def load_packages(held_out: list[Document]) -> list[Document]:
 
 
 def main() -> None:
-    """Print the size of each side and the held-out paths."""
+    """Print the size of each split and the held-out paths."""
     train, held_out = load_corpus()
     packages = load_packages(held_out)
     for name, side in (("train", train), ("packages", packages), ("held-out", held_out)):

@@ -1,7 +1,7 @@
-"""Cost ratio of the pair on this device: `python -m pair.cost`.
+"""The pair's cost ratio on this device: `python -m pair.cost`.
 
-c of Leviathan et al. 2023, section 3.3: the time of one draft step over that of one target step, from plain decoding
-with either model, called in turns so that both meet the same machine.
+It is c in Leviathan et al. 2023, section 3.3: the time of one draft step over that of one target step. The times come
+from plain decoding with each model, called in turns so that both run under the same machine conditions.
 """
 
 import argparse
@@ -19,7 +19,7 @@ PROMPT = "def main():\n"
 
 
 def seconds(model: jspec.Llama, tokens: np.ndarray) -> float:
-    """Wall time of decoding NEW_TOKENS greedily after ``tokens[1, P]``."""
+    """Return the wall time of decoding NEW_TOKENS greedily after ``tokens[1, P]``."""
     start = time.perf_counter()
     jax.block_until_ready(
         jspec.generate(

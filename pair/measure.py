@@ -1,4 +1,4 @@
-"""Loss and acceptance of the pair on the held-out modules: `python -m pair.measure --pair FOLDER`."""
+"""The pair's loss and acceptance on the held-out modules: `python -m pair.measure --pair FOLDER`."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ MEASURES = ("target", "draft", "argmax", "overlap", "entropy")
 
 @dataclass
 class Estimate:
-    """A mean over `count` token positions with the standard error over independent `groups` (windows)."""
+    """A mean over `count` token positions, with the standard error over independent `groups` (windows)."""
 
     mean: float
     error: float
@@ -35,19 +35,19 @@ class Estimate:
 
 
 def estimate(values: torch.Tensor) -> Estimate:
-    """Summarise values [windows, positions]; windows are nearly independent, the positions of one are not."""
+    """Summarise values [windows, positions]. Windows are nearly independent, but positions within a window are not."""
     means = values.double().mean(1)
     return Estimate(means.mean().item(), (means.std() / len(means) ** 0.5).item(), values.numel(), len(means))
 
 
 @torch.no_grad()
 def log_probabilities(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Float32 log-probabilities after each position but the last: [batch, time - 1, vocabulary]."""
+    """Return float32 log-probabilities after each position except the last: [batch, time - 1, vocabulary]."""
     return model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
 
 
 def compare(target: LlamaForCausalLM, draft: LlamaForCausalLM, ids: torch.Tensor, first: int) -> dict:
-    """Per-position measures [rows, positions] of both models' predictions of ids[:, first:]."""
+    """Return per-position measures [rows, positions] of both models' predictions of ids[:, first:]."""
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in MEASURES}
     for rows in ids.split(8):
         p, q = (log_probabilities(model, rows)[:, first - 1 :] for model in (target, draft))
@@ -61,26 +61,26 @@ def compare(target: LlamaForCausalLM, draft: LlamaForCausalLM, ids: torch.Tensor
 
 
 def held_out_windows(stream: np.ndarray, count: int) -> torch.Tensor:
-    """`count` windows spread evenly over the whole held-out stream, without overlap: [count, WINDOW]."""
+    """Return `count` windows spread evenly over the whole held-out stream, without overlap: [count, WINDOW]."""
     count = min(count, len(stream) // WINDOW)
     starts = np.linspace(0, len(stream) - WINDOW, count).astype(int)
     return torch.from_numpy(np.stack([stream[s : s + WINDOW] for s in starts]).astype(np.int64))
 
 
 def bytes_per_token(documents: list[Document], stream: np.ndarray) -> float:
-    """Mean UTF-8 bytes of text per token of the held-out stream."""
+    """Return the mean number of UTF-8 text bytes per token of the held-out stream."""
     return sum(len(d.text.encode()) for d in documents) / len(stream)
 
 
 def report_losses(measures: dict[str, torch.Tensor], ratio: float) -> None:
-    """Print the losses of models in nats per token and bits per byte; `ratio` is bytes per token."""
+    """Print the models' losses in nats per token and bits per byte. `ratio` is bytes per token."""
     for name in [name for name in ("target", "draft") if name in measures]:
         loss = estimate(measures[name])
         print(f"{name} loss, nats/token: {loss}; bits/byte: {loss.mean / math.log(2) / ratio:.4f}")
 
 
 def main() -> None:
-    """Print every figure for the pair in a folder."""
+    """Print all measurements for the pair in a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", type=Path, default=Path("jspec/bundled/pair_data"))
     parser.add_argument("--windows", type=int, default=200, help="held-out windows of 512 tokens")
@@ -93,7 +93,7 @@ def main() -> None:
     print(f"held-out: {len(documents)} files, {len(stream)} tokens")
 
     windows, ratio = held_out_windows(stream, options.windows), bytes_per_token(documents, stream)
-    if not (options.pair / "draft").exists():  # it is still to be trained
+    if not (options.pair / "draft").exists():  # the draft is not trained yet
         return report_losses({"target": compare(target, target, windows, 1)["target"]}, ratio)
     draft = load_model(options.pair / "draft")
     text = compare(target, draft, windows, 1)

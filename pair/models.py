@@ -1,4 +1,4 @@
-"""The two Llama shapes, and how they are written to disk."""
+"""The two Llama shapes, and functions that create, save and load their models."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ DRAFT = TARGET | dict(num_hidden_layers=2, intermediate_size=512)
 
 
 def new_model(shape: dict, vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """A randomly initialised float32 Llama with tied embeddings and two key/value heads."""
+    """Return a randomly initialised float32 Llama with tied embeddings and two key/value heads."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -31,9 +31,9 @@ def new_model(shape: dict, vocab_size: int, seed: int) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """A copy of `small` with `layers` layers, at least as many as before, that computes the same function.
+    """Return a copy of `small` with `layers` layers, at least as many as before, that computes the same function.
 
-    Copied layers come after their originals with both output matrices zero, so they add nothing to the
+    Copied layers come after their originals. Both of their output matrices are zero, so they add nothing to the
     residual stream until trained. A shallow start costs a fraction of the time per token.
     """
     model = new_model(TARGET | {"num_hidden_layers": layers}, small.config.vocab_size, 0)
@@ -50,7 +50,7 @@ def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def cut(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A draft of the target's embeddings and its first and last layers, with the heaviest neurons of these."""
+    """Return a draft made of the target's embeddings, and its first and last layers cut to their heaviest neurons."""
     model = new_model(DRAFT, target.config.vocab_size, 0)
     model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     model.model.norm.load_state_dict(target.model.norm.state_dict())
@@ -67,7 +67,7 @@ def cut(target: LlamaForCausalLM) -> LlamaForCausalLM:
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     """Write config.json, generation_config.json and bfloat16 model.safetensors into `folder`.
 
-    The copy is rounded, not `model`, so training can go on in float32.
+    Only the saved copy is rounded, not `model`, so training can continue in float32.
     """
     rounded = LlamaForCausalLM(model.config).to(torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
@@ -77,5 +77,5 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def load_model(folder: Path) -> LlamaForCausalLM:
-    """The saved weights, exactly as rounded to bfloat16, held in float32 and in evaluation mode."""
+    """Load the saved weights, exactly as rounded to bfloat16, into a float32 model in evaluation mode."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

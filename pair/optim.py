@@ -1,4 +1,4 @@
-"""Optimiser and learning-rate schedule shared by both training stages."""
+"""The optimiser and learning-rate schedule that both training stages share."""
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ CLIP_NORM = 1.0
 
 
 class Optimiser:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms, one shared schedule.
+    """An optimiser with Muon for the matrices inside the layers, AdamW for embeddings and norms, and one schedule.
 
-    At this size Muon needs clearly fewer tokens than AdamW alone, and tokens are what a CPU is short of.
+    At this size Muon needs clearly fewer tokens than AdamW alone, and tokens are the scarce resource on a CPU.
     """
 
     def __init__(self, model: LlamaForCausalLM, steps: int, scale: float = 1.0, decay: float = DECAY):
@@ -29,7 +29,7 @@ class Optimiser:
         self.steps, self.scale, self.decay = steps, scale, decay
 
     def step(self, loss: torch.Tensor, step: int) -> None:
-        """Back-propagate the scalar `loss` and update; `step` counts from 0 and sets the rates."""
+        """Back-propagate the scalar `loss` and update the weights. `step` counts from 0 and sets the rates."""
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
         for optimiser, peak in self.parts:
@@ -38,7 +38,7 @@ class Optimiser:
             optimiser.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict]:
-        """The state of both parts."""
+        """Return the state of both optimisers."""
         return [optimiser.state_dict() for optimiser, _ in self.parts]
 
     def load_state_dict(self, states: list[dict]) -> None:
@@ -48,9 +48,10 @@ class Optimiser:
 
 
 def rate_factor(step: int, steps: int, decay: float) -> float:
-    """Share of the peak rate at `step`: linear warm-up, constant, then, for the share `decay`, linearly down to zero.
+    """Return the share of the peak rate at `step`.
 
-    Before the decay nothing depends on `steps`, so a resumed run may be given more or fewer of them.
+    The rate warms up linearly, stays constant, and falls linearly to zero over the last `decay` share of the steps.
+    Before the decay nothing depends on `steps`, so a resumed run may use a different number of steps.
     """
     rates = [1.0, (step + 1) / WARMUP_STEPS]
     return min([*rates, (steps - step) / (decay * steps)] if decay else rates)

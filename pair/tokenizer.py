@@ -13,13 +13,13 @@ from pair.corpus import END_OF_TEXT, Document
 VOCAB_SIZE = 2048
 MAX_LENGTH = 1024
 
-# A line break takes its whole following indentation, so one token ends a line and sets the next depth.
-# Digits stay single: numbers in code are mostly noise to a model this small.
+# A line break includes all of the following indentation, so one token ends a line and sets the next depth.
+# Digits stay single, because numbers in code are mostly noise to a model this small.
 PRE_TOKEN = r"\n+[ \t]*| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn merges from `texts`; every byte is in the vocabulary, so any text round-trips."""
+    """Learn merges from `texts`. Every byte is in the vocabulary, so any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -39,7 +39,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files from which `transformers.AutoTokenizer.from_pretrained(folder)` loads.
+    """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads.
 
     The class is written under the name that both old and new releases of transformers know.
     """
@@ -58,12 +58,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer saved in `folder`."""
+    """Load the tokenizer saved in `folder`."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
-    """All documents as one stream of ids, each followed by the end-of-text id: uint16 [tokens]."""
+    """Return all documents as one stream of ids, each document followed by the EOS id: uint16 [tokens]."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     encodings = tokenizer.encode_batch([d.text for d in documents])
     return np.concatenate([np.array([*e.ids, end], dtype=np.uint16) for e in encodings])

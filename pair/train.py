@@ -1,8 +1,8 @@
-"""Train the pair: `python -m pair.train --out FOLDER`, from nothing to both checkpoints.
+"""Training of the pair from scratch to both checkpoints: `python -m pair.train --out FOLDER`.
 
-The target is trained in TARGET_STAGES, shallow first, then the draft is distilled from it. An interrupted
-run goes on from the states in its work folder; delete that folder to start afresh. Matrix products are in
-bfloat16, which pays on processors with bfloat16 arithmetic (AMX or AVX512-BF16) and is very slow on others.
+The target is trained in TARGET_STAGES, shallow first. Then the draft is distilled from it. An interrupted run
+continues from the checkpoints in its work folder; delete that folder to start afresh. Matrix products are in
+bfloat16, which pays off on processors with bfloat16 arithmetic (AMX or AVX512-BF16) and is very slow on others.
 """
 
 import argparse
@@ -32,15 +32,15 @@ LOG_EVERY = 10
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of target training.
+    """One stage of target training.
 
     Attributes:
-        layers: depth.
-        steps: of the optimiser.
-        window: tokens.
-        rate_scale: share of the peak rates.
-        decay: share of the steps in which the rates go down to zero.
-        wide: share of the windows that come from the packages and not from the standard library.
+        layers: the number of layers.
+        steps: the number of optimiser steps.
+        window: the window length, in tokens.
+        rate_scale: the share of the peak rates.
+        decay: the share of the steps over which the rates fall to zero.
+        wide: the share of windows from the packages rather than the standard library.
     """
 
     layers: int
@@ -51,23 +51,23 @@ class Stage:
     wide: float
 
 
-# The last stage has the final depth and the longest windows that the model will serve.
+# The last stage has the final depth and the longest windows that the model will support.
 TARGET_STAGES = (
     Stage(layers=2, steps=1500, window=256, rate_scale=1.0, decay=0.0, wide=0.75),
     Stage(layers=6, steps=1950, window=256, rate_scale=0.7, decay=0.0, wide=0.75),
     Stage(layers=6, steps=1000, window=MAX_POSITIONS, rate_scale=0.7, decay=0.9, wide=0.5),
 )
 
-# Divergence first, then the rejection probability; every POOL_EVERY steps on the target's own text.
+# The loss is first the divergence, then the rejection probability. Every POOL_EVERY steps use the target's own text.
 DRAFT_STEPS = 1700
 DIVERGENCE_STEPS = 800
 POOL_EVERY = 2
 
 
 def windows(stream: np.ndarray, tokens: int, length: int, seed: int, step: int) -> torch.Tensor:
-    """`tokens` ids as random windows of `stream`: int64 [tokens / length, length].
+    """Return `tokens` ids as random windows of `stream`: int64 [tokens / length, length].
 
-    The choice depends on (seed, step) alone, so a run can be repeated from any step.
+    The choice depends only on (seed, step), so a run can be repeated from any step.
     """
     generator = np.random.default_rng((seed, step))
     starts = generator.integers(0, len(stream) - length, tokens // length)
@@ -75,9 +75,9 @@ def windows(stream: np.ndarray, tokens: int, length: int, seed: int, step: int) 
 
 
 def run_steps(model: LlamaForCausalLM, optimiser: Optimiser, folder: Path, state_file: Path, loss_of: Callable) -> None:
-    """Train on the scalar `loss_of(step)` for `optimiser.steps` steps, exporting to `folder` as it goes.
+    """Train on the scalar `loss_of(step)` for `optimiser.steps` steps, with periodic exports to `folder`.
 
-    If `state_file` exists an earlier, interrupted run goes on from there.
+    If `state_file` exists, an earlier, interrupted run continues from there.
     """
     first = load_state(state_file, model, optimiser) if state_file.exists() else 0
     start, recent = time.time(), []
@@ -97,12 +97,12 @@ def run_steps(model: LlamaForCausalLM, optimiser: Optimiser, folder: Path, state
 
 
 def save_state(file: Path, model: LlamaForCausalLM, optimiser: Optimiser, step: int) -> None:
-    """Write everything needed to go on at `step`."""
+    """Write everything needed to continue at `step`."""
     torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": step}, file)
 
 
 def load_state(file: Path, model: LlamaForCausalLM, optimiser: Optimiser) -> int:
-    """Restore what `save_state` wrote; returns the step to go on from."""
+    """Restore what `save_state` wrote, and return the step to continue from."""
     state = torch.load(file)
     model.load_state_dict(state["model"])
     optimiser.load_state_dict(state["optimiser"])
@@ -110,13 +110,13 @@ def load_state(file: Path, model: LlamaForCausalLM, optimiser: Optimiser) -> int
 
 
 def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy, in nats, of each id of [batch, time] after the first."""
+    """Return the mean cross-entropy, in nats, of the ids [batch, time] after the first."""
     logits = model(input_ids=ids, use_cache=False).logits.float()
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train_target_stage(number: int, stream: np.ndarray, packages: np.ndarray, vocab_size: int, work: Path) -> None:
-    """Train stage `number` from the weights of the one before, into work/target-NUMBER."""
+    """Train stage `number` from the previous stage's weights, into work/target-NUMBER."""
     stage = TARGET_STAGES[number]
     if number == 0:
         model = new_model(TARGET | {"num_hidden_layers": stage.layers}, vocab_size, SEED)
@@ -145,7 +145,7 @@ def train_target(stream: np.ndarray, packages: np.ndarray, vocab_size: int, work
 
 
 def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Path) -> None:
-    """Distil the saved target into a draft cut out of it, on the corpus and on the target's own text."""
+    """Distil the saved target into a draft cut from it, on the corpus and on text generated by the target."""
     target = load_model(target_folder)
     pool = sample_pool(target, stream, SEED)
     draft = cut(target).train()
@@ -162,7 +162,7 @@ def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Pat
 
 
 def main() -> None:
-    """Parse the command line, then train target and draft."""
+    """Parse the command line, then train the target and the draft."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="where target/ and draft/ are written")
     parser.add_argument("--work", type=Path, default=Path(__file__).parent / "work", help="training states")

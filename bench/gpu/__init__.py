@@ -1,1 +1,1 @@
-"""The GPU drill: every question that only a GPU can answer, in one command of a few minutes."""
+"""The GPU drill: all measurements that require a GPU, in one command that takes a few minutes."""

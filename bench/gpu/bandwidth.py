@@ -1,4 +1,4 @@
-"""The device's read bandwidth: from the file of the device step, or measured if there is none."""
+"""The device's read bandwidth, from the device step's file, or measured if there is no such file."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ _FILES, _WHAT, _KEY = "*device.json", "read bandwidth", "gb_per_s"
 
 
 def read_bandwidth(record: Record) -> float:
-    """Return bytes a second, and add them to `record`."""
+    """Return the bandwidth in bytes per second, and add it to `record`."""
     source, bandwidth = "device step", _of_device_step(record)
     if bandwidth is None:
         source, bandwidth = "measured by this step", max(rates(5).values())
@@ -27,7 +27,7 @@ def _of_device_step(record: Record) -> float | None:
 
 
 def rates(repeats: int, megabytes: int | None = None) -> dict[str, float]:
-    """Return the bytes a second of each way to read one large array, of so many `megabytes` or of the usual size."""
+    """Return the bytes per second of each way to read a large array of `megabytes` MB, or of the default size."""
     size, calls = probes(None if megabytes is None else megabytes * 2**20)
     times = in_turns(calls, repeats)
     return {name.removeprefix("read: "): size / spread(taken).median for name, taken in times.items()}

@@ -1,4 +1,4 @@
-"""The project's own tests of rounds and rules, on the device; its tests of kernels interpret them."""
+"""The project's own tests of rounds and rules, run on the device. Its kernel tests use interpreted kernels."""
 
 import os
 from typing import Any
@@ -9,19 +9,19 @@ from bench.gpu.record import Record
 
 _FILES = ("tests/decoding/test_round.py", "tests/acceptance/test_rules.py")
 _FEW = ("tests/acceptance/test_rules.py", "-k", "receipts and TopK")
-# Compiled as shipped, without files in the tree; a library's warning is not an error there.
+# Programs are compiled as shipped, no files are written to the tree, and a library's warning is not an error.
 _OPTIONS = ("-p", "no:cacheprovider", "--as-shipped", "-o", "filterwarnings=default")
-_WORKERS = 14  # share the device: most of a test's time goes into compiling, on one core each
+_WORKERS = 14  # they share the device, because a test mostly compiles, on one core
 
 
 class _Outcomes:
-    """A plugin of pytest that records every test when it has run."""
+    """A pytest plugin that records every test when it has run."""
 
     def __init__(self, record: Record):
         self._record = record
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Add the row of a test, or of a fixture that failed."""
+        """Add a row for a test, or for a fixture that failed."""
         if report.when == "call" or report.failed or report.skipped:
             failed = {"error": report.longreprtext[-4000:]} if report.failed else {}
             self._record.add(
@@ -29,13 +29,13 @@ class _Outcomes:
             )
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Add the row of a file that cannot be imported."""
+        """Add a row for a file that cannot be imported."""
         if report.failed:
             self._record.add(report.nodeid, ok=False, outcome="not collected", error=report.longreprtext[-4000:])
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Run the tests until they are done or time is over; in a rehearsal one of them."""
+    """Run the tests until they finish or time runs out. A rehearsal runs only one of them."""
     workers, chosen = (1, _FEW) if rehearse else (min(_WORKERS, os.cpu_count() or 1), _FILES)
     code = pytest.main(["-n", str(workers), *_OPTIONS, *chosen], plugins=[_Outcomes(record)])
     record.add("pytest", ok=code == pytest.ExitCode.OK, exit_code=int(code), workers=workers)

@@ -1,11 +1,11 @@
-"""Correctness on the device: kernels, texts and the law of texts. A row's ``ok`` says whether it passed."""
+"""Correctness on the device: kernels, outputs and their distribution. A row's ``ok`` says whether it passed."""
 
 from bench.gpu import kernel_errors, law, texts
 from bench.gpu.record import Record
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Check the kernels first, which run nowhere else."""
+    """Check the kernels first, because they run nowhere else."""
     for name, check in (("kernels", kernel_errors.small), ("texts", texts.check), ("law", law.check),
                         ("kernels at real sizes", kernel_errors.large)):  # fmt: skip
         with record.attempt(name):

@@ -1,8 +1,8 @@
-"""Decoding on the device: plain and speculative, bfloat16 and int8, each beside its prediction; and where time goes.
+"""Decoding on the device: plain and speculative, bfloat16 and int8, each with its prediction, and a time breakdown.
 
 Programs are measured in groups, the most valuable first. A group is compiled together and runs in turns with plain
-decoding of the target, the reference of every speed-up. The reference is compiled alone, so that nothing disturbs its
-autotuning and the first figure comes early.
+decoding of the target, which is the reference for every speed-up. The reference is compiled alone, so that nothing
+disturbs its autotuning and the first result comes early.
 """
 
 import time
@@ -21,8 +21,8 @@ from bench.timing import spread
 PLAIN = "3B plain"
 # Programs to profile, after the first three groups: the profiler takes seconds to start.
 _PROFILED, _BEFORE = (PLAIN, "3B, 1B drafts K=2", "8B plain", "3B, int8 1B drafts K=2"), 3
-# Milliseconds of a round on an H100, predicted before the first run by the arithmetic of `python -m bench compiled`:
-# jax 0.10.1, kernels without autotuning, 2 us for each, the published bandwidth.
+# Milliseconds per round on an H100, predicted before the first run with the formulas of `python -m bench compiled`:
+# jax 0.10.1, kernels without autotuning, 2 us for each, and the published bandwidth.
 _AHEAD = {
     PLAIN: 2.55,
     "8B plain": 6.03,
@@ -37,7 +37,7 @@ _AHEAD = {
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure all groups; a rehearsal has fewer."""
+    """Measure all groups. A rehearsal has fewer groups."""
     size, kept, taken = sizes(rehearse), {}, {}
     bandwidth = read_bandwidth(record)
     for done, cases in enumerate(_groups(record, size, rehearse)):
@@ -58,7 +58,7 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _profiles(record: Record, programs: dict[str, Program], seconds: Mapping[str, float], size: Sizes) -> None:
-    """Profile each of `programs`, then drop all but plain decoding; `seconds` are those of an untraced round."""
+    """Profile each of `programs`, then drop all except plain decoding. `seconds` holds the times of untraced rounds."""
     for name in [*programs]:
         with record.attempt(f"profile of {name}"):
             _profile(record, programs[name], seconds[name], size)
@@ -67,7 +67,7 @@ def _profiles(record: Record, programs: dict[str, Program], seconds: Mapping[str
 
 
 def _groups(record: Record, size: Sizes, rehearse: bool) -> Iterator[Sequence[Case]]:
-    """Yield the cases to compile together; a model is made when its group comes."""
+    """Yield groups of cases to compile together. A model is created when its group is due."""
     begin = time.monotonic()
     target, draft = random_model(size.target, size.dtype, 0), random_model(size.draft, size.dtype, 1)
     record.add("models", seconds=time.monotonic() - begin)
@@ -96,7 +96,7 @@ def _profile(record: Record, program: Program, seconds: float, size: Sizes) -> N
 
 
 def _gaps(record: Record, case: Case, size: Sizes) -> None:
-    """Trace the program as it runs untraced: its kernels within CUDA graphs, whose instructions are then not named."""
+    """Trace the program with its kernels in CUDA graphs, as it runs untraced. The instructions then have no names."""
     lowered = trace(case.target, case.draft, case.setting).lower()
     program = Program(case, lowered.compile({"xla_enable_command_buffers_during_profiling": True}), 0.0)
     for _ in range(2):  # graphs are built in the first two calls

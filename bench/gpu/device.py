@@ -1,8 +1,8 @@
-"""Costs of the device that no model decides: reads, copies, products, kernels, loops and round trips to the host.
+"""Device costs that do not depend on a model: reads, copies, products, kernels, loops and round trips to the host.
 
-Kernels and turns of loops are measured by differences. A turn runs few or many kernels that do nothing, and the slope
-over their number is the cost of one; what is left is the cost of the turn. `jspec.core.devices.LAUNCH`
-assumes the slope.
+Kernels and loop iterations are measured by differences. An iteration runs few or many empty kernels. The slope over
+their number is the cost of one kernel, and the remainder is the cost of the iteration. `jspec.core.devices.LAUNCH` is
+an assumption about this slope.
 """
 
 import functools
@@ -20,18 +20,18 @@ from bench.timing import in_turns, seconds, spread
 from jspec.core.devices import LAUNCH
 
 _NEVER = 2**30  # more kernels than any graph has
-# Options of the compiler that decide what becomes a CUDA graph. By default XLA captures a turn, and not the loop.
+# Compiler options that decide what becomes a CUDA graph. By default XLA captures an iteration, but not the loop.
 _GRAPHS: dict[str, dict[str, Any]] = {
     "CUDA graphs": {},
     "no CUDA graphs": {"xla_gpu_graph_min_graph_size": _NEVER},
     "loop within a CUDA graph": {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,WHILE",
                                  "xla_gpu_graph_min_graph_size": 1},
 }  # fmt: skip
-_KERNELS = (8, 64)  # in a turn; XLA captures five or more
+_KERNELS = (8, 64)  # per iteration; XLA captures five or more
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure the bandwidth first, which other steps read; loops of kernels come last because they take longest."""
+    """Measure the bandwidth first, because other steps read it. Kernel loops come last, because they take longest."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     record.add("device", kind=device.device_kind, platform=device.platform, count=jax.device_count(),
@@ -47,7 +47,7 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _read(record: Record, rehearse: bool) -> None:
-    """Read one large array by a sum and by a product with a vector; the bandwidth is that of the faster one."""
+    """Read one large array by a sum and by a product with a vector. The faster one gives the bandwidth."""
     found = {name: rate / 1e9 for name, rate in (rates(3, 16) if rehearse else rates(15)).items()}
     record.add("read bandwidth", gb_per_s=max(found.values()), **found)
 
@@ -63,7 +63,7 @@ def _products(record: Record, rehearse: bool) -> None:
     """Multiply square bfloat16 matrices of random numbers, one after another in a loop."""
     size, turns = (256, 3) if rehearse else (8192, 20)
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in (0, 1))
-    b = b / size**0.5  # what is fed back stays of the same size
+    b = b / size**0.5  # keeps the magnitude of the result that is fed back
 
     @jax.jit
     def multiply(a: Array, b: Array, turns: Array) -> Array:
@@ -74,7 +74,7 @@ def _products(record: Record, rehearse: bool) -> None:
 
 
 def _kernels(record: Record, name: str, options: dict[str, Any], rehearse: bool) -> None:
-    """Run kernels that do nothing in loops whose end the host knows, and whose end it reads from the device."""
+    """Run empty kernels in two kinds of loop: the host knows the trip count, or reads the condition from the device."""
     turns, repeats = (20, 2) if rehearse else (200, 3)
     for loop in (_counted, _open_ended):
         few, many = (_turn(loop, kernels, options, turns, repeats) for kernels in _KERNELS)
@@ -84,7 +84,7 @@ def _kernels(record: Record, name: str, options: dict[str, Any], rehearse: bool)
 
 
 def _turn(loop: Callable, kernels: int, options: dict[str, Any], turns: int, repeats: int) -> float:
-    """Return the seconds of one turn."""
+    """Return the seconds per iteration."""
     x = jnp.zeros(32)
     compiled = {n: _compile(functools.partial(loop, turns=n, kernels=kernels), x, options) for n in (turns, 2 * turns)}
     return _slope(lambda count: compiled[count](x), turns, 2 * turns, repeats)
@@ -96,12 +96,12 @@ def _compile(program: Callable, x: Array, options: dict[str, Any]) -> Callable:
 
 
 def _counted(x: Array, turns: int, kernels: int) -> Array:
-    """A loop that turns a known number of times."""
+    """Run a loop with a known number of iterations."""
     return lax.fori_loop(0, turns, lambda _, x: _nothing(x, kernels), x)
 
 
 def _open_ended(x: Array, turns: int, kernels: int) -> Array:
-    """A loop that goes on until the numbers on the device are large enough."""
+    """Run a loop that continues until the numbers on the device are large enough."""
     return lax.while_loop(lambda x: x[0] < turns * kernels, lambda x: _nothing(x, kernels), x)
 
 
@@ -130,6 +130,6 @@ def _host(record: Record, rehearse: bool) -> None:
 
 
 def _slope(call: Callable[[int], Any], few: int, many: int, repeats: int) -> float:
-    """Return the seconds that each of `many - few` more takes."""
+    """Return the seconds that each of the additional `many - few` takes."""
     times = in_turns({"few": lambda: call(few), "many": lambda: call(many)}, repeats)
     return spread(times["many"] - times["few"]).median / (many - few)

@@ -1,7 +1,7 @@
-"""The drill: its steps one after another, each in a process that is killed when its time is over.
+"""The drill: a sequence of steps, each in a process that is killed when its time is over.
 
-A step that fails, hangs or crashes leaves the rows that it has measured, and the next one runs. Files are replaced as a
-whole, so that those of finished steps are complete whenever the drill is killed.
+A step that fails, hangs or crashes leaves the rows that it has measured, and the next step runs. Files are replaced
+atomically, so the files of finished steps are complete even if the drill is killed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from bench.gpu.record import write
 from bench.gpu.steps import STEPS, Step, file_of
 
 _ROOT = Path(__file__).parents[2]
-_LEAST = 2.0  # seconds that a step has even where those before it overran
+_LEAST = 2.0  # seconds that a step has even if earlier steps overran
 _KEPT = 6000  # characters at the end of a step's output
 
 
@@ -29,11 +29,11 @@ class Drill:
     """Steps that share a folder and a time limit.
 
     Args:
-        folder: where the files go; it is made if need be.
-        seconds: all that the steps may take together.
-        rehearse: measure tiny things on CPU.
-        steps: what there is to run, in order.
-        only: names of those to run; all where it is empty.
+        folder: the folder for the files, created if missing.
+        seconds: the time limit for all steps together.
+        rehearse: whether to measure tiny models and arrays on CPU instead.
+        steps: all steps, in order.
+        only: the names of the steps to run; empty for all.
     """
 
     def __init__(self, folder: Path, seconds: float, rehearse: bool, steps: Sequence[Step] = STEPS,
@@ -46,7 +46,7 @@ class Drill:
         self.facts |= {"conditions": None, "steps": []}
 
     def run(self) -> None:
-        """Run the steps, write their files and ``drill.json``, and print the most important figures."""
+        """Run the steps, write their files and ``drill.json``, and print the most important results."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for step in self._steps:
             file_of(self._folder, step.name, self._all).unlink(missing_ok=True)
@@ -81,7 +81,7 @@ class Drill:
 
 
 def _in_process(step: Step, file: Path, rehearse: bool, limit: float, output: IO[bytes]) -> int | None:
-    """Return the exit code of `step`, or None if it was killed at its limit, with all processes that it started."""
+    """Run `step` and return its exit code, or None if it exceeded its limit. Kill all processes that it started."""
     command = [sys.executable, "-m", "bench.gpu.step", step.module, str(file), *(["--rehearse"] if rehearse else [])]
     child = subprocess.Popen(command, cwd=_ROOT, env=_environment(step, rehearse), stdin=subprocess.DEVNULL,
                              stdout=output, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
@@ -89,20 +89,20 @@ def _in_process(step: Step, file: Path, rehearse: bool, limit: float, output: IO
         return child.wait(limit)
     except subprocess.TimeoutExpired:
         return None
-    finally:  # what it started may outlive it, and hold the GPU
+    finally:  # its child processes may outlive it and hold the GPU
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may be stuck in the driver of the device
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may be stuck in the device driver
             child.wait(10)
 
 
 def _environment(step: Step, rehearse: bool) -> dict[str, str]:
-    """Return the variables of a step's process; one that is set outside is kept, except for the platform."""
-    # Without a name JAX falls back to the CPU where a GPU does not start.
+    """Return the environment of a step's process. Variables that are already set are kept, except the platform."""
+    # Without an explicit platform, JAX falls back to the CPU if a GPU does not start.
     fixed = {"JAX_PLATFORMS": "cuda,cpu"}
-    if rehearse:  # compiling is most of it
+    if rehearse:  # most of the time is compilation
         fixed = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    programs = Path(tempfile.gettempdir(), "jspec-drill-programs")  # steps and drills share what is compiled
+    programs = Path(tempfile.gettempdir(), "jspec-drill-programs")  # steps and drills share compiled programs
     defaults = {"JAX_COMPILATION_CACHE_DIR": str(programs / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "TORCHINDUCTOR_CACHE_DIR": str(programs / "torch"), "PYTHONUNBUFFERED": "1",
                 "PYTHONFAULTHANDLER": "1"}  # fmt: skip
@@ -115,7 +115,7 @@ def _tail(output: IO[bytes]) -> str:
 
 
 def _settle(file: Path, step: Step, code: int | None, output: str) -> dict[str, Any]:
-    """Return what `step` has written, and add how it ended where it could not do so itself."""
+    """Return the results that `step` has written, and record how it ended if it could not do so itself."""
     results: dict[str, Any] = {"module": step.module, "state": "running", "rows": []}
     if file.exists():
         results |= json.loads(file.read_text(encoding="utf-8"))

@@ -1,15 +1,16 @@
-"""The constants of the predictions, fitted to a drill's rounds: python -m bench.gpu.fit DIR.
+"""A fit of the prediction constants to a drill's rounds: python -m bench.gpu.fit DIR.
 
-For every measured round i, `bench.compiled` gives work w_i, the sum over its kernels of the longer of bytes over the
-published bandwidth and products over the peak, and k_i, its kernels. The fit is
+For every measured round i, `bench.compiled` gives the work w_i and the number of kernels k_i. The work is a sum over
+kernels of the longer of two times: bytes over the published bandwidth, and products over the peak. The fit is
 
     measured_i = w_i / share + k_i * launch,
 
-which is linear in 1 / share and launch. They are found by least squares of the relative errors, within
-launch >= 0 and share <= 1. The two are what `jspec.core.devices.Device` calls `bandwidth_share` and `launch`.
+which is linear in 1 / share and launch. They are found by least squares on the relative errors, within
+launch >= 0 and share <= 1. In `jspec.core.devices.Device` they are called `bandwidth_share` and `launch`.
 
-Rounds with int8 weights are predicted and not fitted: what an int8 product costs must not become the cost of a kernel.
-Each other round is also predicted by a fit to all but itself, which shows whether the fit says anything.
+Rounds with int8 weights are predicted but not fitted, because the cost of an int8 product must not become the cost of a
+kernel. Each other round is also predicted by a fit to all rounds except itself, which shows whether the fit predicts
+anything.
 """
 
 import dataclasses
@@ -25,13 +26,13 @@ from scipy.optimize import lsq_linear  # JAX needs scipy, too
 from jspec.core.devices import DEVICES
 
 _STEP = "decoding"
-_LEAST = 4  # rounds: two constants fit two exactly
+_LEAST = 4  # rounds, because two constants fit two rounds exactly
 _KEYS = ("ms", "work_ms", "kernels", "predicted_ms", "device", "predicted_for")
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A measured round: seconds, seconds of work as published, kernels, and seconds as predicted before the fit."""
+    """A measured round: seconds, seconds of work at published rates, kernels, and seconds predicted before the fit."""
 
     name: str
     seconds: float
@@ -41,7 +42,7 @@ class Round:
 
     @property
     def is_int8(self) -> bool:
-        """Whether weights are int8."""
+        """Whether any weights are int8."""
         return "int8" in self.name
 
 
@@ -53,15 +54,15 @@ class Fit:
     bandwidth_share: float
 
     def seconds(self, round_: Round) -> float:
-        """Return what this predicts."""
+        """Return the predicted seconds of a round."""
         return round_.work / self.bandwidth_share + round_.kernels * self.launch
 
 
 def rounds(folder: Path) -> tuple[str, list[Round]]:
-    """Return the device, and the rounds of batch 1 that the decoding step in `folder` has measured.
+    """Return the device, and the batch-1 rounds that the decoding step in `folder` has measured.
 
     Raises:
-        ValueError: it has measured too few without int8 weights; or on a device without predictions.
+        ValueError: there are too few rounds without int8 weights, or the device has no predictions.
     """
     rows = [row for file in sorted(folder.glob(f"*{_STEP}.json"))
             for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
@@ -80,22 +81,22 @@ def rounds(folder: Path) -> tuple[str, list[Round]]:
 
 
 def names_of(title: str) -> tuple[str, ...]:
-    """Return what JAX may call the device of that title."""
+    """Return the names that JAX may use for the device with this title."""
     return next(((title, *device.kinds) for device in DEVICES.values() if device.title == title), (title,))
 
 
 def fit(measured: Sequence[Round]) -> Fit:
-    """Return the least-squares solution; a constant that would leave its range stays at the end of it."""
+    """Return the least-squares solution. A constant that would leave its range stays at the end of the range."""
     taken = np.array([one.seconds for one in measured])
     terms = np.array([[one.work, one.kernels] for one in measured]) / taken[:, None]
-    # Columns of one size: a kernel takes a millionth of a second.
+    # Scale the columns to similar magnitudes: a kernel takes a millionth of a second.
     scale = np.array([1.0, 1e-6])
     solution = lsq_linear(terms * scale, np.ones(len(terms)), bounds=([1, 0], np.inf), method="bvls").x * scale
     return Fit(launch=float(solution[1]), bandwidth_share=float(1 / solution[0]))
 
 
 def report(folder: Path) -> str:
-    """Return the fit of a drill's folder: a line a round, and what to write into `jspec.core.devices`."""
+    """Return a report of a drill's fit: one line per round, and the constants to write into `jspec.core.devices`."""
     title, measured = rounds(folder)
     fitted = [one for one in measured if not one.is_int8]
     found = fit(fitted)
@@ -114,7 +115,7 @@ def report(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> Any:
-    """Print the report of the folder that is named."""
+    """Print the report for the folder named in `arguments`."""
     if len(arguments) != 1:
         return "usage: python -m bench.gpu.fit DIR"
     try:

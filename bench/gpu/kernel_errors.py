@@ -1,7 +1,7 @@
-"""Errors of both kernels against float64, beside those of XLA's form of the same.
+"""Errors of both kernels against float64, compared with those of the XLA implementation.
 
-A kernel is right if its error is hardly larger than that of XLA's form. In the dtypes that have no kernel XLA's form is
-held to what the dtype can do, which also shows products in float32 that are silently done in TF32.
+A kernel is correct if its error is hardly larger than XLA's. For dtypes without a kernel, the XLA implementation must
+reach the precision of the dtype. This also reveals float32 products that are silently computed in TF32.
 """
 
 import concurrent.futures
@@ -23,12 +23,13 @@ from jspec.models.kernels.add_norm import project_add_norm
 from jspec.models.kernels.decode_attention import decode_attention
 from jspec.models.layers import _project_add_norm
 
-_THREADS = 8  # that compile, one for each form of a few cases
+_THREADS = 8  # compiler threads, one for each implementation of a few cases
 _EPS = 1e-5
-_AS_XLA = 1.5  # times its error a kernel may have
-# The error that a dtype may have, relative to the result.
+_AS_XLA = 1.5  # a kernel's maximum error, as a multiple of XLA's
+# The maximum relative error for each dtype.
 _ROUNDING = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-5}
-# As in `kernels.ATTENTION`: each size of a head with each number of tokens, contexts, and batches of Llama-3.2-3B.
+# In the format of `kernels.ATTENTION`: each head size with each number of tokens, several contexts, and batches with
+# the shape of Llama-3.2-3B.
 _LARGE = {f"size {size}, {tokens} tokens": (1, tokens, 24, 8, size, 600, [511])
           for size, tokens in itertools.product(HEAD_SIZES, (1, 2, 3, 5, 9, 16))} | {
     f"size {size}, {tokens} tokens, context {context}": (1, tokens, 32, 8, size, context + 40, [context])
@@ -41,7 +42,7 @@ _LARGE_NORMS = {f"{inner} to {size}, batch {batch}": (batch, 1, inner, size)
 
 
 def small(record: Record, rehearse: bool) -> None:
-    """Add a row for each small case in bfloat16, and a few of attention in the other dtypes."""
+    """Add a row for each small case in bfloat16, and for a few attention cases in the other dtypes."""
     few = dict(list(kernels.ATTENTION.items())[: 1 if rehearse else 3])
     cases = [(name, case, jnp.bfloat16) for name, case in (few if rehearse else kernels.ATTENTION).items()]
     cases += [(name, case, dtype) for name, case in few.items() for dtype in (jnp.float16, jnp.float32)]
@@ -49,7 +50,7 @@ def small(record: Record, rehearse: bool) -> None:
 
 
 def large(record: Record, rehearse: bool) -> None:
-    """Add a row for each case of real sizes; a rehearsal has none."""
+    """Add a row for each realistic size. A rehearsal has no such cases."""
     if not rehearse:
         cases = [_attention(name, case, jnp.bfloat16) for name, case in _LARGE.items()]
         _add_rows(record, cases + [_norm(*case) for case in _LARGE_NORMS.items()])
@@ -57,7 +58,7 @@ def large(record: Record, rehearse: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Forms of one function and its arguments; `judge` makes a row of the arguments and the results of all forms."""
+    """Implementations of a function, and its arguments. `judge` makes a row of the arguments and all results."""
 
     name: str
     forms: Mapping[str, Callable]
@@ -66,7 +67,7 @@ class _Case:
 
 
 def _attention(name: str, case: tuple, dtype: Any) -> _Case:
-    """Return attention with spoiled slots, which no query sees."""
+    """Return an attention case with spoiled slots, which no query sees."""
     _, _, heads, groups, size, *_ = case
     sizes = heads, groups, size
     forms = {"XLA": functools.partial(_attend_projected, sizes=sizes)}
@@ -81,7 +82,7 @@ def _attention(name: str, case: tuple, dtype: Any) -> _Case:
 
 
 def _norm(name: str, case: tuple) -> _Case:
-    """Return the sum of a block, and the norm of the sum as the same form has rounded it."""
+    """Return a case with a block's sum, and the norm of the sum as rounded by the same implementation."""
     forms = {"XLA": functools.partial(_project_add_norm, eps=_EPS),
              "kernel": functools.partial(project_add_norm, eps=_EPS, interpret=_interpreted())}  # fmt: skip
     return _Case(f"norm, {name}", forms, functools.partial(kernels.norm_arguments, *case), _normed)
@@ -92,7 +93,7 @@ def _interpreted() -> bool:
 
 
 def _add_rows(record: Record, cases: Sequence[_Case]) -> None:
-    """Add the row of each case; the programs of a few cases are compiled side by side."""
+    """Add a row for each case. The programs of a few cases are compiled in parallel."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for begin in range(0, len(cases), _THREADS // 2):
             pending = []
@@ -108,7 +109,7 @@ def _add_rows(record: Record, cases: Sequence[_Case]) -> None:
 
 
 def _attended(sizes: tuple[int, int, int], arrays: Sequence[Any], results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return errors of the attention, and how the kernel's cache differs from that of XLA's form."""
+    """Return the attention errors, and how the kernel's cache differs from XLA's."""
     qkv, tables, _, _, positions = arrays
     keys, values = (np.asarray(part) for part in results["XLA"][1:])
     truth = kernels.exact_attention(qkv, tables, keys, values, positions, sizes)
@@ -117,8 +118,8 @@ def _attended(sizes: tuple[int, int, int], arrays: Sequence[Any], results: Mappi
         return row
     new_keys, new_values = (np.asarray(part) for part in results["kernel"][1:])
     keys, new_keys = keys.astype(np.float32), new_keys.astype(np.float32)
-    same = np.array_equal(new_values.view(np.uint16), values.view(np.uint16))  # they are copied
-    near = np.allclose(new_keys, keys, rtol=2**-7, atol=1e-6, equal_nan=True)  # they are rotated, and rounded
+    same = np.array_equal(new_values.view(np.uint16), values.view(np.uint16))  # values are copied
+    near = np.allclose(new_keys, keys, rtol=2**-7, atol=1e-6, equal_nan=True)  # keys are rotated and rounded
     differing = int(np.sum((new_keys != keys) & ~(np.isnan(new_keys) & np.isnan(keys))))
     return row | {"ok": row["ok"] and same and near, "same_values": same, "keys_differing": differing}
 
@@ -133,7 +134,7 @@ def _normed(arrays: Sequence[Any], results: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _errors(results: Mapping[str, Any], truths: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return ``|result - truth| / |truth|`` of each form, and whether they are as small as they should be."""
+    """Return ``|result - truth| / |truth|`` for each implementation, and whether the errors are within their limits."""
     errors = {}
     for form, result in results.items():
         error, truth = np.asarray(result, np.float64) - truths[form], truths[form]

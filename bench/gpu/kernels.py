@@ -1,4 +1,4 @@
-"""Arguments for the kernels of `jspec.models.kernels`, and their results in float64."""
+"""Arguments for the kernels in `jspec.models.kernels`, and their results in float64."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax import Array
 
 from jspec.models.kv_cache import visible
 
-# Batch, tokens, heads, groups, size of a head, slots, where rows start; ratios of 1, 3 and 4; 512 slots a share.
+# Batch, tokens, heads, groups, head size, slots, row starts. Head ratios are 1, 3 and 4, with 512 slots per share.
 ATTENTION = {
     "one token": (1, 1, 4, 4, 64, 40, [7]),
     "an empty cache": (1, 5, 6, 2, 128, 5, [0]),
@@ -19,18 +19,18 @@ ATTENTION = {
     "three shares": (1, 1, 3, 1, 128, 1600, [1500]),
     "rows to the brim": (1, 16, 8, 2, 64, 1100, [1084]),
 }
-# Batch, tokens, what is summed over, size of the result; parts: 16, 16 and 2; sizes that are no power of two.
+# Batch, tokens, contracted size, result size. The parts are 16, 16 and 2, and sizes are not all powers of two.
 NORM = {"16 parts": (1, 1, 96, 80), "several rows": (1, 5, 512, 96), "two parts": (3, 2, 70, 128)}
 
 
 def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: int, slots: int, starts: list[int],
                         dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:  # fmt: skip
-    """Return random arguments of `decode_attention`, with zeros in slots that are not filled.
+    """Return random arguments of `decode_attention`, with zeros in unfilled slots.
 
-    NumPy makes them: on a device each new shape would be a program to compile.
+    NumPy generates them, because on a device each new shape would be a program to compile.
 
     Args:
-        starts: where the new tokens of each row begin.
+        starts: the position at which the new tokens of each row start.
     """
     rng = np.random.default_rng(0)
 
@@ -48,7 +48,7 @@ def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: 
 def spoil(keys: Any, values: Any, positions: Any, key: float = np.nan, value: float = 1e4) -> tuple[Array, Array]:
     """Return caches whose slots from the first new token on hold `key` and `value`, which no query may see.
 
-    A cache never holds values that are NaN: XLA's form does not bear them.
+    A cache never holds NaN in its values, because the XLA implementation cannot handle that.
     """
     keys, values = np.array(keys), np.array(values)
     after = np.arange(values.shape[2]) >= np.asarray(positions)[:, :1]
@@ -59,7 +59,7 @@ def spoil(keys: Any, values: Any, positions: Any, key: float = np.nan, value: fl
 
 def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, positions: Any,
                     sizes: tuple[int, int, int]) -> np.ndarray:  # fmt: skip
-    """Return ``float64[B, S, H D]`` for caches that hold the new tokens; queries are rounded once they are rotated."""
+    """Return ``float64[B, S, H D]`` for caches that hold the new tokens. Queries are rounded after rotation."""
     (heads, groups, size), (batch, tokens, _) = sizes, qkv.shape
     q = np.asarray(qkv[..., : heads * size], np.float64).reshape(batch, tokens, heads, 2, -1).swapaxes(1, 2)
     cos, sin = (np.asarray(table, np.float64) for table in tables)
@@ -68,7 +68,7 @@ def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, p
     q = q.astype(np.float64).reshape(batch, groups, -1, size)  # the heads of a group share its cache
     seen = np.tile(visible(positions, keys.shape[3]), (1, heads // groups, 1))[:, None]
     keys, values = np.asarray(keys, np.float64), np.asarray(values, np.float64)
-    with np.errstate(invalid="ignore"):  # what is not seen may be NaN
+    with np.errstate(invalid="ignore"):  # slots that are not seen may be NaN
         scores = np.where(seen, q @ keys / np.sqrt(size), -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     mixed = weights / weights.sum(-1, keepdims=True) @ values
@@ -77,7 +77,7 @@ def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, p
 
 def norm_arguments(batch: int, tokens: int, inner: int, size: int, seed: int = 0,
                    dtype: Any = jnp.bfloat16) -> tuple[Array, ...]:  # fmt: skip
-    """Return random arguments of `project_add_norm`: stream, input, weights of product and norm."""
+    """Return random arguments of `project_add_norm`: stream, input, and the weights of product and norm."""
     rng = np.random.default_rng(seed)
     shapes = (batch, tokens, size), (batch, tokens, inner), (inner, size), (size,)
     x, mixed, weight, gamma = (rng.standard_normal(shape, np.float32).astype(np.dtype(dtype)) for shape in shapes)
@@ -90,6 +90,6 @@ def exact_sum(x: Array, inner: Array, weight: Array) -> np.ndarray:
 
 
 def exact_norm(stream: Array, gamma: Array, eps: float) -> np.ndarray:
-    """Return ``float64[B, S, E]``, the norm of a stream as it was rounded."""
+    """Return ``float64[B, S, E]``, the norm of the rounded stream."""
     wide = np.asarray(stream, np.float64)
     return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * np.asarray(gamma, np.float64)

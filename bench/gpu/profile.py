@@ -1,7 +1,8 @@
-"""Where a round's time goes on the device: the costliest kernels beside their predictions, and the time between them.
+"""A breakdown of a round's time on the device: the costliest kernels with their predictions, and the gaps between them.
 
-The profiler launches kernels one by one (`xla_enable_command_buffers_during_profiling` is off), so the gaps of a trace
-are wider than those of a call. Kernel times are not affected: the idle time of a round is its untraced time less them.
+The profiler launches kernels one by one (`xla_enable_command_buffers_during_profiling` is off), so the gaps in a trace
+are wider than those in an ordinary call. Kernel times are not affected. A round's idle time is therefore its untraced
+time minus its kernel times.
 """
 
 import collections
@@ -25,7 +26,7 @@ COSTLIEST = 10
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One execution of a kernel; `op` is the instruction of the compiled program, times are in nanoseconds."""
+    """One execution of a kernel. `op` is the instruction in the compiled program, and times are in nanoseconds."""
 
     op: str
     start: float
@@ -33,7 +34,7 @@ class Launch:
 
 
 def launches(folder: Path) -> list[Launch]:
-    """Read the newest trace under `folder`: the streams of the first GPU, or on CPU the instructions of all threads."""
+    """Read the newest trace under `folder`: the first GPU's streams or, on CPU, the instructions of all threads."""
     file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
     lines = [line for plane in planes if plane.name == "/device:GPU:0" for line in plane.lines
@@ -49,7 +50,7 @@ def launches(folder: Path) -> list[Launch]:
 
 
 def traced(program: Any, limit: int) -> tuple[list[Launch], int]:
-    """Return what one call of a `bench.gpu.programs.Program` launches, and its rounds."""
+    """Return the launches of one call of a `bench.gpu.programs.Program`, and its number of rounds."""
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level, options.python_tracer_level = 0 if jax.default_backend() != "cpu" else 2, 0
@@ -60,9 +61,9 @@ def traced(program: Any, limit: int) -> tuple[list[Launch], int]:
 
 def figures(found: Sequence[Launch], kernels: Sequence[compiled.Kernel], rounds: int, device: Device,
             seconds: float) -> dict[str, Any]:  # fmt: skip
-    """Summarise a trace of `rounds` rounds beside the `kernels` of one, which takes `seconds` untraced.
+    """Summarise a trace of `rounds` rounds, given the `kernels` of one round, which takes `seconds` untraced.
 
-    Launches that are not instructions of a round, as those of the prefill and copies to the host, are left out.
+    Launches that are not instructions of a round, such as the prefill's and copies to the host, are left out.
     """
     by_op = {_plain(kernel.name): kernel for kernel in kernels}
     inside = [(by_op[_plain(launch.op)], launch) for launch in found if _plain(launch.op) in by_op]
@@ -87,7 +88,7 @@ def figures(found: Sequence[Launch], kernels: Sequence[compiled.Kernel], rounds:
 
 
 def gaps(found: Sequence[Launch]) -> dict[str, float]:
-    """Return the time between launches of one trace, in microseconds; launches that overlap have no gap."""
+    """Return the time between the launches in a trace, in microseconds. Launches that overlap have no gap."""
     ordered = sorted(found, key=lambda launch: launch.start)
     between = np.maximum(0, [after.start - before.end for before, after in itertools.pairwise(ordered)]) / 1e3
     low, median, high = (float(part) for part in np.percentile(between, [25, 50, 75]))
@@ -99,7 +100,10 @@ def gaps(found: Sequence[Launch]) -> dict[str, float]:
 def _by(
     inside: Iterable[tuple[compiled.Kernel, Launch]], key: Any, rounds: int, device: Device
 ) -> list[dict[str, Any]]:
-    """One row for each `key` of a kernel, the costliest first; microseconds, megabytes and counts are of one round."""
+    """Return one row for each `key` of a kernel, the costliest first.
+
+    Microseconds, megabytes and counts are per round.
+    """
     groups = collections.defaultdict(list)
     for kernel, launch in inside:
         groups[key(kernel)].append((kernel, launch.end - launch.start))
@@ -121,5 +125,5 @@ def _kind(kernel: compiled.Kernel) -> str:
 
 
 def _plain(op: str) -> str:
-    """Return the name of an instruction as kernels have it, which know neither points nor hyphens."""
+    """Return an instruction's name as it appears in kernel names, which contain neither points nor hyphens."""
     return re.sub(r"\W", "_", op)

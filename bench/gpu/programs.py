@@ -1,7 +1,8 @@
-"""Decoding programs of the drill: compiled side by side, timed in turns, each row with its prediction.
+"""The drill's decoding programs: compiled in parallel, timed in turns, and reported with their predictions.
 
-The seconds of a round are the difference of two calls of one program, over the difference of their rounds: the limit on
-new tokens is an argument of the program. Prefill, dispatch and the copy of the result are in both calls and cancel.
+The seconds per round are the time difference of two calls of one program, divided by the difference of their rounds.
+The limit on new tokens is an argument of the program. Prefill, dispatch and the copy of the result are in both calls
+and cancel.
 """
 
 import concurrent.futures
@@ -34,14 +35,14 @@ _NO_EOS = np.array([-1], np.int32)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """One program to compile and time.
+    """A program to compile and time.
 
     Attributes:
-        name: of its rows.
-        target: the model that is decoded with.
+        name: the name of its rows.
+        target: the target model.
         draft: a model or a drafter; None for plain decoding.
-        setting: what fixes the program's shapes.
-        tokens_a_round: expected in a row, at the acceptance that `setting` fixes.
+        setting: the parameters that determine the program's shapes.
+        tokens_a_round: the expected tokens per round in a row, at the acceptance rate that `setting` fixes.
     """
 
     name: str
@@ -52,23 +53,23 @@ class Case:
 
 
 def plain(name: str, target: jspec.Llama, sizes: Sizes, batch: int = 1) -> Case:
-    """Return plain decoding with `target`."""
+    """Return the case of plain decoding with `target`."""
     return Case(name, target, None, Setting(batch, sizes.width, sizes.new_tokens, 0))
 
 
 def speculative(name: str, target: jspec.Llama, draft: Any, k: int, sizes: Sizes, batch: int = 1) -> Case:
-    """Return speculative decoding that accepts each of K = `k` drafts with probability `ACCEPTANCE`."""
+    """Return speculative decoding that accepts each of K = `k` draft tokens with probability `ACCEPTANCE`."""
     setting = Setting(batch, sizes.width, sizes.new_tokens, k, Synthetic((ACCEPTANCE,)))
     return Case(name, target, draft, setting, float(theory.expected_tokens(ACCEPTANCE, k)))
 
 
 class Program:
-    """A `Case` that is compiled for this device.
+    """A `Case` compiled for this device.
 
     Attributes:
-        case: what it decodes.
-        executable: what JAX compiled.
-        compile_or_load_seconds: how long that took, beside other compilations.
+        case: the compiled case.
+        executable: the executable from JAX.
+        compile_or_load_seconds: how long compiling or loading took, in parallel with other compilations.
     """
 
     def __init__(self, case: Case, executable: Any, compile_or_load_seconds: float):
@@ -84,7 +85,7 @@ class Program:
         return self.executable(self.case.target, self._drafter, *self._request, *traced(sampling, _NO_EOS, 0))[0]
 
     def rounds(self, limit: int) -> int:
-        """Decode, and return the rounds until every row is done."""
+        """Decode, and return the number of rounds until every row is done."""
         return int(np.max(jax.device_get(self(limit).stats.rounds)))
 
     @functools.cached_property
@@ -94,9 +95,9 @@ class Program:
 
 
 def compile_together(record: Record, cases: Sequence[Case]) -> dict[str, Program]:
-    """Return name -> program; record each failure.
+    """Return name -> program, and record each failure.
 
-    Tracing holds Python's lock and compiling does not, so programs are traced in turn and compiled by several threads.
+    Tracing holds Python's GIL and compiling does not, so programs are traced in turn and compiled by several threads.
     """
     begin, programs = time.monotonic(), {}
     with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
@@ -118,25 +119,26 @@ def _compiled(lowered: Any) -> tuple[Any, float]:
 
 
 class Decoder(Protocol):
-    """A decoder to time: a `Program`, or a model of transformers."""
+    """A decoder to time: a `Program`, or a transformers model."""
 
     def __call__(self, limit: int) -> Any:
         """Decode `limit` new tokens in every row."""
         ...
 
     def rounds(self, limit: int) -> int:
-        """Return how many passes of the target that takes; the same at every call."""
+        """Return how many target passes that takes. The number is the same for every call."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Readings of one decoder.
+    """One decoder's readings.
 
     Attributes:
-        seconds: of a round, ``float64[repeats]``.
-        rounds: how many a reading covers.
-        tokens_a_round: of the row that took the most rounds; it differs from what is expected by chance.
+        seconds: the seconds per round, ``float64[repeats]``.
+        rounds: the number of rounds that a reading covers.
+        tokens_a_round: the tokens per round of the row that took the most rounds. It differs from the expected value by
+            chance.
     """
 
     seconds: np.ndarray
@@ -145,10 +147,10 @@ class Timing:
 
 
 def timed(record: Record, decoders: Mapping[str, Decoder], lengths: tuple[int, int], repeats: int) -> dict[str, Timing]:
-    """Return the readings of all decoders, called in turns; one that fails in its first calls is left out.
+    """Return the readings of all decoders, called in turns. A decoder that fails in its first calls is left out.
 
     Args:
-        lengths: new tokens of the two calls, the longer one second.
+        lengths: the new tokens of the two calls, with the longer call second.
     """
     rounds: dict[str, tuple[int, int]] = {}
     calls: dict[Any, Callable[[], Any]] = {}
@@ -167,11 +169,11 @@ def timed(record: Record, decoders: Mapping[str, Decoder], lengths: tuple[int, i
 
 def add_rows(record: Record, programs: Mapping[str, Program], timings: Mapping[str, Timing], reference: str,
              bandwidth: float, ahead: Mapping[str, float] = MappingProxyType({})) -> None:  # fmt: skip
-    """Add the row of every program that has none yet: its speed, also over that of `reference`, and its prediction.
+    """Add a row for every program that has none: its speed, its speed-up over `reference`, and its prediction.
 
     Args:
-        bandwidth: bytes a second that this device was measured to read.
-        ahead: milliseconds of a round, as they were predicted before anything ran.
+        bandwidth: the measured read bandwidth of this device, in bytes per second.
+        ahead: the milliseconds per round that were predicted before anything ran.
     """
     present = {row["what"] for row in record.rows}
     for name, timing in timings.items():
@@ -202,14 +204,14 @@ def add_rows(record: Record, programs: Mapping[str, Program], timings: Mapping[s
 
 
 def shares(size: int, seconds: float, bandwidth: float) -> dict[str, float]:
-    """Return the rate at which `size` bytes of weights are read, as shares of the measured and published bandwidth."""
+    """Return the read rate of `size` bytes of weights, as shares of the measured and the published bandwidth."""
     rate = size / seconds
     return {"gb_per_s": rate / 1e9, "share_of_measured": rate / bandwidth,
             "share_of_published": rate / device_here().bandwidth}  # fmt: skip
 
 
 def prediction(kernels: compiled.Program, seconds: float) -> dict[str, Any]:
-    """Return what `bench.compiled` predicts for a round that took `seconds`, and what `bench.gpu.fit` fits it with."""
+    """Return the `bench.compiled` prediction for a round that took `seconds`, and the inputs for `bench.gpu.fit`."""
     device = device_here()
     published = dataclasses.replace(device, launch=0.0, bandwidth_share=1.0)
     predicted = sum(kernel.seconds(device) for kernel in kernels.kernels)
@@ -225,7 +227,7 @@ def prediction(kernels: compiled.Program, seconds: float) -> dict[str, Any]:
 
 
 def device_here() -> Device:
-    """Return the device that predictions are made for: the one that is here, or an H100 where that is unknown."""
+    """Return the device to predict for: the current device, or an H100 if the current one is unknown."""
     try:
         return find()
     except ValueError:

@@ -1,4 +1,4 @@
-"""The measurements of one step of the drill, written to disk one by one."""
+"""The measurements of one drill step, written to disk one by one."""
 
 import contextlib
 import json
@@ -15,11 +15,11 @@ from bench.figures import plain
 class Record:
     """The results of one step, written to a file whenever one is added.
 
-    A file is replaced as a whole, so that it is complete JSON at any moment.
+    The file is replaced atomically, so it is complete JSON at all times.
 
     Attributes:
-        file: where the results are written.
-        facts: what the step says about itself: its name, its state, the conditions, the seconds it took.
+        file: the file for the results.
+        facts: facts about the step: its name, its state, the conditions, and the seconds it took.
         rows: one dictionary for each measurement, in order.
     """
 
@@ -30,26 +30,26 @@ class Record:
         self._write()
 
     def add(self, what: str, **figures: Any) -> None:
-        """Append the row `what` with its `figures`, print it, and write the file."""
+        """Append the row `what` with the values in `figures`, print it, and write the file."""
         self.rows.append({"what": what} | figures | {"at": round(time.monotonic() - self._begin, 2)})
         print(what, *(f"{name}={value}" for name, value in figures.items()), flush=True)
         self._write()
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Append a row with the traceback of `error`; an error is a result, too."""
+        """Append a row with the traceback of `error`, because an error is a result, too."""
         lines = traceback.format_exception(error)
         self.add(what, error=f"{type(error).__name__}: {error}"[:2000], traceback="".join(lines)[-4000:])
 
     @contextlib.contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Record an exception of the block as the result of `what`, and go on after it."""
+        """Record an exception in the block as the result of `what`, and continue after the block."""
         try:
             yield
         except Exception as error:
             self.fail(what, error)
 
     def finish(self, state: str, **facts: Any) -> None:
-        """Write the file for the last time: `state` is "done" or "failed"."""
+        """Write the file for the last time. `state` is "done" or "failed"."""
         self.facts |= {"state": state} | facts
         self._write()
 
@@ -59,14 +59,14 @@ class Record:
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:
-    """Replace `file` with `facts` as JSON: a reader gets all of the old or all of the new, after a kill too."""
+    """Replace `file` with `facts` as JSON, atomically: a reader sees the old or the new content, even after a kill."""
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(plain(facts), indent=1, default=_number) + "\n", encoding="utf-8")
     os.replace(partial, file)
 
 
 def _number(value: Any) -> Any:
-    """Return the number in an array, and the text of anything else: no figure may cost a step its file."""
+    """Return the number in an array, or the text of anything else, so that no value prevents writing a step's file."""
     try:
         return value.item()
     except Exception:

@@ -1,9 +1,9 @@
 """transformers on the same shapes and device, in turns with jspec: plain with a static cache, compiled, and assisted.
 
-Its models have random weights of the same configurations, made on the device: speed does not depend on them. Acceptance
-does, and cannot be set there, so both sides are compared by the cost of a round: the same K, the target's passes
-counted, and tokens a second computed from one acceptance. jspec samples at temperature 1, with an acceptance that is
-set; transformers decodes greedily, which costs it less.
+Its models have the same configurations and random weights generated on the device, because speed does not depend on the
+weights. Acceptance does depend on them and cannot be set in transformers. Both sides are therefore compared by the cost
+of a round, with the same K. The target's passes are counted, and tokens per second are computed from one acceptance
+rate. jspec samples at temperature 1 with a fixed acceptance rate. transformers decodes greedily, which costs it less.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from bench.timing import ratio, spread
 from convert.config import LlamaConfig
 from jspec import theory
 
-_K = 2  # the fastest for a 1B that drafts for a 3B, on either side
-_COMPILE_SECONDS = 120.0  # torch.compile may take a minute or two; without it the uncompiled figures stand
+_K = 2  # the fastest K for a 1B draft and a 3B target, on either side
+_COMPILE_SECONDS = 120.0  # torch.compile may take a minute or two; without it, the uncompiled results remain
 _OURS, _OURS_DRAFTED = "jspec 3B plain", f"jspec 3B, 1B drafts K={_K}"
 _UNCOMPILED, _COMPILED = "transformers 3B plain, static cache", "transformers 3B plain, static cache, compiled"
 _ASSISTED = f"transformers 3B, 1B assists K={_K}"
 
 
 class Generator:
-    """A model of transformers that decodes one prompt greedily.
+    """A transformers model that decodes one prompt greedily.
 
     Args:
         model: the target.
-        width: tokens of the prompt.
-        options: of ``generate``.
+        width: the number of tokens in the prompt.
+        options: options for ``generate``.
     """
 
     def __init__(self, model: Any, width: int, **options: Any):
@@ -59,7 +59,7 @@ class Generator:
 
     def rounds(self, limit: int) -> int:
         """Decode, and count the target's passes."""
-        if "assistant_model" not in self._options:  # a hook would break up what torch compiles
+        if "assistant_model" not in self._options:  # a hook would break the compiled graph
             self(limit)
             return limit
         passes = 0
@@ -77,7 +77,7 @@ class Generator:
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Measure the uncompiled models first, because torch.compile may use up the time that is left."""
+    """Measure the uncompiled models first, because torch.compile may use up the remaining time."""
     size = sizes(rehearse)
     target, assistant = (_random(config, size) for config in (size.target, size.draft))
     cases = _ours(size)
@@ -96,14 +96,14 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _compiled(record: Record, size: Sizes, generator: Generator, ours: Mapping[str, Any]) -> None:
-    """Time the model that torch compiles; the figure is valid only if torch compiled nothing while it was timed."""
+    """Time the torch-compiled model. The result is valid only if torch compiled nothing during the timing."""
     import torch._dynamo.utils
 
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than go on uncompiled without a word
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently continue uncompiled
     counts = torch._dynamo.utils.counters["stats"]
     begin = time.monotonic()
     with _within(_COMPILE_SECONDS):
-        generator(size.lengths[1])  # the longer text first: it fixes the size of the cache
+        generator(size.lengths[1])  # the longer length first, because it fixes the cache size
         generator(size.lengths[0])
     graphs = counts["unique_graphs"]
     record.add("torch.compile", seconds=time.monotonic() - begin, graphs=graphs)
@@ -118,7 +118,7 @@ def _ours(size: Sizes) -> list[Case]:
 
 
 def _random(config: LlamaConfig, size: Sizes) -> Any:
-    """A model of transformers with random weights, made where it decodes."""
+    """Return a transformers model with random weights, created on the device where it decodes."""
     import torch
     import transformers
 
@@ -132,7 +132,7 @@ def _random(config: LlamaConfig, size: Sizes) -> Any:
 
 
 def _add_rows(record: Record, timings: Mapping[str, Timing]) -> None:
-    """Add what each costs; to those of transformers, how much faster jspec is in the same turns."""
+    """Add a row with each decoder's cost and, for transformers, jspec's speed-up over it in the same turns."""
     for name, timing in timings.items():
         round_, drafted = spread(timing.seconds), name in (_ASSISTED, _OURS_DRAFTED)
         tokens = float(theory.expected_tokens(ACCEPTANCE, _K)) if drafted else 1.0
@@ -154,7 +154,7 @@ def _add_rows(record: Record, timings: Mapping[str, Timing]) -> None:
 
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block once `seconds` have passed; for the main thread."""
+    """Raise TimeoutError in the block once `seconds` have passed. Use it in the main thread only."""
 
     def expire(*_: Any) -> None:
         raise TimeoutError(f"torch.compile took more than {seconds:g} s; the uncompiled figures stand.")

@@ -1,6 +1,6 @@
-"""Decoding in other settings: batches, long contexts, a tree, an EAGLE head, the engine; and a step of training.
+"""Decoding in other settings (batches, long contexts, a tree, an EAGLE head, the engine), and a training step.
 
-A set of measurements that fails or is cut short leaves those before it in the record.
+If a set of measurements fails or is cut short, the earlier sets remain in the record.
 """
 
 import time
@@ -30,12 +30,12 @@ from jspec.training.eagle_training import new_head
 from jspec.training.fit import Schedule, begin
 from jspec.training.kinds import trainee_of
 
-# How often the first, second and third child of a node is accepted: ACCEPTANCE in all.
+# How often the first, second and third child of a node is accepted. The rates add up to ACCEPTANCE.
 _BY_RANK = (0.62, 0.12, 0.06)
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Run the sets of measurements in order; the set with the largest program comes last."""
+    """Run the sets of measurements in order. The set with the largest program comes last."""
     size = sizes(rehearse)
     bandwidth = read_bandwidth(record)
     target, draft = random_model(size.target, size.dtype, 0), random_model(size.draft, size.dtype, 1)
@@ -55,7 +55,7 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _batches(record: Record, size: Sizes, target: Any, draft: Any, bandwidth: float) -> None:
-    """Plain decoding and K = 2 with every batch size."""
+    """Measure plain decoding and K = 2 with every batch size."""
     programs = compile_together(record, [case for batch in size.batches for case in (
         plain(f"3B plain, batch {batch}", target, size, batch),
         speculative(f"3B, 1B drafts K=2, batch {batch}", target, draft, 2, size, batch))])  # fmt: skip
@@ -67,7 +67,10 @@ def _batches(record: Record, size: Sizes, target: Any, draft: Any, bandwidth: fl
 
 
 def _contexts(record: Record, size: Sizes, target: Any, bandwidth: float) -> None:
-    """Passes of one token at each context: one program with room for the longest, and the context an argument of it."""
+    """Measure one-token passes at each context.
+
+    One program has room for the longest context and takes the context as an argument.
+    """
     slots = max(size.contexts) + size.new_tokens
     passes = {f"3B pass, context {context}": Pass(target, 1, 1, context, slots) for context in size.contexts}
     times = in_turns(passes, size.repeats, warmup=1)
@@ -80,7 +83,7 @@ def _contexts(record: Record, size: Sizes, target: Any, bandwidth: float) -> Non
 
 
 def _over_plain(record: Record, size: Sizes, case: Case, bandwidth: float) -> None:
-    """Time `case` in turns with plain decoding, which the second set finds in the compilation cache."""
+    """Time `case` in turns with plain decoding. The second set finds plain decoding in the compilation cache."""
     programs = compile_together(record, [plain("3B plain", case.target, size), case])
     add_rows(record, programs, timed(record, programs, size.lengths, size.repeats), "3B plain", bandwidth)
 
@@ -98,7 +101,7 @@ def _tree(target: Any, draft: Any, size: Sizes) -> Case:
 
 
 def eagle_head(target: Any, size: Sizes) -> Any:
-    """Return a random EAGLE-3 head for `target`, in the dtype of the models, with a reduced vocabulary of its own."""
+    """Return a random EAGLE-3 head for `target`, in the models' dtype, with its own reduced vocabulary."""
     head = new_head(target, np.arange(size.draft_vocab), 0)
     return jax.tree.map(
         lambda leaf: leaf.astype(size.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, head
@@ -106,7 +109,7 @@ def eagle_head(target: Any, size: Sizes) -> Any:
 
 
 def _engine(record: Record, size: Sizes, target: Any) -> None:
-    """Twice as many requests as slots, in turns with two calls of one program of as many rows."""
+    """Measure twice as many requests as slots, in turns with two calls of one program with that many rows."""
     case = plain("1B plain, one program", target, size, size.slots)
     program = compile_together(record, [case])[case.name]
     prompts = np.random.default_rng(0).integers(1, target.config.vocab_size, (2 * size.slots, size.width)).tolist()
@@ -126,7 +129,7 @@ def _engine(record: Record, size: Sizes, target: Any) -> None:
 
 
 def _training(record: Record, size: Sizes, target: Any) -> None:
-    """Steps of training an EAGLE head, in which the target reads the batch, too."""
+    """Measure training steps of an EAGLE head, including the target's forward pass over the batch."""
     rows, length, depth = size.trained
     texts = np.random.default_rng(0).integers(target.config.vocab_size, size=(rows, length)).tolist()
     batch = side_by_side([of_answer((), text) for text in texts], rows, length)

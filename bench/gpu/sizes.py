@@ -1,4 +1,4 @@
-"""The sizes of the drill's models and measurements: real ones, and tiny ones for the rehearsal on CPU."""
+"""The sizes of the drill's models and measurements: realistic ones, and tiny ones for the rehearsal on CPU."""
 
 import dataclasses
 from typing import Any
@@ -16,19 +16,19 @@ class Sizes:
     """The shapes to measure, and the number of readings.
 
     Attributes:
-        target, draft, large: the models; `large` decodes plainly.
-        dtype: of weights, activations and caches.
-        width: tokens of a prompt.
-        new_tokens: the most new tokens, which fixes the size of the cache.
-        lengths: new tokens of the two calls whose difference is timed.
-        few: the same where a token takes long, with `few_repeats` readings.
-        repeats: readings of each of them.
-        batches: batch sizes beside 1.
-        contexts: tokens in the cache before a pass.
-        draft_vocab: tokens that an EAGLE head can guess.
-        trained: rows of a training batch, their length, and how far a head is unrolled.
-        tree: nodes of a tree of guesses, and its depth.
-        slots: of the engine; with one it has the fewest programs.
+        target, draft, large: the models. `large` is used for plain decoding.
+        dtype: the dtype of weights, activations and caches.
+        width: the number of tokens in a prompt.
+        new_tokens: the maximum number of new tokens, which fixes the cache size.
+        lengths: the new tokens of the two calls whose difference is timed.
+        few: the same for slow decoders, with `few_repeats` readings.
+        repeats: the number of readings for `lengths`.
+        batches: the batch sizes besides 1.
+        contexts: the numbers of tokens in the cache before a pass.
+        draft_vocab: the number of tokens that an EAGLE head can draft.
+        trained: the rows of a training batch, their length, and the number of steps that a head is unrolled.
+        tree: the number of nodes in a draft tree, and its depth.
+        slots: the number of engine slots. With one slot, the engine has the fewest programs.
     """
 
     target: LlamaConfig
@@ -54,11 +54,11 @@ _REAL = Sizes(
     draft=SHAPES["llama-3.2-1b"],
     large=SHAPES["qwen3-8b"],
     dtype=jnp.bfloat16,
-    width=128,  # with 384 new tokens, what `python -m bench compiled` predicts for
+    width=128,  # with 384 new tokens, the defaults of `python -m bench compiled`
     new_tokens=384,
     lengths=(32, 160),
     repeats=7,
-    few=(9, 33),  # multiples of 3, so that a round of K = 2 whose drafts are all accepted is not cut short
+    few=(9, 33),  # multiples of 3, so that a fully accepted round of K = 2 is not cut short
     few_repeats=3,
     batches=(8, 32),
     contexts=(1024, 4096, 16384),
@@ -89,5 +89,5 @@ _TINY = Sizes(
 
 
 def sizes(rehearse: bool) -> Sizes:
-    """Return the sizes of the drill, or those of its rehearsal."""
+    """Return the sizes for the drill, or for its rehearsal."""
     return _TINY if rehearse else _REAL

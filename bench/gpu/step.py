@@ -1,4 +1,4 @@
-"""One step of the drill in a process of its own: ``python -m bench.gpu.step MODULE FILE [--rehearse]``."""
+"""A drill step in a process of its own: ``python -m bench.gpu.step MODULE FILE [--rehearse]``."""
 
 import argparse
 import ctypes
@@ -9,21 +9,21 @@ from pathlib import Path
 
 from bench.gpu.record import Record
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
 def run(module: str, file: Path, rehearse: bool) -> bool:
-    """Write what ``module.run`` measures to `file`; return whether it got to its end.
+    """Write the measurements of ``module.run`` to `file`, and return whether it finished.
 
-    An exception, also one of importing the module, is the last row.
+    An exception, including one raised while importing the module, becomes the last row.
     """
     record = Record(file, module=module, rehearsal=rehearse)
     try:
-        from bench.conditions import conditions  # it starts JAX, which may fail
+        from bench.conditions import conditions  # this starts JAX, which may fail
 
         record.facts["conditions"] = conditions() | {"command": f"python -m bench.gpu.step {module} {file.name}"}
         importlib.import_module(module).run(record, rehearse)
-    except BaseException as error:  # SystemExit of a library too
+    except BaseException as error:  # including a library's SystemExit
         record.fail(module, error)
         record.finish("failed")
         return False
@@ -32,7 +32,7 @@ def run(module: str, file: Path, rehearse: bool) -> bool:
 
 
 def _end_with_the_driver() -> None:
-    """Have the kernel kill this process when its parent dies, so that none is left that holds the GPU."""
+    """Make the operating system kill this process when its parent dies, so that no process keeps holding the GPU."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The steps of the drill, in order of value, and how long each may take."""
+"""The drill's steps, in order of value, with their time limits."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ class Step:
     """Measurements that share a process.
 
     Attributes:
-        name: of the step and of its file.
-        module: has ``run(record: Record, rehearse: bool) -> None``.
+        name: the name of the step and of its file.
+        module: a module with a function ``run(record: Record, rehearse: bool) -> None``.
         share: seconds of a drill of 540, beside those that earlier steps left over.
-        environment: variables of its process.
+        environment: the environment variables of its process.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Step:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-# For processes that share the device: JAX takes three quarters of its memory when it starts.
+# For processes that share the device, because JAX otherwise takes three quarters of its memory at startup.
 _SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 STEPS = (
     Step("device", "bench.gpu.device", 35.0),

@@ -1,10 +1,10 @@
-"""The results of a drill, in lines that fit a terminal."""
+"""A drill's results, in lines that fit a terminal."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-_ROWS = 11  # of a step
+_ROWS = 11  # rows shown per step
 _WIDTH = 130
 _LEFT_OUT = {"what", "traceback", "file", "rounds", "ms_low", "ms_high", "x_low", "x_high", "over", "programs", "at"}
 
@@ -15,7 +15,7 @@ def text(folder: Path, drill: dict[str, Any]) -> str:
 
 
 def of_step(folder: Path, entry: dict[str, Any]) -> str:
-    """Return the lines of the step that `entry` of ``drill.json`` is about."""
+    """Return the lines for the step that `entry` of ``drill.json`` describes."""
     lines = [f"\n{entry['step']}: {entry['state']}, {entry.get('seconds', 0)} s"]
     rows = json.loads((folder / entry["file"]).read_text(encoding="utf-8"))["rows"]
     rows.sort(key=lambda row: not _bad(row))  # stable

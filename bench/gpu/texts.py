@@ -1,4 +1,4 @@
-"""Texts of the bundled pair on the device: plain, speculative, and those of the CPU in the same process."""
+"""The bundled pair's outputs on the device, plain and speculative, and on the CPU in the same process."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ from bench.gpu.sizes import sizes
 from bench.pairs import random_llama
 from bench.subject import Request, held_out, ragged
 
-_TIE = 1e-4  # in float32 the leads of two devices differ by as much
+_TIE = 1e-4  # two devices' float32 leads differ by this much
 _GREEDY = jspec.SamplingParams(temperature=0.0)
 
 
 def check(record: Record, rehearse: bool) -> None:
-    """Compare texts token for token: greedy ones, those of a coupled draft, and those in bfloat16 for the record."""
+    """Compare outputs token by token: greedy, with a coupled draft and, for the record, in bfloat16."""
     batch, length = (2, 16) if rehearse else (8, 200)
     target, draft, tokenizer = jspec.demo_pair(jnp.float32)
     tokens = held_out(tokenizer, batch)["inside a module"]
-    if rehearse:  # by models that compile in a third of the time
+    if rehearse:  # with models that compile in a third of the time
         shape = sizes(rehearse).target
         target, draft = (random_llama(shape, jnp.float32, seed) for seed in (0, 1))
         tokens = tokens % shape.vocab_size
     request = ragged(tokens)
-    with jax.default_matmul_precision("highest"):  # TF32 would round more than the lead of many a token
+    with jax.default_matmul_precision("highest"):  # TF32 rounding would exceed the lead of many tokens
         plain = _plain(target, request, length, _GREEDY)
         _compare(record, "speculative = plain", _speculative(target, draft, request, length, _GREEDY), plain, target,
                  request)  # fmt: skip
@@ -59,7 +59,7 @@ def _speculative(target: Any, draft: Any, request: Request, length: int, samplin
 
 def _compare(record: Record, name: str, texts: np.ndarray, others: np.ndarray, model: Any = None,
              request: Request | None = None) -> None:  # fmt: skip
-    """Add a row; a text may leave the other one where the two likeliest tokens of `model` are nearly tied."""
+    """Add a row. An output may diverge from the other where the two most likely tokens of `model` are nearly tied."""
     row, leads = _differences(texts, others), []
     if model is not None and request is not None:
         leads = [_lead(model, request, i, others[i], at) for i, at in row["first"].items()]
@@ -68,14 +68,14 @@ def _compare(record: Record, name: str, texts: np.ndarray, others: np.ndarray, m
 
 
 def _differences(texts: np.ndarray, others: np.ndarray) -> dict[str, Any]:
-    """Return how many texts differ, and where each of them first does."""
+    """Return how many outputs differ, and the first difference in each of them."""
     differs = texts != others
     first = {int(row): int(differs[row].argmax()) for row in np.flatnonzero(differs.any(1))}
     return {"texts": len(texts), "tokens": texts.size, "differing": len(first), "first": first}
 
 
 def _lead(model: Any, request: Request, row: int, text: np.ndarray, at: int) -> float:
-    """Return by how much the likeliest token after the first `at` ones of a row's text is ahead of the second."""
+    """Return the lead of the most likely token over the second, after the first `at` tokens of a row's output."""
     tokens, lengths, _ = request
     before = np.concatenate([tokens[row, : lengths[row]], text[:at]])
     best = jax.lax.top_k(model(jnp.asarray(before, jnp.int32)[None])[0, -1], 2)[0]

@@ -1,7 +1,7 @@
-"""Models with random weights, made on the device array by array.
+"""Models with random weights, generated on the device array by array.
 
-XLA compiles a program for each shape in a second. One for a whole model, as `bench.pairs.random_llama` has it, takes a
-minute or two for a GPU: each array's random numbers are a kernel of their own.
+XLA compiles a program for each shape in a second. One program for a whole model, as in `bench.pairs.random_llama`,
+takes a minute or two for a GPU, because each array's random numbers are a kernel of their own.
 """
 
 import functools
@@ -16,11 +16,11 @@ from bench import abstract
 from convert.config import LlamaConfig
 
 _STD = 0.02
-_INT8_STD = 73.9  # of uniform bytes
+_INT8_STD = 73.9  # standard deviation of uniform bytes
 
 
 def random_model(config: LlamaConfig, dtype: Any, seed: int, quantized: bool = False) -> jspec.Llama:
-    """Return a model whose matrices are normal, or uniform in int8; its norms do nothing."""
+    """Return a model with normally distributed matrices, or uniform ones in int8. Its norms have no effect."""
     leaves, form = jax.tree_util.tree_flatten_with_path(abstract.model(config, dtype, quantized))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     arrays = [_array(key, leaf.shape, leaf.dtype, "scale" in str(path))

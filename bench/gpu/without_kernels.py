@@ -1,6 +1,6 @@
-"""Decoding without the kernels of `jspec.models.kernels`: shows what they gain, and gives figures even if they fail.
+"""Decoding without the kernels in `jspec.models.kernels`, to show their gain and to have results even if they fail.
 
-The step runs with ``JSPEC_KERNELS=0``. Its rows have the names of those of the step `decoding`.
+The step runs with ``JSPEC_KERNELS=0``. Its rows have the same names as those of the step `decoding`.
 """
 
 from bench.gpu.bandwidth import read_bandwidth

@@ -1,4 +1,4 @@
-"""The model families whose forward pass is a Llama's except for details. Each has a file that reads its config.json."""
+"""The model families whose forward pass differs from Llama's only in details. Each has a module for its config.json."""
 
 from convert.architectures.base import Family
 from convert.architectures.llama import LLAMA

@@ -1,4 +1,4 @@
-"""The description of a model family: its differences from the other families."""
+"""A description of a model family and its differences from the other families."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,15 +12,15 @@ from convert.rope import parse_rope
 class Family:
     """One `model_type` of transformers.
 
-    All families share the table of names in keymap.py. The fields of `details` decide which of its arrays a model has.
+    All families share the name table in keymap.py. The fields from `details` determine which of its arrays a model has.
 
     Attributes:
         model_type: the name in config.json.
-        class_name: the class in transformers whose checkpoints are read.
+        class_name: the transformers class whose checkpoints are supported.
         details: maps the fields of config.json to the fields of `LlamaConfig` in which the family differs from others.
-        defaults: the values that transformers 5 uses for fields that config.json leaves out, if they are constants of
-            the family; null does not count as left out.
-        fixed: the fields with a single supported value. A field that is left out (or null) has that value too.
+        defaults: the values that transformers 5 uses for fields missing from config.json, if they are constant across
+            the family. A null field does not count as missing.
+        fixed: the fields with a single supported value. A missing (or null) field has that value too.
     """
 
     model_type: str
@@ -31,16 +31,16 @@ class Family:
 
 
 def positions(raw: Fields) -> int:
-    """Return `max_position_embeddings`, or the context after yarn's stretching if config.json gives less."""
+    """Return `max_position_embeddings`, or yarn's extended context length if that is longer."""
     longest, rope = integer(raw, "max_position_embeddings"), parse_rope(raw)
     return max(longest, int(rope.factor * rope.original_max_position_embeddings)) if rope.kind == "yarn" else longest
 
 
 def within_window(raw: Fields) -> int:
-    """Return the longest text in which each token attends to all before it: `positions`, or `sliding_window` if less.
+    """Return the longest sequence in which each token attends to all earlier tokens.
 
-    Sliding-window attention is not implemented. Up to the window's length it equals full attention, and the limit of
-    positions rejects longer texts.
+    This is the smaller of `positions` and `sliding_window`. Sliding-window attention is not implemented. Up to the
+    window length it equals full attention, and the position limit rejects longer sequences.
     """
     longest = positions(raw)
     return min(longest, integer(raw, "sliding_window", longest))

@@ -14,5 +14,5 @@ def _details(raw: Fields) -> dict[str, Any]:
     }
 
 
-# Transformers' mask for a Llama has no window, but its cache does.
+# In transformers, Llama's attention mask has no window, but its cache does.
 LLAMA = Family("llama", "LlamaForCausalLM", _details)

@@ -1,4 +1,4 @@
-"""Mistral: no biases, and every layer attends over the sliding window if there is one."""
+"""Mistral: no biases. Every layer uses the sliding window, if there is one."""
 
 from typing import Any
 

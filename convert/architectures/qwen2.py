@@ -1,16 +1,16 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v only; some layers have a window if a flag switches it on."""
+"""Qwen2 and Qwen2.5: biases on q, k and v only. A flag enables a sliding window in some layers."""
 
 from typing import Any
 
 from convert.architectures.base import Family, positions, within_window
 from convert.json_fields import Fields, flag, integer
 
-_FIRST_WINDOW = 28  # the default of transformers
+_FIRST_WINDOW = 28  # the default in transformers
 DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def context(raw: Fields) -> int:
-    """Return `positions`, or the window if it is shorter and some layer, from `max_window_layers` on, uses it."""
+    """Return `positions`, or the window if it is shorter and a layer uses it. Layers from `max_window_layers` on do."""
     is_on = flag(raw, "use_sliding_window") and raw.get("layer_types") is None
     first = 0 if raw.get("max_window_layers") == 0 else integer(raw, "max_window_layers", _FIRST_WINDOW)
     return within_window(raw) if is_on and first < integer(raw, "num_hidden_layers") else positions(raw)

@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normalised per head, and the head size is a field; windows as in Qwen2."""
+"""Qwen3: queries and keys are normalised per head, and config.json sets the head size. Windows work as in Qwen2."""
 
 from typing import Any
 

@@ -17,13 +17,14 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Differences between the GGUF files of a `general.architecture` and Hugging Face files.
+    """The differences between the GGUF files of one `general.architecture` and Hugging Face files.
 
     Attributes:
-        model_type: as in config.json, like `class_name`.
-        interleaved: the rows of q and k are in pairs within each head, because llama.cpp rotates neighbours against
-            each other, and Hugging Face rotates one half of a head against the other.
-        biases: flag of config.json -> tensor of the first layer that exists if the flag is true. Biases that the
+        model_type: the `model_type` in config.json.
+        class_name: the class that `architectures` in config.json names.
+        interleaved: whether the rows of q and k are interleaved in pairs within each head. llama.cpp rotates adjacent
+            rows together, whereas Hugging Face rotates the first half of a head with the second.
+        biases: config.json flag -> the first-layer tensor that exists if the flag is true. Biases that the
             architecture always has need no flag.
     """
 
@@ -38,7 +39,7 @@ ARCHITECTURES = {
         "llama", "LlamaForCausalLM", True, {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
     ),
 }
-# Rest of the key -> name in config.json. Keys that are in none of these tables are rejected.
+# Key without the architecture's prefix -> name in config.json. Keys in none of these tables are rejected.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -54,7 +55,7 @@ _ORIGINAL = "rope.scaling.original_context_length"
 _FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # older files use the second key
 _SCALING = {"rope.scaling.type", _ORIGINAL, *_FACTORS}
 _READ_APART = {"vocab_size", "rope.freq_base", "rope.dimension_count", "attention.value_length"}
-# Keys that change nothing at these values. Converters write them for any model.
+# Keys that have no effect at these values. Converters write them for any model.
 _FIXED = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -74,7 +75,7 @@ _FIXED = {
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-# Keys that change nothing in this architecture, whatever their value. Sizes of experts matter only if there are any.
+# Keys that have no effect in this architecture, whatever their value. Expert sizes matter only if there are experts.
 _UNUSED = {
     "attention.layer_norm_epsilon",
     "expert_feed_forward_length",
@@ -91,7 +92,7 @@ _UNUSED = {
 }
 _SAMPLING = "general.sampling."
 _SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-# The values of every Llama 3. Files store only the factors computed from them.
+# The values for every Llama 3 model. Files store only the factors computed from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -99,7 +100,7 @@ def architecture(header: Header) -> Architecture:
     """Return the architecture that `header` names.
 
     Raises:
-        CheckpointError: the architecture is not supported, or the file is not a model.
+        CheckpointError: the architecture is not supported, or the file does not hold a model.
     """
     name = header.metadata.get("general.architecture")
     if (kind := header.metadata.get("general.type", "model")) != "model":
@@ -117,7 +118,7 @@ def architecture(header: Header) -> Architecture:
 def raw_config(header: Header) -> dict[str, Any]:
     """Return the content of config.json, for `convert.parse_config` to check.
 
-    Tokens that end a turn also end a text, because the files name only one EOS.
+    End-of-turn tokens count as EOS too, because the files name only one EOS token.
 
     Raises:
         CheckpointError: a key is unknown, or has no equivalent in config.json.
@@ -150,10 +151,10 @@ def raw_config(header: Header) -> dict[str, Any]:
 
 
 def ignored_keys(header: Header) -> list[str]:
-    """Return, sorted, the keys of a supported model that are not read, except those that describe the file.
+    """Return the sorted keys of a supported model that are ignored, except those that describe the file.
 
-    Keys of the architecture may change what is computed, so they are read, known to change nothing, or rejected.
-    General keys describe the file. Keys outside "general", "tokenizer" and the architecture belong to other programs.
+    Architecture keys may change what is computed, so each is parsed, known to have no effect, or rejected. General
+    keys describe the file. Keys outside "general", "tokenizer" and the architecture belong to other programs.
     """
     name = header.metadata["general.architecture"]
     described = ("general.", "tokenizer.", f"{name}.", "split.", "quantize.", "imatrix.")
@@ -189,12 +190,12 @@ def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
 
 
 def _differ_once(key: str, prefix: str) -> bool:
-    """Return whether `key` begins with `prefix` except for one letter, as after a flipped bit."""
+    """Return whether `key` starts with `prefix` except for one character, as after a bit flip."""
     return sum(map(operator.ne, key, prefix)) == 1
 
 
 def _vocab_size(said: Any, tokens: int, header: Header) -> Any:
-    """Return the size of the vocabulary, which may exceed the number of tokens."""
+    """Return the vocabulary size, which may exceed the number of tokens."""
     if isinstance(said, int) and tokens > said:
         raise CheckpointError(f"{header.file} has {tokens} tokens, but vocab_size {said}; download it again.")
     return tokens if said is None else said
@@ -204,7 +205,7 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
     theta, kind = fields.get("rope.freq_base", 10000.0), _kind_of_scaling(fields, header)
     if ROPE_FACTORS in header.tensors:
         return {"rope_theta": theta, "rope_type": "llama3"} | _llama3(theta, kind, fields.get(_ORIGINAL), header)
-    if kind == "none":  # other keys about scaling have no effect then
+    if kind == "none":  # the other scaling keys have no effect then
         return {"rope_theta": theta, "rope_type": "default"}
     if kind != "linear":
         raise CheckpointError(
@@ -216,7 +217,7 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
 
 
 def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
-    """Return the kind that the file names, or linear if it gives only a factor, as in llama.cpp."""
+    """Return the scaling type that the file names, or linear if it gives only a factor, as in llama.cpp."""
     factors = [fields[key] for key in _FACTORS if key in fields]
     if factors[1:] and factors[0] != factors[1]:
         raise CheckpointError(
@@ -227,10 +228,10 @@ def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
 
 
 def _llama3(theta: Any, kind: Any, original: Any, header: Header) -> dict[str, Any]:
-    """Return Llama 3's fields, if they give the factors by which this file divides the frequencies.
+    """Return Llama 3's rope fields, after checking that they reproduce the frequency divisors stored in the file.
 
     Raises:
-        CheckpointError: the fields give other factors.
+        CheckpointError: the fields produce other divisors.
     """
     stored = header.tensors[ROPE_FACTORS]
     found = np.fromfile(header.file, "<f4", math.prod(stored.shape), offset=stored.offset).astype(np.float64)
@@ -254,7 +255,7 @@ def _factors(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> np.ndarray:
-    """Return ``[count]`` divisors of the frequencies, from 1 for those that turn often to `factor` for slow ones."""
+    """Return ``[count]`` frequency divisors, from 1 for the high frequencies to `factor` for the low ones."""
     turns = original_max_position_embeddings * theta ** (-np.arange(count) / count) / (2 * math.pi)
     smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)

@@ -1,6 +1,6 @@
-"""A strict reader for the header of a GGUF file: each count or length is checked against the file's size before use.
+"""A strict reader for GGUF headers. It checks each count and length against the file size before using it.
 
-The gguf library's own reader does not check them. The format:
+The gguf library's own reader does not check them. The format is specified at
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -22,7 +22,7 @@ _BEFORE_GGUF = b"lmgg", b"fmgg", b"tjgg", b"algg"  # ggml, ggmf, ggjt, ggla
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
-# Limits beyond any model, which bound the memory and time that a damaged header can cost.
+# Limits that no model reaches. They bound the memory and time that a damaged header can cost.
 _MOST = 2**21
 _LONGEST = 2**26
 _LONGEST_NAME = 2**8
@@ -30,7 +30,7 @@ _LONGEST_NAME = 2**8
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in the file: its type (a `gguf.GGMLQuantizationType`), its shape in NumPy's order, and its bytes."""
+    """A tensor in the file: its type (a `gguf.GGMLQuantizationType`), its shape in NumPy order, and its byte range."""
 
     kind: Any
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Header:
 
 
 class _Reader:
-    """A sequential reader of numbers and strings. It raises ValueError at the file's end and at invalid values."""
+    """A sequential reader of numbers and strings. It raises ValueError at the end of the file and on invalid values."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream, self.size, self.at = stream, size, 0
@@ -118,7 +118,8 @@ def read(file: Path) -> Header:
     """Read the header of `file`, and check that its tensors fit the file's size to the byte.
 
     Raises:
-        CheckpointError: the file is not a GGUF file, cut short, damaged, one of several parts, or has unknown types.
+        CheckpointError: the file is not a GGUF file, is damaged or cut short, is one of several parts, or has tensors
+            of unknown types.
     """
     try:
         with file.open("rb", buffering=2**20) as stream:
@@ -191,7 +192,7 @@ def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any, file: Path) 
 
 
 def _stored_as(name: str, number: int, shape: tuple[int, ...], file: Path) -> tuple[Any, int]:
-    """Return a tensor's type and its number of bytes."""
+    """Return a tensor's type and its size in bytes."""
     import gguf  # lazily: the import is slow, and only GGUF files need it
 
     kind = gguf_types.kind(name, number, file)

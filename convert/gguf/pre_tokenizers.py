@@ -1,6 +1,6 @@
-"""The patterns by which byte-level BPE vocabularies in GGUF files split a text into words, by `tokenizer.ggml.pre`.
+"""The patterns that split text into words for byte-level BPE vocabularies in GGUF files, by `tokenizer.ggml.pre`.
 
-The names are those of llama.cpp (llama-vocab.cpp), and the patterns are those of the models' tokenizer.json. The table
+The names are llama.cpp's (llama-vocab.cpp), and the patterns are those in the models' tokenizer.json files. The table
 omits names that are not for language models or that need more than patterns, such as "default", for which llama.cpp
 prints a warning.
 """
@@ -57,10 +57,10 @@ _ASIAN = (
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """The rules by which a vocabulary splits texts.
+    """The rules by which a vocabulary splits text.
 
     Attributes:
-        patterns: each splits the parts that the patterns before it left.
+        patterns: the patterns in the order of use. Each splits the pieces that the earlier patterns left.
         ignore_merges: whether a word that is a token becomes that token, regardless of the merges.
         add_bos: whether every text starts with BOS, unless the file says otherwise.
         composes: whether characters and accents are composed first (NFC), as in the models' tokenizer.json. llama.cpp

@@ -1,4 +1,7 @@
-"""A reader of GGUF files as Hugging Face tensors, dequantised row by row, which `convert.from_hf` checks and joins."""
+"""A reader that presents GGUF files as Hugging Face tensors, dequantised row by row.
+
+`convert.from_hf` checks the tensors and joins them.
+"""
 
 import dataclasses
 import re
@@ -14,16 +17,16 @@ from convert.gguf.config import ROPE_FACTORS, Architecture, architecture
 from convert.gguf.header import Header, Stored
 from convert.safetensors_reader import Tensor
 
-# Old converters stored the frequencies of the rotary embedding. They are recomputed from the metadata.
+# Old converters stored the rotary frequencies. They are recomputed from the metadata instead.
 _TABLE = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor(Tensor):
-    """A tensor in a GGUF file; `dtype` is float32 if it is quantised.
+    """A tensor in a GGUF file. Its `dtype` is float32 if it is quantised.
 
     Attributes:
-        interleaved: the number of heads in which neighbouring rows belong to the two halves; 0 if rows are in order.
+        interleaved: the number of heads whose rows alternate between the two halves; 0 if the rows are in order.
     """
 
     stored: Stored
@@ -37,14 +40,14 @@ class GgufTensor(Tensor):
         return self._values(first, int(order.max()) + 1)[order - first]
 
     def _order(self, rows: slice) -> np.ndarray:
-        """Return the rows of the file that are `rows` of the Hugging Face tensor."""
+        """Return the indices of the file's rows that hold `rows` of the Hugging Face tensor."""
         order = np.arange(self.shape[0])
         if self.interleaved:
             order = order.reshape(self.interleaved, -1, 2).swapaxes(1, 2).reshape(-1)
         return order[rows]
 
     def _values(self, first: int, last: int) -> np.ndarray:
-        """Return the rows of the file from `first` to before `last`. A vector is one row."""
+        """Return the file's rows from `first` up to, but not including, `last`. A vector counts as one row."""
         import gguf
 
         count = self.shape[0] if len(self.shape) > 1 else 1
@@ -66,7 +69,8 @@ def tensors(header: Header, config: LlamaConfig) -> dict[str, Tensor]:
     """Return the tensors by Hugging Face name, checked against the config like those of a Hugging Face directory.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, misshapen, or has a type that the gguf library cannot dequantise.
+        CheckpointError: a tensor is missing, unknown or misshapen, or has a type that the gguf library cannot
+            dequantise.
     """
     from_hf.check_depth(config, len(header.tensors), header.file)
     kind, expected = architecture(header), keymap.hf_shapes(config)
@@ -79,7 +83,7 @@ def tensors(header: Header, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def _named(header: Header, config: LlamaConfig, expected: Iterable[str]) -> dict[str, tuple[str, Stored]]:
-    """Return, by Hugging Face name, the name in the file and the tensor, for all that are in the file."""
+    """Return each tensor in the file with its name there, keyed by its Hugging Face name."""
     import gguf
 
     left = {name: tensor for name, tensor in header.tensors.items() if not _TABLE.fullmatch(name)}
@@ -102,7 +106,7 @@ def _named(header: Header, config: LlamaConfig, expected: Iterable[str]) -> dict
 
 
 def _dtype(name: str, stored: Stored, file: Path) -> np.dtype:
-    """Return the dtype in which the values of a tensor are read."""
+    """Return the dtype that a tensor's values have when they are read."""
     import gguf
 
     plain = dtypes.BY_SAFETENSORS_CODE.get(stored.kind.name)
@@ -124,6 +128,6 @@ def _in_order(name: str, tensor: GgufTensor, kind: Architecture, config: LlamaCo
 
 
 def usual_dtype(found: dict[str, Tensor]) -> np.dtype:
-    """Return the dtype that all tensors share, else float32, which holds all their values."""
+    """Return the tensors' common dtype. If they differ, return float32, which can represent all their values."""
     kinds = {tensor.dtype for tensor in found.values()}
     return kinds.pop() if len(kinds) == 1 else dtypes.BY_NAME["float32"]

@@ -1,4 +1,4 @@
-"""The types of a GGUF file's tensors: known to the gguf library, removed from llama.cpp, or newer than the library."""
+"""GGUF tensor types, including those removed from llama.cpp and those newer than the gguf library."""
 
 from importlib import metadata
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from convert.errors import CheckpointError
 
-# Number -> name, and the type that replaces it; https://github.com/ggml-org/ggml/blob/master/include/ggml.h
+# Number -> (name, replacement). See https://github.com/ggml-org/ggml/blob/master/include/ggml.h
 _GONE = {
     4: ("Q4_2", "Q4_0"),
     5: ("Q4_3", "Q4_1"),

@@ -1,7 +1,7 @@
 """A builder for the tokenizer that a GGUF file describes.
 
 The model's tokenizer.json is the reference: a vocabulary gives the same ids whichever file it is read from. Control
-tokens, BOS and the names of splits have the same meaning as in llama.cpp. Only the default chat template is used.
+tokens, BOS and pre-tokenizer names mean the same as in llama.cpp. Only the default chat template is used.
 """
 
 import json
@@ -42,7 +42,7 @@ def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def assemble(words: Vocabulary) -> Tokenizer:
-    """Return the tokenizer of a vocabulary. Any exception means that the vocabulary is inconsistent."""
+    """Build a vocabulary's tokenizer. Any exception means that the vocabulary is inconsistent."""
     tokenizer = (_byte_level if words.kind == "gpt2" else _sentencepiece)(words)
     tokenizer.post_processor = _ends(words)
     return tokenizer
@@ -60,7 +60,7 @@ def write(header: Header, directory: Path) -> None:
 
 
 def _byte_level(words: Vocabulary) -> Tokenizer:
-    """Build a BPE tokenizer over bytes, each spelled as its own character."""
+    """Build a byte-level BPE tokenizer, in which each byte has its own character."""
     spelling = _spelling()
     alphabet = set(spelling.values())
     # Special tokens keep their text. Other tokens with characters outside the alphabet are spelled in bytes.
@@ -91,11 +91,11 @@ def _spelling() -> dict[int, str]:
 
 
 def _sentencepiece(words: Vocabulary) -> Tokenizer:
-    """Build a BPE tokenizer over characters, with tokens for the bytes of unknown characters."""
+    """Build a character-level BPE tokenizer that falls back to byte tokens for unknown characters."""
     vocab = {token: i for i, token in enumerate(words.tokens)}
     merges = _merges(words) if words.merges is not None else _implied_merges(vocab, words.scores)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
-    # As in the tokenizer.json of Llama 2: a space before every part of a text between special tokens.
+    # As in Llama 2's tokenizer.json, add a space before every piece of text between special tokens.
     ends, runs = normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")
     spaces = [ends, runs] if words.removes_spaces else []
     prefix = [normalizers.Prepend("▁")] if words.add_space_prefix else []
@@ -114,7 +114,7 @@ def _merges(words: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that joins to a token: the best score first, among equals the longer parts."""
+    """Return every token pair that joins to a token: by descending score, then by descending length of the parts."""
     merges = []
     for token, i in vocab.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -125,7 +125,7 @@ def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[st
 
 
 def _with_added(tokenizer: Tokenizer, words: Vocabulary) -> Tokenizer:
-    """Return the tokenizer with the tokens that are matched whole in a text: special and user-defined tokens."""
+    """Add the tokens that are matched whole (special and user-defined tokens) and return the tokenizer."""
     special = [words.tokens[i] for i in _special_ids(words)]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     typed = zip(words.tokens, words.types, strict=False)
@@ -136,7 +136,7 @@ def _with_added(tokenizer: Tokenizer, words: Vocabulary) -> Tokenizer:
 
 
 def _special_ids(words: Vocabulary) -> list[int]:
-    """Return the ids of control tokens, of tokens that the file names, and of tokens that end a text."""
+    """Return the ids of control tokens, tokens that the file names, and tokens that end generation."""
     control = [i for i, kind in enumerate(words.types) if kind == _CONTROL]
     usual = [i for i, token in enumerate(words.tokens) if token in _USUAL[words.kind]]
     named = [i for name, i in words.ids.items() if name in _NAMED]
@@ -144,7 +144,7 @@ def _special_ids(words: Vocabulary) -> list[int]:
 
 
 def _ends(words: Vocabulary) -> processors.TemplateProcessing:
-    """Return the post-processor that adds BOS and EOS if the file or its kind says so."""
+    """Return the post-processor that adds BOS and EOS if the file or its tokenizer kind requires them."""
     add = {"bos": words.kind == "llama" or SPLITS[words.pre or ""].add_bos, "eos": False} | words.add
     before, after = ([words.tokens[words.ids[name]]] if add[name] and name in words.ids else [] for name in add)
     return processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""The checked tokenizer metadata of a GGUF file, from which `convert.gguf.tokenizer` builds a tokenizer."""
+"""A GGUF file's validated tokenizer metadata, from which `convert.gguf.tokenizer` builds a tokenizer."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from convert.gguf.header import Header
 
 _PREFIX = "tokenizer.ggml."
 _LONGEST_TOKEN = 4096
-# Tokens that end a text in llama.cpp (llama-vocab.cpp, `special_eog_ids`), except those for infilling.
+# Tokens that end generation in llama.cpp (llama-vocab.cpp, `special_eog_ids`), except those for infilling.
 _END_TEXTS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
     *("<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>", "[e~["),
@@ -26,12 +26,12 @@ class Vocabulary:
 
     Attributes:
         kind: "gpt2" for byte-level BPE, "llama" for SentencePiece.
-        pre: the name of the rules by which "gpt2" splits texts first.
-        types: the type of each token: 3 is control, 4 user-defined.
-        ids: the ids of special tokens, by the names of `IDS`.
-        add: whether every text gets BOS and EOS, by the keys "bos" and "eos", if the file says so.
+        pre: the name of the rules by which "gpt2" first splits text.
+        types: the type of each token: 3 for control, 4 for user-defined.
+        ids: the ids of special tokens, keyed by the names in `IDS`.
+        add: whether to add BOS and EOS, under the keys "bos" and "eos". A key is absent if the file does not say.
         add_space_prefix: whether "llama" puts a space before every text.
-        removes_spaces: whether "llama" collapses runs of spaces and strips those at the ends of a text.
+        removes_spaces: whether "llama" collapses runs of spaces and strips leading and trailing ones.
     """
 
     kind: str
@@ -48,9 +48,9 @@ class Vocabulary:
 
     @property
     def ends(self) -> list[int]:
-        """The ids that end a text: EOS, EOT and EOM, and tokens whose texts are known to end a turn.
+        """The ids that end generation: EOS, EOT, EOM, and tokens whose text is known to end a turn.
 
-        Files name one EOS. In many files of chat models it is not the token that ends an answer.
+        A file names one EOS token. In many chat-model files it is not the token that ends an answer.
         """
         named = [self.ids[name] for name in ("eos", "eot", "eom") if name in self.ids]
         has_messages = any(texts <= set(self.tokens) for texts in _OF_ANSWERS)
@@ -62,7 +62,7 @@ def vocabulary(header: Header) -> Vocabulary:
     """Return the tokenizer's metadata in `header`.
 
     Raises:
-        CheckpointError: the metadata is missing or inconsistent, or needs a kind of tokenizer that is not supported.
+        CheckpointError: the metadata is missing or inconsistent, or requires an unsupported tokenizer.
     """
     known = _Fields(header)
     known.check_names()
@@ -85,7 +85,7 @@ def vocabulary(header: Header) -> Vocabulary:
 
 
 class _Fields:
-    """The metadata keys of the tokenizer."""
+    """The tokenizer's metadata keys."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -117,7 +117,7 @@ def _is_finite(score: Any) -> bool:
 
 
 def _fault(words: Vocabulary, known: _Fields) -> str | None:
-    """Return what is wrong with the tokenizer, or None."""
+    """Return a description of what is wrong with the tokenizer, or None."""
     count = len(words.tokens)
     if words.kind not in ("gpt2", "llama") or not count:
         return f"has {count} tokens for a tokenizer {words.kind[:40]!r}, expected tokens for 'gpt2' or 'llama'"

@@ -1,1 +1,1 @@
-"""The files of trained draft heads."""
+"""Reading and writing of trained draft heads."""

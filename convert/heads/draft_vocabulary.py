@@ -1,4 +1,4 @@
-"""The tokens that a head can draft if they are a subset of the target's: the tables `d2t` and `t2d` of its files."""
+"""Draft vocabularies that are a subset of the target's: the tables `d2t` and `t2d` in a head's files."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ _FIX = "restore the head's own file"
 
 
 def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) -> np.ndarray:
-    """Return ``int32[V]``: each target token's index among the D tokens that the head can draft, D for others.
+    """Return ``int32[V]``: each target token's index among the D tokens that the head can draft, or D for others.
 
     Args:
         offsets: ``int64[D]`` ("d2t"): the target's token id for each row of the head, minus the row's index.

@@ -1,4 +1,4 @@
-"""Common handling of the files of trained heads: a directory, in which pickles are never opened."""
+"""Common handling of trained-head directories. Pickles in them are never opened."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,7 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
 def kind_of(directory: Path) -> str | None:
     """Return the kind of trained drafter that `directory` holds, or None.
 
-    The kind is the one in jspec's own config.json, else "eagle" or "medusa" by the names of the tensors.
+    The kind is the one in jspec's own config.json. Without that, it is "eagle" or "medusa", inferred from tensor names.
     """
     config = directory / "config.json"
     if config.is_file() and (raw := read_object(config)).get("model_type") == OWN:
@@ -66,7 +66,7 @@ def kind_of(directory: Path) -> str | None:
 
 
 def _weights(directory: Path) -> Iterable[Path]:
-    """Return the files of a model's weights, or all safetensors files if the head's files have other names."""
+    """Return a model's weight files, or all safetensors files if the head's files have other names."""
     try:
         return weight_files.find(directory).files
     except CheckpointError:
@@ -105,7 +105,7 @@ def _snippet(pickled: str, single: str) -> str:
 
 
 def common_dtype(found: dict[str, Tensor]) -> str | None:
-    """Return the dtype of all weights, or None if they have several."""
+    """Return the weights' common dtype, or None if they have several."""
     names = {tensor.dtype.name for tensor in found.values()}
     return names.pop() if len(names) == 1 else None
 

@@ -1,4 +1,4 @@
-"""The configuration of Medusa heads: sizes, other fields of their files, and the tensor names of programs."""
+"""The configuration of Medusa heads: their sizes, the other fields in their files, and each program's tensor names."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.b
 
 @dataclasses.dataclass(frozen=True)
 class MedusaConfig:
-    """The sizes of Medusa heads: states of size E, V tokens, H heads of L residual blocks each."""
+    """The sizes of Medusa heads: hidden size E, vocabulary size V, and H heads with L residual blocks each."""
 
     hidden_size: int
     vocab_size: int
@@ -27,12 +27,12 @@ class MedusaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MedusaOrigin:
-    """The contents of the heads' files beyond the weights, kept to write the files again; hashable.
+    """Everything in the heads' files besides the weights, kept so that the files can be rewritten; hashable.
 
     Attributes:
         layout: "medusa", as published with the paper, or "vllm".
         file: the file that holds the tensors.
-        prefix: the prefix of all names.
+        prefix: the prefix of all tensor names.
         biased: whether the blocks have biases; they are 0 otherwise.
         shared: the name of the output head that all heads share; None if each has its own.
         fields: the content of config.json.
@@ -49,12 +49,12 @@ class MedusaOrigin:
 
 
 def usual_origin(layout: str) -> MedusaOrigin:
-    """Return the origin for heads that were not read from files."""
+    """Return the default origin, for heads that were not read from files."""
     return MedusaOrigin(layout, OWN_FILE if layout == "medusa" else SINGLE)
 
 
 def read_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin:
-    """Return the layout of the files.
+    """Return the origin that describes the files.
 
     Args:
         raw: the content of config.json.
@@ -86,9 +86,9 @@ def _vllm_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin
 
 
 def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, ...]]) -> MedusaConfig:
-    """Return the sizes of the heads. For Medusa's own files they come from the tensors alone.
+    """Return the sizes of the heads. For Medusa's own files, they come from the tensors alone.
 
-    Published config.json files of Medusa name 2 heads although there are 5, which Medusa's own code accounts for.
+    Medusa's published config.json files name 2 heads although there are 5. Medusa's own code accounts for this.
 
     Args:
         shapes: the shapes of all tensors by name.
@@ -113,7 +113,7 @@ def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, .
 
 
 def entries(config: MedusaConfig, origin: MedusaOrigin) -> tuple[Entry, ...]:
-    """Return every tensor of the heads. Our names are those in a tuple of `jspec.drafters.heads.medusa.MedusaHead`."""
+    """Return an entry for every tensor. Our names are those in a tuple of `jspec.drafters.heads.medusa.MedusaHead`."""
     size, table = config.hidden_size, []
     for i in range(config.num_heads):
         for j in range(config.num_blocks):
@@ -127,7 +127,7 @@ def entries(config: MedusaConfig, origin: MedusaOrigin) -> tuple[Entry, ...]:
 
 
 def describe(config: MedusaConfig, origin: MedusaOrigin) -> Fields:
-    """Return the content of a config.json with every flag."""
+    """Return the content of a config.json that sets every flag."""
     if origin.layout == "medusa":
         return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_blocks}
     return {

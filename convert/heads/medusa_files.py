@@ -1,4 +1,4 @@
-"""The files of Medusa heads: config.json and safetensors, in the layouts of Medusa and vLLM."""
+"""Medusa head files: config.json and safetensors, in the layouts of Medusa and vLLM."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from convert.weight_files import SINGLE
 
 @dataclasses.dataclass(frozen=True)
 class MedusaFiles:
-    """Heads that were found and checked, and whose weights are not read yet."""
+    """Heads whose files were found and checked but whose weights are not read yet."""
 
     config: MedusaConfig
     origin: MedusaOrigin
@@ -32,13 +32,13 @@ class MedusaFiles:
 
 
 def read(source: str | Path) -> MedusaFiles:
-    """Find and check the files of heads.
+    """Find and check the files of Medusa heads.
 
     Args:
         source: a directory or a hub id.
 
     Raises:
-        CheckpointError: the files have any fault. Nothing is repaired or skipped.
+        CheckpointError: there is any fault in the files. Nothing is repaired or skipped.
     """
     directory = head_files.find(source, "medusa_lm_head.pt", OWN_FILE)
     path = directory / "config.json"
@@ -53,7 +53,7 @@ def read(source: str | Path) -> MedusaFiles:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     heads, blocks = config.num_heads, config.num_blocks
-    if heads * max(1, blocks) > len(found):  # the table of a damaged config could fill the memory
+    if heads * max(1, blocks) > len(found):  # a damaged config's tensor table could exhaust memory
         raise CheckpointError(f"{path} means {heads} heads of {blocks} blocks each, and there are {len(found)} "
                               "tensors; restore the heads' own config.json.")  # fmt: skip
     table = medusa_config.entries(config, origin)
@@ -65,11 +65,11 @@ def read(source: str | Path) -> MedusaFiles:
 def write(
     destination: str | Path, config: MedusaConfig, arrays: Mapping[str, np.ndarray], origin: MedusaOrigin
 ) -> Path:
-    """Write the files of heads, atomically.
+    """Write the files of Medusa heads, atomically.
 
     Args:
         arrays: our arrays by name, all of one dtype.
-        origin: the tensor names, and the fields of config.json beside those of `config`.
+        origin: the tensor names, and the config.json fields besides those of `config`.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.

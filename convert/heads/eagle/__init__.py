@@ -1,1 +1,1 @@
-"""The files of EAGLE heads, in the layouts of several programs."""
+"""EAGLE head files, in the layouts of several programs."""

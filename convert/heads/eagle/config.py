@@ -1,4 +1,4 @@
-"""The configuration of an EAGLE head, and the other contents of its files."""
+"""An EAGLE head's configuration, and the other contents of its files."""
 
 import dataclasses
 
@@ -7,21 +7,22 @@ from convert.config import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class EagleConfig:
-    """The configuration of the forward pass; hashable.
+    """The configuration of an EAGLE head's forward pass; hashable.
 
     Attributes:
         generation: 1 or 3.
-        layer: the config of the head's one layer; `hidden_size` E is the head's own, `vocab_size` V the target's.
-        target_hidden_size: the size of the target states that the head reads; that of `layer` in generation 1.
-        features: the target states that the head reads: i is the input of layer i, -1 the output of the last layer.
+        layer: the config of the head's single layer. `hidden_size` E is the head's own, `vocab_size` V is the target's.
+        target_hidden_size: the size of the target's hidden states. In generation 1 it equals E.
+        features: the target's hidden states that the head reads: i is the input of layer i, -1 is the output of the
+            last layer.
         draft_vocab_size: D, the number of tokens that the head can draft; None for all of V.
-        own_embedding: the head has its own embedding, and does not use the target's.
-        own_head: the head has its own output head; always true if `draft_vocab_size` is less than V.
+        own_embedding: whether the head has its own embedding instead of the target's.
+        own_head: whether the head has its own output head; always true if `draft_vocab_size` is less than V.
         fc_bias: whether `fc` has a bias, in generation 1.
-        norm_before_residual: the residual stream of the layer starts with the normalised state.
-        norm_before_fc: one norm over the concatenated target states.
-        fc_norm: one norm over each of the target states (EAGLE-3.1).
-        norm_output: a state goes through the final norm before it is read again (EAGLE-3.1).
+        norm_before_residual: whether the layer's residual stream starts with the normalised state.
+        norm_before_fc: whether there is one norm over the concatenated target states.
+        fc_norm: whether each target state has its own norm (EAGLE-3.1).
+        norm_output: whether a state goes through the final norm before it is read again (EAGLE-3.1).
     """
 
     generation: int
@@ -40,11 +41,11 @@ class EagleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EagleOrigin:
-    """The contents of a head's files beyond config and weights, kept to write the files again; hashable.
+    """Everything in a head's files besides config and weights, kept so that the files can be rewritten; hashable.
 
     Attributes:
         layout: a key of `convert.heads.eagle.tensor_names.LAYOUTS`.
-        prefix: the prefix of the names of the head's layer.
+        prefix: the tensor-name prefix of the head's layer.
         names: the names of all tensors.
         fields: the content of config.json.
         dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.

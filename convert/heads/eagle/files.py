@@ -1,4 +1,4 @@
-"""The files of an EAGLE head: config.json and safetensors, in the layouts of `convert.heads.eagle.tensor_names`."""
+"""EAGLE head files: config.json and safetensors, in the layouts of `convert.heads.eagle.tensor_names`."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ from convert.safetensors_reader import Tensor, scan
 
 @dataclasses.dataclass(frozen=True)
 class EagleFiles:
-    """A head that was found and checked, and whose weights are not read yet.
+    """A head whose files were found and checked but whose weights are not read yet.
 
     Attributes:
-        config: `own_head` is false if the files lack an output head, even one of a reduced vocabulary.
+        config: the head's config. `own_head` is false if the files lack an output head, even with a reduced vocabulary.
         draft_ids: the result of `convert.heads.draft_vocabulary.draft_ids`; None if all tokens can be drafted.
     """
 
@@ -41,14 +41,14 @@ class EagleFiles:
 
 
 def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
-    """Find and check the files of a head.
+    """Find and check a head's files.
 
     Args:
         source: a directory or a hub id.
-        num_layers: the number of layers of the target, see `convert.heads.eagle.parse_config.parse`.
+        num_layers: the target's number of layers. See `convert.heads.eagle.parse_config.parse`.
 
     Raises:
-        CheckpointError: the files have any fault. Nothing is repaired or skipped.
+        CheckpointError: there is any fault in the files. Nothing is repaired or skipped.
     """
     directory = head_files.find(source, "pytorch_model.bin")
     path = directory / "config.json"
@@ -66,7 +66,7 @@ def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
 
 
 def _prefix(layout: str, names: Iterable[str]) -> str:
-    """Return the prefix of the layer's names. Generation 3 has two spellings, and vLLM reads both."""
+    """Return the layer's tensor-name prefix. Generation 3 has two spellings, and vLLM reads both."""
     usual = LAYOUTS[layout].prefix
     if LAYOUTS[layout].generation == 1:
         return usual
@@ -99,17 +99,17 @@ def write(
     layout: str,
     origin: EagleOrigin | None,
 ) -> Path:
-    """Write the files of a head, atomically.
+    """Write a head's files, atomically.
 
     Args:
-        config: `own_head` is false to leave the output head out, even one of a reduced vocabulary.
+        config: the head's config. If `own_head` is false, the output head is left out, even with a reduced vocabulary.
         arrays: our arrays by name, all of one dtype.
         origin: the files that the head was loaded from. If their layout is `layout`, tensors keep their names and
-            config.json its fields.
+            config.json keeps its fields.
 
     Raises:
-        CheckpointError: programs that read `layout` would not compute what the head does, or `destination` exists or
-            cannot be written.
+        CheckpointError: programs that read `layout` would not compute the same as the head, or `destination` exists
+            or cannot be written.
     """
     eagle_json.check_format(config, layout)
     same = origin if origin is not None and origin.layout == layout else None

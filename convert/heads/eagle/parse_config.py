@@ -1,4 +1,4 @@
-"""Parsing of an EAGLE head's config.json into `EagleConfig`: flags that change the result are read or rejected."""
+"""A parser for an EAGLE head's config.json. It parses or rejects every flag that changes the result."""
 
 import dataclasses
 from collections.abc import Collection
@@ -21,7 +21,7 @@ _ARCHITECTURES = {
     FUSION: {"EagleSpeculator", "LlamaDecoderLayer"},
 }  # fmt: skip
 _FAMILIES = {1: ("llama", "mistral", "qwen2"), 3: ("llama", "qwen3")}
-# Fields with one supported value, which may be left out: for parallel drafting, HASS and legacy SGLang.
+# Optional fields with one supported value. They belong to parallel drafting, HASS and legacy SGLang.
 _FIXED = {"mask_token_id": None, "parallel_drafting": False, "add_para_norm": False, "use_aux_norm": False,
           "logit_scale": 1.0, "layernorms": False}  # fmt: skip
 _FIXED_3 = {"bias": False, "qkv_bias": False}
@@ -32,7 +32,7 @@ _UNUSED_NVIDIA = {"parallel_draft_heads_num_layers"}
 
 
 def layout_of(raw: Fields, names: Collection[str]) -> str:
-    """Return the layout, a key of `LAYOUTS`, of a head's files.
+    """Return the layout of a head's files, as a key of `LAYOUTS`.
 
     Args:
         raw: the content of config.json.
@@ -62,8 +62,8 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleC
     """Parse the content of a config.json into an `EagleConfig`.
 
     Args:
-        names: the names of all tensors. They show whether embedding, output head and bias are the head's own.
-        num_layers: the number of layers of the target. Without it, the file must name the states that the head reads.
+        names: the names of all tensors. They show whether the head has its own embedding, output head and bias.
+        num_layers: the target's number of layers. Without it, config.json must name the states that the head reads.
 
     Raises:
         CheckpointError: a field is missing, has a wrong value, contradicts another, or is not supported.
@@ -117,7 +117,7 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
 
 
 def _nvidia(raw: Fields) -> Fields:
-    """Return the fields that NVIDIA and SpecForge put into their own section."""
+    """Return the fields that NVIDIA and SpecForge put into a section of their own."""
     inner = raw.get(NVIDIA)
     inner = {} if inner is None else inner
     known = {IDS, *FLAGS, *_FIXED_NVIDIA, *_UNUSED_NVIDIA}
@@ -130,7 +130,7 @@ def _nvidia(raw: Fields) -> Fields:
 
 
 def _flag(raw: Fields, inner: Fields, name: str) -> bool:
-    """Return a flag of config.json or its section; false if neither has it, as in vLLM and SGLang."""
+    """Return a flag from config.json or its section, or false if neither has it, as in vLLM and SGLang."""
     values = {flag(place, name) for place in (raw, inner) if place.get(name) is not None}
     if len(values) > 1:
         raise CheckpointError(
@@ -148,10 +148,10 @@ def _draft_vocab(raw: Fields, layer: LlamaConfig, names: Collection[str]) -> int
 
 
 def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, ...]:
-    """Return the layers of the target whose inputs the head reads.
+    """Return the target layers whose inputs the head reads.
 
-    vLLM and speculators number these inputs, at the top level. SGLang, SpecForge and NVIDIA number the outputs of
-    layers, in a section.
+    vLLM and speculators list the numbers of these layer inputs at the top level. SGLang, SpecForge and NVIDIA list
+    the numbers of layer outputs in a section.
     """
     found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
     if len(found) > 1:
@@ -175,7 +175,7 @@ def _ids(place: Fields) -> list[int]:
 
 
 def _usual_features(num_layers: int | None) -> tuple[int, ...]:
-    """Return the features of Li et al. 2025: the inputs of layers 2, L // 2 and L - 3."""
+    """Return the features that Li et al. 2025 use: the inputs of layers 2, L // 2 and L - 3."""
     if num_layers is None:
         raise CheckpointError(f"config.json has no {IDS}, and which layers are usual depends on the target; pass the "
                               "target, as in load(path, target).")  # fmt: skip

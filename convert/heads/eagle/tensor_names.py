@@ -1,7 +1,7 @@
-"""The table between the tensor names in an EAGLE head's files and ours, layout by layout.
+"""The mapping between our tensor names and those in an EAGLE head's files, for each layout.
 
-Our names are those of `jspec.drafters.heads.eagle_module.Eagle`. Weights are [out, in] as in the files; q, k and v are
-joined on axis 0, and so are gate and up.
+Our names are those of `jspec.drafters.heads.eagle_module.Eagle`. Weights are [out, in], as in the files. q, k and v are
+concatenated on axis 0, and so are gate and up.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Layout:
 
     Attributes:
         generation: the generation of the heads in this layout.
-        prefix: the prefix of the names of the layer.
-        fc: the name of our `fc`.
+        prefix: the layer's tensor-name prefix.
+        fc: this layout's name for our `fc`.
     """
 
     generation: int
@@ -37,16 +37,16 @@ LAYOUTS = {
     "eagle": Layout(1, "layers.0."),
     "sglang": Layout(3, "midlayer."),
     "speculators": Layout(3, "layers.0."),
-    # Only read: speculators itself has dropped generation 1.
+    # Read-only, because speculators itself has dropped generation 1.
     FUSION: Layout(1, "transformer.", "fusion_fc"),
 }
 
 
 def entries(config: EagleConfig, layout: str, prefix: str | None = None) -> tuple[Entry, ...]:
-    """Return every array of a head except the two tables of its vocabulary.
+    """Return an entry for every array of a head, except its two vocabulary tables.
 
     Args:
-        prefix: the prefix of the names of its layer, if it differs from the layout's.
+        prefix: the layer's tensor-name prefix, if it differs from the layout's.
     """
     names = LAYOUTS[layout]
     start = names.prefix if prefix is None else prefix
@@ -54,7 +54,7 @@ def entries(config: EagleConfig, layout: str, prefix: str | None = None) -> tupl
 
 
 def _layer(config: EagleConfig, prefix: str) -> Iterator[Entry]:
-    """Yield the entries of a Llama layer. Generation 3 reads inputs of twice the width; 1 has no input norm."""
+    """Yield the entries of a Llama layer. Generation 3 has inputs of twice the width, and 1 has no input norm."""
     for entry in keymap.entries(config.layer):
         if not entry.name.startswith("layers.0."):
             continue
@@ -88,6 +88,6 @@ def _others(config: EagleConfig, prefix: str, fc: str) -> Iterator[Entry]:
 
 
 def shapes(config: EagleConfig, layout: str, prefix: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shape, by name in the files, of every tensor except the two tables."""
+    """Return the shape of every tensor except the two tables, keyed by its name in the files."""
     table = entries(config, layout, prefix)
     return {part.hf_name: (part.rows, *entry.shape[1:]) for entry in table for part in entry.parts}

@@ -1,4 +1,4 @@
-"""Writing of an `EagleConfig` as config.json, with every flag, because programs have different defaults."""
+"""Conversion of an `EagleConfig` to a config.json that sets every flag, because programs have different defaults."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ FORMATS = ("speculators", "sglang", "eagle")
 
 
 def check_format(config: EagleConfig, layout: str) -> None:
-    """Raise CheckpointError unless programs that read `layout` compute the same as a head of `config`."""
+    """Raise CheckpointError unless programs that read `layout` compute the same as a head with this `config`."""
     if layout not in FORMATS:
         raise CheckpointError(f"format {layout!r} is unknown; choose one of {', '.join(FORMATS)}.")
     generation = LAYOUTS[layout].generation
@@ -38,7 +38,7 @@ def check_format(config: EagleConfig, layout: str) -> None:
 
 
 def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
-    """Return the features that programs that read `layout` ignore, and whether the head has each."""
+    """Return the features that readers of `layout` ignore, and whether the head uses each one."""
     layer = config.layer
     alone = layer.qkv_bias and not layer.attention_bias
     if layout == "speculators":
@@ -58,9 +58,9 @@ def describe(
 
     Args:
         dtype: the dtype of the weights.
-        origin: the files that the head was loaded from. The fields of their config.json are kept if they still
-            describe `config`.
-        names: the names of the tensors that are written.
+        origin: the files that the head was loaded from. Their config.json fields are kept if they still describe
+            `config`.
+        names: the names of the tensors to write.
     """
     made = _speculators(config) if layout == "speculators" else _flat(config, layout)
     kept = json.loads(origin.fields) if origin is not None and origin.layout == layout else {}
@@ -100,12 +100,12 @@ def _flags(config: EagleConfig) -> Fields:
 
 
 def _layer(config: EagleConfig) -> Fields:
-    """Return the layer's fields, untied: an output head is in the files or is the target's, never the embedding."""
+    """Return the layer's fields, untied: the output head is in the files or is the target's, never the embedding."""
     return llama_json.fields(config.layer) | {"tie_word_embeddings": False}
 
 
 def _speculators(config: EagleConfig) -> Fields:
-    """Return the fields as vLLM reads them."""
+    """Return the fields in the format that vLLM reads."""
     method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
@@ -123,7 +123,7 @@ def _speculators(config: EagleConfig) -> Fields:
 
 
 def _flat(config: EagleConfig, layout: str) -> Fields:
-    """Return the fields of a Llama with those of the head beside them."""
+    """Return a Llama's fields with the head's fields at the same level."""
     layer = _layer(config)
     if layout == "eagle":
         return {"architectures": ["LlamaForCausalLM"], **layer, "bias": config.fc_bias,
@@ -132,6 +132,6 @@ def _flat(config: EagleConfig, layout: str) -> Fields:
              "norm_before_fc": config.norm_before_fc}  # fmt: skip
     flags = _flags(config)
     if config.draft_vocab_size is None and not config.own_head:
-        flags["draft_vocab_size"] = None  # so that SGLang shares the target's head; with a number it draws a random one
+        flags["draft_vocab_size"] = None  # SGLang then shares the target's head; with a number it makes a random one
     return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **flags,
             "num_aux_hidden_states": len(config.features), NVIDIA: inner}  # fmt: skip
