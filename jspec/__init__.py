@@ -1,4 +1,7 @@
-"""Lossless speculative decoding for Llama-family models in JAX: one jitted call, exactly the target's distribution."""
+"""Lossless speculative decoding for Llama-family models in JAX.
+
+Generation is one jitted call, and its output follows the target's distribution exactly.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -111,7 +114,7 @@ __all__ = [
     "tune",
 ]
 
-# Names are resolved on first use, because importing jax takes a second and `jspec --help` should not.
+# Names are resolved on first use, because importing JAX takes a second and `jspec --help` should be fast.
 _HOMES = {
     "ByAcceptance": "jspec.drafters.draft_length",
     "ByConfidence": "jspec.drafters.draft_length",

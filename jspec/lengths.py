@@ -1,6 +1,6 @@
-"""The building blocks of draft lengths, for writing your own; docs/write-your-own.md has an example.
+"""Building blocks for writing your own draft-length policies. See docs/write-your-own.md for an example.
 
-A length derives from `AtMost`, or has the attributes and methods of `DraftLength`.
+A draft-length policy derives from `AtMost`, or has the attributes and methods of `DraftLength`.
 """
 
 from jspec.core.keys import trial_keys

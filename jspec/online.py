@@ -1,9 +1,9 @@
-"""Drafters that learn while they serve: the texts of finished requests train the drafter for the next ones.
+"""Online learning: a drafter that trains on the output of finished requests, for the requests that follow.
 
-The method is that of Liu et al. 2023, "Online Speculative Decoding", section 3. The drafter does not change within a
-request, so nothing that it learned from a text can decide how that text is verified. Every text has exactly the
-target's distribution, if no text reuses the key of an earlier one. The lesson of a text depends on the noise of the
-text's key, and must not meet that noise again.
+The method follows Liu et al. 2023, "Online Speculative Decoding", section 3. The drafter does not change during a
+request, so nothing that it learns from an output can affect how that output is verified. Every output has exactly the
+target's distribution, provided that no request reuses an earlier request's key. What the drafter learns from an output
+depends on the noise derived from its key, so that noise must not be used again.
 """
 
 from collections.abc import Sequence
@@ -24,26 +24,26 @@ from jspec.training.objective import Score
 
 
 class Learner:
-    """A drafter and what it has learned so far.
+    """A drafter together with its training state.
 
-    `pickle` saves and restores all of it, including the target and the texts that wait for a step.
+    `pickle` saves and restores everything, including the target and the sequences waiting for a training step.
 
     Attributes:
         drafter: the drafter for the next request; a new object after every step.
-        scores: the `Score` of the drafter on every batch of texts, before it learned from that batch.
+        scores: the drafter's `Score` on each batch, measured before it learned from that batch.
 
     Args:
         target: a `jspec.Llama`.
         drafter: a trainable drafter (`jspec.train_drafter`). The learner does not modify it.
         rate: learning rate.
-        depth: how many consecutive tokens the drafter learns to draft.
-        loss: a name of `jspec.training.losses.LOSSES`.
-        batch: how many texts one step takes. A step runs as soon as this many texts wait.
-        length: the longest text, in tokens. Longer texts are split into parts.
+        depth: the number of consecutive tokens that the drafter learns to draft.
+        loss: the name of a loss in `jspec.training.losses.LOSSES`.
+        batch: the number of sequences per training step. A step runs as soon as this many are waiting.
+        length: the maximum sequence length, in tokens. Longer sequences are split.
 
     Raises:
-        TypeError: the drafter has nothing to learn.
-        ValueError: an argument is out of range, or the drafter is for another target.
+        TypeError: the drafter is not trainable.
+        ValueError: an argument is out of range, or the drafter does not fit the target.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Learner:
         self._batch, self._length, self._waiting = batch, length, list[Row]()
 
     def _prepare(self) -> None:
-        """Create the training functions, which a pickle omits."""
+        """Create the training functions, which are not pickled."""
         self._trainee = trainee_of(self.drafter)
         self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, self.drafter)
         self._training = begin(self._trainee, self._schedule)
@@ -86,11 +86,11 @@ class Learner:
     def learn(self, prompts: Sequence[Sequence[int]], out: Output) -> None:
         """Learn from finished requests.
 
-        The target reads each text once, in one pass, and the drafter learns from the target's distributions. It learns
-        nothing from a text in which the target's states are not finite.
+        The target processes each sequence once, in a single forward pass, and the drafter learns from the target's
+        distributions. The drafter learns nothing from a sequence in which the target's hidden states are not finite.
 
         Args:
-            prompts: the prompt's token ids for every row of `out`, without padding.
+            prompts: the prompt's token ids for each row of `out`, without padding.
             out: the output of `speculative_generate` for these prompts.
         """
         tokens, lengths = jax.device_get((out.tokens, out.lengths))
@@ -104,7 +104,7 @@ class Learner:
 
     @explicit_transfers()
     def _step(self, rows: list[Row]) -> None:
-        batch = side_by_side(rows, self._batch, self._length)  # of maximum width, so that there is one program
+        batch = side_by_side(rows, self._batch, self._length)  # padded to full width: one program
         self._state, score = self._training.scored_step(self._state, self._target, batch.tokens, batch.learned, None)
         self.scores.append(jax.device_get(score))
         learned = self._trainee.drafter(self._state["weights"])

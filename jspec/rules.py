@@ -1,8 +1,8 @@
-"""The building blocks of acceptance rules, for writing your own; docs/write-your-own.md has examples.
+"""Building blocks for writing your own acceptance rules. See docs/write-your-own.md for examples.
 
 A rule derives from `Rule`, or has the same attributes and methods. A rule that verifies a chain token by token needs
 only a bound (`accept_tokens`). A rule for trees verifies siblings one after another (`kept_in_turn`) and follows the
-accepted ones (`follow`). It samples the token after them from the probability that is left (`law_behind`).
+accepted ones (`follow`). It then samples the next token from the remaining probability (`law_behind`).
 """
 
 from jspec.acceptance import RULES, Block, Coupled, KSeq, Rejection, Rule, Traversal

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Acceptance rules: from a draft and the target's distributions to a verdict. All rules in `RULES` are exact."""
+"""Acceptance rules, which map a draft and the target's distributions to a verdict. All rules in `RULES` are exact."""
 
 from jspec.acceptance.base import Rule
 from jspec.acceptance.block import Block

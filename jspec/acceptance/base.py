@@ -9,16 +9,14 @@ from jspec.core.types import Draft, Verdict
 
 
 class Rule(Protocol):
-    """An acceptance rule. It is hashable, because it is part of the program.
-
-    A rule is exact if its text has the target's distribution for every draft.
+    """An acceptance rule. It is hashable, because it is a static argument of the program.
 
     Attributes:
-        exact: whether the text has the target's distribution for every draft.
-        shares_noise: whether drafts are sampled with the noise that the target samples its own tokens with.
-        branches: whether the rule can verify a tree; a rule without this attribute gets chains only.
+        exact: whether the output follows the target's distribution for every draft.
+        shares_noise: whether drafts are sampled with the same noise that the target uses to sample its own tokens.
+        branches: whether the rule can verify a tree. A rule without this attribute gets chains only.
         independent: whether siblings must be sampled independently of each other, from one distribution. A drafter
-            declares that with its attribute `replacement`; a drafter that samples in another way is refused.
+            declares that with its attribute `replacement`. A drafter that samples in any other way is rejected.
     """
 
     exact: ClassVar[bool]
@@ -32,8 +30,8 @@ class Rule(Protocol):
         Args:
             keys: the requests' typed keys ``[B]``.
             start: ``int32[B]``, the position of the first drafted token.
-            draft: tokens ``[B, K]`` and their distributions ``[B, K, V]``.
-            target_probs: ``float32[B, K + 1, V]``, the target's distribution at ``start``, ``start + 1``, ...; for a
-                tree, the distribution after every node.
+            draft: draft tokens ``[B, K]`` and their distributions ``[B, K, V]``.
+            target_probs: ``float32[B, K + 1, V]``, the target's distribution at ``start``, ``start + 1``, ... For a
+                tree, the target's distribution after every node.
         """
         ...

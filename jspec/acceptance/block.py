@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Block verification of a chain as a whole."""
+"""Block verification, which verifies a chain as a whole."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,10 +16,11 @@ from jspec.core.types import Draft, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Block(Rule):
-    """Block verification (Sun et al. 2024, algorithm 2): the draft is verified as a whole.
+    """Block verification (Sun et al. 2024, algorithm 2), which verifies the draft as a whole.
 
-    The probability of accepting the first i draft tokens depends on the product of their ratios p/q. A good token thus
-    makes up for one that was drafted too often. The expected number of accepted tokens is at least that of `Rejection`.
+    The probability of accepting the first i draft tokens depends on the product of their ratios p/q. A token with a
+    high ratio can thus compensate for one that was drafted too often. The expected number of accepted tokens is at
+    least that of `Rejection`.
     """
 
     exact: ClassVar[bool] = True
@@ -27,7 +28,7 @@ class Block(Rule):
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         num_draft_tokens = draft.tokens.shape[1]
-        # The rejection of later draft tokens affects where the round ends, so their noise must not be used again.
+        # Rejecting later draft tokens affects where the round ends, so their noise must not be reused.
         round_keys = stream(keys, start, Purpose.ACCEPT)
         uniforms = uniform(stream(round_keys, positions_from(start, num_draft_tokens), Purpose.ACCEPT))
         weights = block_weights(draft, target_probs)
@@ -40,10 +41,10 @@ class Block(Rule):
 
 
 def block_weights(draft: Draft, target_probs: Array) -> Array:
-    """Return ``[B, K + 1]``, the share of the first i draft tokens' mass that the target can take.
+    """Return ``[B, K + 1]``, the weights w_i: the share of the first i draft tokens' mass that the target can accept.
 
-    It is ``w_i = min(1, w_{i-1} p/q)`` with w_0 = 1 (Sun et al. 2024, algorithm 2), and 0 after a token that was not
-    sampled from q.
+    The weights are ``w_i = min(1, w_{i-1} p/q)`` with w_0 = 1 (Sun et al. 2024, algorithm 2). They are 0 after a token
+    that was not sampled from q.
     """
     p = at_tokens(target_probs[:, :-1], draft.tokens)
     q = at_tokens(draft.probs, draft.tokens)
@@ -57,13 +58,13 @@ def block_weights(draft: Draft, target_probs: Array) -> Array:
 def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
     """Return ``[B, K]``, the probability of accepting the first i = 1 .. K draft tokens, given that no more are.
 
-    It is ``l / (l + 1 - w_i)`` with ``l = sum_x max(w_i p(x) - q(x), 0)`` at the position after them, and w_K for all K
-    (Sun et al. 2024, algorithm 2).
+    For i < K it is ``l / (l + 1 - w_i)``, where ``l = sum_x max(w_i p(x) - q(x), 0)`` at the position after them. For
+    i = K it is w_K (Sun et al. 2024, algorithm 2).
     """
     weight, q = weights[:, 1:-1], draft.probs[:, 1:]
     mass = weight[..., None] * target_probs[:, 1:-1]
     left = jnp.where(q > 0, jnp.maximum(mass - q, 0), mass).sum(-1)
-    # The text ends if the target has no distribution; its missing mass counts as left.
+    # If the target has no valid distribution, the text ends and the missing mass counts as remaining.
     left = jnp.where(mass.sum(-1) > 0, left, weight)
     chances = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
     return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)  # the last part is empty if K = 0

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Coupling: drafts and the target's own tokens are sampled with the same noise, and accepted if they agree."""
+"""Coupled sampling: draft and target sample with the same noise, and draft tokens are accepted if both agree."""
 
 import dataclasses
 from typing import ClassVar
@@ -19,13 +19,14 @@ from jspec.core.types import Draft, Verdict
 class Coupled(Rule):
     """A Gumbel coupling of draft and target (Daliri, Musco and Suresh 2025).
 
-    The target samples its tokens as in plain decoding. Drafts are sampled with the same noise and accepted if they
-    agree. The text is therefore, token for token, that of `jspec.generate` for the same key, whatever the draft, its
-    tree and K. Only rounding in the logits can change it.
+    The target samples its tokens as in plain decoding. Draft tokens are sampled with the same noise and accepted if
+    they match. The output is therefore the same, token for token, as that of `jspec.generate` for the same key,
+    whatever the draft, its tree and K. Only rounding in the logits can change it.
 
-    On a chain it accepts less than `Rejection`, whose coupling is optimal. With one number per token the acceptance
-    rate is at least ``(1 - d) / (1 + d)``, with d the total variation distance of p and q. It may be less in jspec,
-    because a token takes two draws (`jspec.core.probs.sample_with_noise`).
+    On a chain this rule accepts less than `Rejection`, whose coupling is optimal. If each token of the vocabulary had
+    one random number, the acceptance rate would be at least ``(1 - d) / (1 + d)``, where d is the total variation
+    distance between p and q. In jspec it may be lower, because sampling a token takes two draws
+    (`jspec.core.probs.sample_with_noise`).
     """
 
     exact: ClassVar[bool] = True
@@ -38,14 +39,14 @@ class Coupled(Rule):
 
 
 def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
-    """Accept the draft tokens that ``noise[B, max_depth + 1, 2, W]`` samples from the target's distributions."""
+    """Accept the draft tokens that ``noise[B, max_depth + 1, 2, W]`` also samples from the target's distributions."""
     tree = draft.topology
     if not tree.is_chain:
         depths = jnp.broadcast_to(tree.offsets, (len(noise), tree.size + 1))
         noise = jnp.take_along_axis(noise, depths[..., None, None], axis=1)
-    # Plain decoding samples from `residual` without a draft: p, normalised, without mass at non-finite entries of p.
+    # Like plain decoding, sample from `residual` without a draft: p, normalised, without mass at non-finite entries.
     drawn = sample_with_noise(noise, residual(target_probs, jnp.zeros_like(target_probs)))
-    # A distribution without mass gives token 0, which must not be written. A draft token may not come from its `probs`.
+    # A distribution without mass gives token 0, which must not be accepted. A draft token may not match its `probs`.
     kept = is_guess(draft) & (draft.tokens == at_parents(drawn, tree))
     kept &= at_tokens(at_parents(target_probs, tree), draft.tokens) > 0
     if draft.probs is not None:
@@ -53,7 +54,7 @@ def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
     if tree.is_chain:
         end = length_of_prefix(kept)
         return Verdict(end, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0])
-    # Accepted siblings are the same token. If several drafters drafted them, the branch of one may go on.
+    # Accepted siblings are the same token. If several drafters drafted it, one sibling's branch may be longer.
     num_accepted, path = follow_longest(kept, tree) if isinstance(tree, Tree) else follow(kept, tree)
     end = end_of(num_accepted, path)
     return Verdict(num_accepted, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0], path=path)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""K-SEQ: one shared bound for siblings that were sampled independently of each other."""
+"""K-SEQ, a rule with one shared bound for siblings that were sampled independently of each other."""
 
 import dataclasses
 from typing import ClassVar, cast
@@ -16,19 +16,20 @@ from jspec.core.probs import at_tokens, residual, sample
 from jspec.core.sharding import vary_like
 from jspec.core.types import Draft, Verdict
 
-# Steps of the bisection for rho. More steps find it more closely. Any number gives a value on the exact side of it.
+# Bisection steps for rho. More steps are more precise. The rule is exact for any number of steps.
 _STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class KSeq(Rule):
-    """K-SEQ (Sun et al. 2023, SpecTr, algorithm 3): k children from one distribution are each verified by ``p / rho``.
+    """K-SEQ (Sun et al. 2023, SpecTr, algorithm 3), which verifies k children of a node against ``p / rho`` each.
 
-    ``rho`` is the smallest factor in 1 .. k at which the children together take no more than p. Siblings are thus
-    verified alike, whereas "rejection" offers all of p to the eldest and the rest to the younger ones. The probability
-    of accepting some child is at least ``1 - 1/e`` of the best possible (their theorem 1).
+    ``rho`` is the smallest factor in 1 .. k at which the children together take no more than p. All siblings are thus
+    verified in the same way, whereas "rejection" offers all of p to the first child and the remainder to the later
+    ones. The probability of accepting any child is at least ``1 - 1/e`` times the best possible (their theorem 1).
 
-    The children must be sampled independently. The rule walks down a tree node by node; on a chain it is `Rejection`.
+    The children must be sampled independently, from one distribution. The rule walks down a tree node by node. On a
+    chain it is the same as `Rejection`.
     """
 
     exact: ClassVar[bool] = True
@@ -49,18 +50,18 @@ class KSeq(Rule):
 
 
 def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
-    """Return which draft tokens are accepted if their turn comes, and the part of p that each node's children take.
+    """Return which draft tokens are accepted if they are reached, and the part of p that each node's children take.
 
-    A child x is accepted with probability ``min(1, p(x) / (rho q(x)))``. The comparison is strict and has no division.
+    A child x is accepted with probability ``min(1, p(x) / (rho q(x)))``. The comparison is strict and avoids division.
 
     Args:
         uniforms: ``[B, N]`` in [0, 1), one per draft token.
-        draft: all children of a node have the same distribution, unless they are empty positions.
+        draft: the draft. All children of a node have the same distribution, except for empty positions.
         target_probs: ``[B, N + 1, V]``.
 
     Returns:
-        ``bool[B, N]``, and ``[B, N + 1, V]``: ``a (1 + r + ... + r^(k-1))``. Here ``a = min(q, p / rho)`` is the part
-        that one child takes, r the probability that it is rejected, and k the number of children.
+        ``bool[B, N]``, and ``a (1 + r + ... + r^(k-1))`` as ``[B, N + 1, V]``. Here ``a = min(q, p / rho)`` is the part
+        that one child takes, r is the probability that it is rejected, and k is the number of children.
     """
     tree = draft.static_tree
     children = tree.children
@@ -79,7 +80,7 @@ def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Arr
 
 
 def law_behind_all(end: Array, taken: Array, target_probs: Array) -> Array:
-    """Return the distribution ``[B, V]`` after a path whose ``end[B]`` has no accepted child: p without `taken`."""
+    """Return the distribution ``[B, V]`` after the node ``end[B]``, if no child of it is accepted: p minus `taken`."""
     p, taken = (jnp.take_along_axis(values, end[:, None, None], axis=1)[:, 0] for values in (target_probs, taken))
     return residual(p, taken)
 
@@ -88,12 +89,12 @@ def shared_factor(p: Array, q: Array, count: Array, most: int) -> Array:
     """Return rho, ``[...]``: the smallest factor in 1 .. k with ``1 + r + ... + r^(k-1) <= rho``.
 
     Here ``r = sum_x max(q - p / rho, 0)``. This is equation 5 of Sun et al. 2023, divided by the probability that a
-    child is accepted, so that it also holds if that is 0. Bisection finds it from above, so that the part that k
-    children take, ``min(q, p / rho) (1 + r + ...)``, is at most p.
+    child is accepted, so that it also holds if that probability is 0. Bisection approaches rho from above, so that the
+    part that k children take, ``min(q, p / rho) (1 + r + ...)``, is at most p.
 
     Args:
-        p, q: ``[..., V]``, the distributions of target and children.
-        count: ``int[...]``, k, at most `most`.
+        p, q: ``[..., V]``, the distributions of the target and of the children.
+        count: ``int[...]``, the number of children k, at most `most`.
     """
 
     def enough(factor: Array) -> Array:
@@ -108,12 +109,12 @@ def shared_factor(p: Array, q: Array, count: Array, most: int) -> Array:
     least = jnp.ones_like(p[..., 0])
     bounds: tuple[Array, Array] = vary_like((least, least * jnp.maximum(count, 1).astype(least.dtype)), p)
     _, found = cast(tuple[Array, Array], lax.fori_loop(0, _STEPS, halve, bounds))
-    return jnp.where(enough(least), least, found)  # p = q is always accepted at 1, and not always above it
+    return jnp.where(enough(least), least, found)  # p = q is always accepted at 1, but not always above 1
 
 
 def expected_turns(p: Array, q: Array, count: Array, factor: Array, most: int) -> Array:
-    """Return the mean number of ``count[...]`` children verified, ``1 + r + ... + r^(k-1)``; see `shared_factor`."""
-    refused = jnp.maximum(q - p / factor[..., None], 0).sum(-1)  # unlike one minus the rest, exactly 0 for p = q
+    """Return ``1 + r + ... + r^(k-1)``, the mean number verified of ``count[...]`` children. See `shared_factor`."""
+    refused = jnp.maximum(q - p / factor[..., None], 0).sum(-1)  # exactly 0 for p = q, unlike one minus the rest
     turns, power = jnp.zeros_like(refused), jnp.ones_like(refused)
     for rank in range(most):
         turns, power = turns + jnp.where(rank < count, power, 0), power * refused

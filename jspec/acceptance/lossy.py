@@ -1,11 +1,12 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Lossy acceptance rules, which accept more than the target's distribution allows and report how much more.
+"""Lossy acceptance rules, which accept more than the target's distribution allows and report by how much.
 
-A lossy rule is used only if a caller names it. Each rule accepts a draft token x up to a bound above p(x), and reports
-a distortion. At every position that is the total variation distance, given the text before it, between the token's
-distribution and the target's, ``sum_x max(min(q(x), bound(x)) - p(x), 0)``. Its sum over a text is
-``out.stats.distortion``. The mean of that sum over requests bounds the total variation distance of whole texts. The
-bound also holds on trees, which `Lenient` and `Typical` verify; they document the distortion of a single position.
+A lossy rule is used only if the caller selects it. Each rule accepts a draft token x up to a bound above p(x), and
+reports a distortion. At each position, the distortion is the total variation distance between the token's distribution
+and the target's, given the text before it: ``sum_x max(min(q(x), bound(x)) - p(x), 0)``. Its sum over a request's
+tokens is ``out.stats.distortion``. The mean of that sum over requests bounds the total variation distance between the
+distributions of whole outputs. The bound also holds for trees, which `Lenient` and `Typical` can verify. Their
+docstrings define the distortion at a single position of a tree.
 """
 
 import dataclasses
@@ -26,15 +27,14 @@ from jspec.core.types import Draft, Verdict, check_between, check_count
 
 @dataclasses.dataclass(frozen=True)
 class Lenient(Rule):
-    """A bound of ``1 / leniency`` on how much likelier a token gets (Leviathan et al. 2023, appendix A.5).
+    """Lenient acceptance: no token becomes more than ``1 / leniency`` times as likely as under the target.
 
-    No token is more than ``1 / leniency`` times as likely as under the target. The bound also holds in trees: each of
-    several children is verified by ``1 / leniency`` times the probability that its elder siblings have left of the
-    target's. In trees the distortion of a position is an upper bound, on average over drafts
-    (`jspec.rules.kept_in_turn`).
+    This is the lenience of Leviathan et al. 2023, appendix A.5. The bound also holds in trees: each of several children
+    is verified against ``1 / leniency`` times the target probability that remains after its earlier siblings. In a
+    tree, the distortion at a position is an upper bound, on average over drafts (`jspec.rules.kept_in_turn`).
 
     Attributes:
-        leniency: l in (0, 1]; 1 is exact, 0.1 lets a token become ten times as likely.
+        leniency: l in (0, 1]. 1 is exact, and 0.1 lets a token become up to ten times as likely.
     """
 
     leniency: float
@@ -56,15 +56,15 @@ class Lenient(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Typical(Rule):
-    """Typical acceptance: accept x if ``p(x) > min(epsilon, delta exp(-H(p)))``, with H the entropy (Medusa).
+    """Typical acceptance: accept x if ``p(x) > min(epsilon, delta exp(-H(p)))``, where H is the entropy (Medusa).
 
-    In a tree the rule takes the longest branch whose tokens are all accepted (Cai et al. 2024, section 3.2), with the
-    distortion of `accept_longest`.
+    In a tree, the rule accepts the longest branch whose tokens all pass (Cai et al. 2024, section 3.2). Its distortion
+    is that of `accept_longest`.
 
     Attributes:
-        epsilon: in (0, 1], the probability that is always enough.
-        delta: in (0, 1], lowers the threshold if the target's entropy is high. Medusa's code uses epsilon = 0.09 and
-            delta = 0.3.
+        epsilon: a probability in (0, 1]. Tokens above it are always accepted.
+        delta: a factor in (0, 1] that lowers the threshold if the target's entropy is high. Medusa's code uses
+            epsilon = 0.09 and delta = 0.3.
     """
 
     epsilon: float
@@ -89,7 +89,7 @@ class Typical(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Rule):
-    """Top-k acceptance: accept tokens among the target's k likeliest, or as likely as the last of them."""
+    """Top-k acceptance: accept the target's k most likely tokens, and any that tie with the last of them."""
 
     k: int
     exact: ClassVar[bool] = False
@@ -106,7 +106,7 @@ class TopK(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Rule):
-    """Threshold acceptance: accept tokens with at least this target probability, in (0, 1]."""
+    """Threshold acceptance: accept tokens whose target probability is at least `probability`, in (0, 1]."""
 
     probability: float
     exact: ClassVar[bool] = False
@@ -121,13 +121,13 @@ class Threshold(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Relaxed(Rule):
-    """Relaxed verification: accept tokens among the target's `beta` likeliest and at most `tau` nats below the top one.
+    """Relaxed verification: accept the target's `beta` most likely tokens if they are within `tau` nats of the top one.
 
-    It is the relaxed verification of SpecDec (Xia et al. 2023, section 3.2, which uses beta = 3 to 5 and tau = 1).
+    This is the relaxed verification of SpecDec (Xia et al. 2023, section 3.2, which uses beta = 3 to 5 and tau = 1).
 
     Attributes:
-        beta: at least 1; a token as likely as the last of the `beta` tokens counts as one of them.
-        tau: above 0, the largest ``log max p - log p(x)``.
+        beta: the number of tokens, at least 1. Tokens that tie with the last of them are included.
+        tau: the largest ``log max p - log p(x)``, above 0.
     """
 
     beta: int
@@ -151,21 +151,22 @@ def accept_longest(
 ) -> Verdict:
     """Accept the longest branch of a tree whose tokens are all in the set ``keeps(p)``.
 
-    The token after the branch is sampled from the part of p that the rejection of the children there leaves.
+    The token after the branch is sampled from the part of p that remains after its children are rejected.
 
-    The choice among siblings depends on the nodes below each of them, because a branch with more accepted tokens wins.
-    The distribution of a token, given those before it, therefore has no simple form. The distortion instead compares
-    with the branch of the eldest accepted siblings, which is not chosen by its length. Along that branch, positions
-    have the distortion of `kept_in_turn`. The position where the longest branch leaves it has 1 for the rest of the
-    round, plus the distortion of the rest of the eldest branch. Later positions have 0.
+    The choice among siblings depends on the nodes below them, because a branch with more accepted tokens wins. A
+    token's distribution, given the tokens before it, therefore has no simple form. The distortion instead compares with
+    the first branch, which takes the first accepted sibling at each node, whatever its length. Along that branch,
+    positions have the distortion of `kept_in_turn`. The position where the longest branch diverges from it has
+    distortion 1, for the rest of the round, plus the distortion of the rest of the first branch. Later positions have
+    distortion 0.
 
-    On average over requests, the sum over a text is an upper bound of the total variation distance of whole texts. The
-    proof is the triangle inequality, round by round: two rounds that differ with probability e are at most e apart. The
-    distortion of a single position is not a bound.
+    The mean over requests of the summed distortion is an upper bound on the total variation distance between the
+    distributions of whole outputs. The proof applies the triangle inequality round by round: two rounds that differ
+    with probability e are at most e apart. The distortion at a single position is not a bound.
 
     Args:
         keys, start, draft, target_probs: as for `jspec.rules.Rule.accept`.
-        keeps: maps ``p[..., V]`` to the set ``bool[..., V]``.
+        keeps: a function that maps ``p[..., V]`` to the accepted set ``bool[..., V]``.
     """
 
     def bound(left: Array, p: Array) -> Array:
@@ -187,12 +188,12 @@ def accept_longest(
 
 
 def _accept_set(keys: Array, start: Array, draft: Draft, target_probs: Array, kept: Array) -> Verdict:
-    """Accept every drafted token in the set ``kept[B, K, V]``, whatever its probability."""
+    """Accept every draft token in the set ``kept[B, K, V]``, whatever its probability."""
     return _accept_up_to(keys, start, draft, target_probs, jnp.where(kept, jnp.inf, 0))
 
 
 def _accept_up_to(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
-    """Run `accept_tokens` and add its distortion."""
+    """Run `accept_tokens` and add the distortion to its verdict."""
     verdict = accept_tokens(keys, start, draft, target_probs, bound)
     distortion = excess(jnp.minimum(draft.probs, bound), target_probs[:, :-1])
     return dataclasses.replace(verdict, distortion=jnp.pad(distortion, ((0, 0), (0, 1))))

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The path of a round after its draft was verified: the accepted draft tokens and the token after them."""
+"""A round's path after verification: the accepted draft tokens and the token after them."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,15 @@ from jspec.core.types import Draft, Verdict
 
 
 class Path(NamedTuple):
-    """The path of a round: the accepted draft tokens and the token after them; in a tree, one branch.
+    """A round's path: the accepted draft tokens and the token after them. In a tree, these are on one branch.
 
     Attributes:
-        tokens: ``int32[B, K + 1]``, the accepted tokens, the one after them, then anything. K is the draft's depth.
-        target_probs: ``float32[B, K + 1, V]``, the target's distributions of these tokens.
-        num_guessed: ``int32[B]``, how many of the tokens had a draft, including a rejected draft for the last one.
-        guesses: ``int32[B, K + 1]``, how many draft tokens the draft has down to each depth.
+        tokens: ``int32[B, K + 1]``: the accepted tokens, the token after them, and arbitrary values. K is the draft's
+            depth.
+        target_probs: ``float32[B, K + 1, V]``, the target's distributions at these tokens.
+        num_guessed: ``int32[B]``, the number of path positions that had a draft token, including a rejected one at the
+            last position.
+        guesses: ``int32[B, K + 1]``, the number of draft tokens up to each depth.
     """
 
     tokens: Array
@@ -27,12 +29,12 @@ class Path(NamedTuple):
 
 
 def at_path(values: Array, verdict: Verdict) -> Array:
-    """Return ``[B, K + 1, ...]``, the entries of ``values[B, N + 1, ...]`` at the tokens before those of the path."""
+    """Return ``[B, K + 1, ...]``, the entries of ``values[B, N + 1, ...]`` at the token before each path token."""
     return values if verdict.path is None else along(values, verdict.path)
 
 
 def tokens_along(draft: Draft, verdict: Verdict) -> Array:
-    """Return ``int32[B, K + 1]``: the accepted tokens, the token after them, then anything."""
+    """Return ``int32[B, K + 1]``: the accepted tokens, the token after them, and arbitrary values."""
     tokens = draft.tokens
     if verdict.path is not None:
         tokens = jnp.take_along_axis(tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
@@ -42,7 +44,7 @@ def tokens_along(draft: Draft, verdict: Verdict) -> Array:
 
 
 def along_path(draft: Draft, verdict: Verdict, target_probs: Array) -> Path:
-    """Return the path of a verdict."""
+    """Return the path that a verdict selects."""
     tree = draft.topology
     if verdict.path is None:
         guessed = num_guessed(draft)
@@ -65,5 +67,5 @@ def num_guessed(draft: Draft) -> Array:
 
 
 def whole_branches(draft: Draft) -> Array:
-    """Return ``bool[B, N]``: the nodes of a tree that hold a draft, as do all nodes before them on their branch."""
+    """Return ``bool[B, N]``: the nodes that hold a draft token and whose ancestors all hold one, too."""
     return (is_guess(draft)[:, None, :] | ~above(draft.topology)).all(-1)

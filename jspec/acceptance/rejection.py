@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Speculative sampling: chains token by token, siblings in a tree one after another."""
+"""Speculative sampling, which verifies a chain token by token and a tree's siblings one after another."""
 
 import dataclasses
 from typing import ClassVar
@@ -28,10 +28,10 @@ from jspec.core.types import Draft, Verdict
 class Rejection(Rule):
     """Speculative sampling, token by token (Leviathan et al. 2023, section 2.3; Chen et al. 2023, algorithm 2).
 
-    Among several children the eldest is verified first. The next is verified by the probability that this rejection
-    leaves of the target's, and so on (Miao et al. 2024, SpecInfer, algorithm 2). That is exact if each child was
-    sampled from its distribution, given its elder siblings. The proof is by induction from the last child: each step
-    is speculative sampling from what is left.
+    If a node has several children, the first child is verified first. If it is rejected, the next child is verified
+    against the remaining target probability, and so on (Miao et al. 2024, SpecInfer, algorithm 2). This is exact if
+    each child was sampled from its distribution given its earlier siblings. The proof is by induction from the last
+    child: each step is speculative sampling from the remaining probability.
     """
 
     exact: ClassVar[bool] = True
@@ -45,14 +45,14 @@ class Rejection(Rule):
 
 
 def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
-    """Accept token after token, x with probability ``min(1, bound(x) / q(x))``, until the first rejection.
+    """Accept tokens in order, each token x with probability ``min(1, bound(x) / q(x))``, until the first rejection.
 
-    The next token is sampled from the part of p that the accepted mass ``min(q, bound)`` leaves. With p as the bound it
-    is speculative sampling; a larger bound at any token makes the rule lossy.
+    The next token is sampled from the part of p that remains after the accepted mass ``min(q, bound)``. If the bound is
+    p, this is speculative sampling. A larger bound at any token makes the rule lossy.
 
     Args:
         keys, start, draft, target_probs: as for `Rule.accept`.
-        bound: ``float32[B, K, V]``.
+        bound: ``float32[B, K, V]``, the bound for every token at each position.
     """
     uniforms = uniform(stream(keys, positions_from(start, draft.tokens.shape[1]), Purpose.ACCEPT))
     num_accepted = count_accepted(uniforms, draft, bound)
@@ -62,7 +62,10 @@ def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, 
 
 
 def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Verdict:
-    """Accept nodes of a tree: children in turn, then the token after the path, with `kept_in_turn`'s distortion."""
+    """Accept tree nodes, verifying children in turn, and sample the token after the path.
+
+    If `bound` makes the rule lossy, the verdict has the distortion of `kept_in_turn`.
+    """
     tree = draft.static_tree
     kept, distortion = kept_in_turn(sibling_uniforms(keys, start, tree), draft, target_probs, bound)
     num_accepted, path = follow(kept, tree)
@@ -72,15 +75,16 @@ def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, b
 
 
 def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:
-    """Count accepted tokens: x is accepted with probability ``min(1, bound(x) / q(x))``, until the first rejection.
+    """Count the accepted tokens, each accepted with probability ``min(1, bound(x) / q(x))``, until the first rejection.
 
-    This is algorithm 1 of Leviathan et al. 2023. The test is ``u q < p``, without a division. It is strict, so that a
-    token with p = 0 is never accepted, even at u = 0. A token with q = 0 or NaN was not sampled from q; it is rejected.
+    This is algorithm 1 of Leviathan et al. 2023. The test is ``u q < p``, which avoids division. It is strict, so that
+    a token with p = 0 is never accepted, even at u = 0. A token with q = 0 or NaN was not sampled from q and is
+    rejected.
 
     Args:
         uniforms: ``[B, K]`` in [0, 1).
         draft: tokens ``[B, K]`` and their distributions ``[B, K, V]``.
-        bound: ``[B, K, V]``, p for an exact rule.
+        bound: ``[B, K, V]``; p for an exact rule.
 
     Returns:
         ``int32[B]`` in 0..K.
@@ -92,7 +96,7 @@ def count_accepted(uniforms: Array, draft: Draft, bound: Array) -> Array:
 def next_probs(num_accepted: Array, draft: Draft, target_probs: Array, weight: Array | None = None) -> Array:
     """Return ``[B, V]``, the distribution of the token after the accepted prefix.
 
-    After a rejection it is the residual of p (times ``weight[B, 1]`` if given) and q. After K acceptances it is p
+    After a rejection, it is the residual of p (times ``weight[B, 1]``, if given) and q. After K acceptances, it is p
     itself, the residual without a draft.
     """
     draft_probs = jnp.pad(draft.probs, ((0, 0), (0, 1), (0, 0)))

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Traversal verification of a tree as a whole."""
+"""Traversal verification, which verifies a tree as a whole."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,10 +16,10 @@ from jspec.core.types import Draft, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Traversal(Rule):
-    """Traversal verification (Weng et al. 2025, algorithm 3) of a tree as a whole, from its leaves to its root.
+    """Traversal verification (Weng et al. 2025, algorithm 3), which verifies a tree as a whole, from leaves to root.
 
-    On a chain it is `Block`. In a tree it accepts branches that `Rejection` gives up at their first nodes, if the whole
-    branch is good enough.
+    On a chain it is the same as `Block`. In a tree it can accept a branch that `Rejection` abandons at its first nodes,
+    if the whole branch is likely enough.
     """
 
     exact: ClassVar[bool] = True
@@ -30,7 +30,7 @@ class Traversal(Rule):
         tree = draft.static_tree
         if tree.is_chain:
             return Block().accept(keys, start, draft, target_probs)
-        # As in `Block`. Cousins are verified side by side, so every node of a depth has its own noise.
+        # The round has its own key, as in `Block`. Cousins are verified side by side, so each has its own noise.
         round_keys = stream(keys, start, Purpose.ACCEPT)
         depths, rank = tree.offsets[1:], tree.rank_at_depth[1:]
         by_rank = [stream(of_sibling(round_keys, r), positions_from(start, tree.max_depth), Purpose.ACCEPT)
@@ -44,11 +44,11 @@ class Traversal(Rule):
 def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
     """Return the node where traversal verification ends, ``int32[B]``, and the distribution ``[B, V]`` after it.
 
-    Nodes are verified after all nodes below them. A node has a weight w, the share of its branch's mass that the target
-    can take. It also has p, the part that is left of the target's distribution after it. Each child x with distribution
-    q gets the weight ``min(1, w p(x) / q(x))``. If nothing below the child is accepted, z = ``max(w p - q, 0)`` is left
-    with mass s. Then p becomes ``z / s`` and w becomes ``s / (s + 1 - w)``. Finally the node is accepted with
-    probability w, node 0 always (Weng et al. 2025, algorithm 3).
+    Each node is verified after all nodes below it. A node has a weight w, the share of its branch's mass that the
+    target can accept. It also has p, the part of the target's distribution after it that remains. Each child x with
+    distribution q gets the weight ``min(1, w p(x) / q(x))``. If neither the child nor any node below it is accepted,
+    ``z = max(w p - q, 0)`` remains, with mass s. Then p becomes ``z / s`` and w becomes ``s / (s + 1 - w)``. Finally
+    the node is accepted with probability w. Node 0 is always accepted (Weng et al. 2025, algorithm 3).
 
     Args:
         uniforms: ``[B, N]`` in [0, 1), one per node.
@@ -66,7 +66,7 @@ def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array,
             visit(int(child), jnp.where(q > 0, jnp.where(p >= q, 1, p / jnp.where(q > 0, q, 1)), 0))
             mass = weight[:, None] * law
             left = jnp.where(probs > 0, jnp.maximum(mass - probs, 0), mass).sum(-1)
-            # The text ends if the target has no distribution; its missing mass counts as left.
+            # If the target has no valid distribution, the text ends and the missing mass counts as remaining.
             left = jnp.where(mass.sum(-1) > 0, left, weight)
             law = residual(mass, probs)
             weight = jnp.where(weight >= 1, 1, left / (left + 1 - weight))

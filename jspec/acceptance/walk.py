@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The walk down a draft tree: which nodes are accepted, where the path ends, and the probability left there."""
+"""The walk down a draft tree: the accepted nodes, the end of the path, and the remaining probability there."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,17 +13,17 @@ from jspec.core.tree import DynamicTree, Level, Tree
 from jspec.core.types import Draft
 
 AnyTree = Tree | DynamicTree
-# The probability up to which a rule accepts each token, from what elder siblings left of p and from p: all [..., V].
+# The bound up to which a rule accepts each token, given the part of p that earlier siblings left, and p: all [..., V].
 Bound = Callable[[Array, Array], Array]
 
 
 def whole(left: Array, p: Array) -> Array:
-    """Return the bound of an exact rule: all that is left."""
+    """Return the bound of an exact rule: all of the remaining probability."""
     return left
 
 
 def sibling_uniforms(keys: Array, start: Array, tree: AnyTree) -> list[Array]:
-    """Return the random numbers for verification: for every sibling rank ``[B, max_depth]`` in [0, 1), by depth."""
+    """Return the random numbers for verification: for each sibling rank, ``[B, max_depth]`` in [0, 1), by depth."""
     positions = positions_from(start, tree.max_depth)
     return [uniform(stream(of_sibling(keys, rank), positions, Purpose.ACCEPT)) for rank in range(tree.max_children)]
 
@@ -36,13 +36,13 @@ def at_parents(values: Array, tree: AnyTree) -> Array:
 
 
 def follow(kept: Array, tree: AnyTree) -> tuple[Array, Array]:
-    """Follow accepted draft tokens from node 0 on, taking the eldest accepted one among siblings.
+    """Follow the accepted draft tokens from node 0, taking the first accepted one among siblings.
 
     Args:
-        kept: ``bool[B, N]``.
+        kept: ``bool[B, N]``, whether each draft token is accepted.
 
     Returns:
-        ``int32[B]``, the number of nodes on the path, and ``int32[B, max_depth]``, the nodes by depth, then 0.
+        ``int32[B]``, the number of nodes on the path, and ``int32[B, max_depth]``, its nodes by depth, padded with 0.
     """
     parents, depths = (jnp.atleast_2d(jnp.asarray(part)) for part in (tree.parents, tree.offsets))
     elder = jnp.tril(parents[:, :, None] == parents[:, None, :], -1)
@@ -54,7 +54,7 @@ def follow(kept: Array, tree: AnyTree) -> tuple[Array, Array]:
 
 
 def follow_longest(kept: Array, tree: Tree) -> tuple[Array, Array]:
-    """Follow the longest branch of accepted tokens, returned as by `follow`; ties go to the first leaf's branch."""
+    """Follow the longest branch of accepted tokens, and return it as `follow` does. Ties go to the first leaf."""
     reached = (kept[:, None, :] | ~above(tree)).all(-1)
     depths = jnp.where(reached, tree.offsets[None, 1:], 0)
     end = jnp.where(reached.any(-1), jnp.argmax(depths, axis=-1) + 1, 0)
@@ -76,25 +76,26 @@ def end_of(num_accepted: Array, path: Array) -> Array:
 def kept_in_turn(
     uniforms: Sequence[Array], draft: Draft, target_probs: Array, bound: Bound = whole
 ) -> tuple[Array, Array]:
-    """Return which draft tokens are accepted if no elder sibling is, and the distortion after each node.
+    """Return which draft tokens are accepted if no earlier sibling is, and the distortion after each node.
 
     A child x with distribution q is accepted with probability ``min(1, b(x) / q(x))``. For an exact rule, b is r. For
-    the eldest child, r is p, the target's distribution after its parent. For the next child, r is the residual of the
-    rejection, ``norm(max(r - a, 0))`` with ``a = min(q, b)`` (Miao et al. 2024, algorithm 2). The comparison is strict
-    and has no division, as in `count_accepted`.
+    the first child, r is p, the target's distribution after its parent. For each next child, r becomes the residual
+    after the rejection, ``norm(max(r - a, 0))`` with ``a = min(q, b)`` (Miao et al. 2024, algorithm 2). The comparison
+    is strict and avoids division, as in `count_accepted`.
 
-    A larger bound is lossy. The total variation distance of the token after a node is at most the mean over drafts of
-    ``sum_j prod_{i<j} (1 - min(1, b_i(x_i) / q_i(x_i))) sum_y max(a_j(y) - r_j(y), 0)``. Each step is off by its own
-    excess, and counts if the children before it are rejected. With one child the distance is that excess.
+    A larger bound makes the rule lossy. The total variation distance of the token after a node is then at most the mean
+    over drafts of ``sum_j prod_{i<j} (1 - min(1, b_i(x_i) / q_i(x_i))) sum_y max(a_j(y) - r_j(y), 0)``. Each child
+    contributes its own excess, which counts only if the children before it are rejected. With one child, the distance
+    equals that excess.
 
     Args:
-        uniforms: ``[B, max_depth]`` in [0, 1) for every rank among siblings.
-        draft: the draft; its tree may be numbered in any order.
+        uniforms: ``[B, max_depth]`` in [0, 1) for each sibling rank.
+        draft: the draft, whose tree may be numbered in any order.
         target_probs: ``[B, N + 1, V]``.
         bound: b.
 
     Returns:
-        ``bool[B, N]``, and the distortion ``[B, N + 1]``, 0 for an exact rule.
+        ``bool[B, N]``, and the distortion ``[B, N + 1]``, which is 0 for an exact rule.
     """
     tree = draft.static_tree
     kept, distortion = jnp.zeros(draft.tokens.shape, bool), jnp.zeros_like(target_probs[..., 0])
@@ -114,12 +115,12 @@ def kept_in_turn(
 
 
 def excess(taken: Array, left: Array) -> Array:
-    """Return ``[...]``, the part of the mass ``taken[..., V]`` that exceeds `left`: ``sum_x max(taken - left, 0)``."""
+    """Return ``[...]``, the mass by which ``taken[..., V]`` exceeds `left`: ``sum_x max(taken - left, 0)``."""
     return jnp.where(taken > left, taken - left, 0).sum(-1)
 
 
 def law_behind(end: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Array:
-    """Return the distribution ``[B, V]`` after a path: p after the rejection of all children of its ``end[B]``."""
+    """Return the distribution ``[B, V]`` after a path: p after rejecting all children of its last node, ``end[B]``."""
     children = jnp.asarray(draft.static_tree.children)[end]
     p = jnp.take_along_axis(target_probs, end[:, None, None], axis=1)[:, 0]
     law = residual(p, jnp.zeros_like(p))
@@ -131,12 +132,12 @@ def law_behind(end: Array, draft: Draft, target_probs: Array, bound: Bound = who
 
 
 def is_guess(draft: Draft) -> Array:
-    """Return ``bool[B, N]``: which positions of a draft hold a token, whatever the positions before them hold."""
+    """Return ``bool[B, N]``: which positions of a draft hold a token, regardless of the positions before them."""
     return at_tokens(draft.probs, draft.tokens) > 0 if draft.valid is None else draft.valid
 
 
 def above(tree: AnyTree) -> Array:
-    """Return ``bool[1, N, N]``, or ``bool[B, N, N]`` for a dynamic tree: row n has node n + 1 and its ancestors."""
+    """Return ``bool[1, N, N]``, or ``bool[B, N, N]`` for a dynamic tree: row n marks node n + 1 and its ancestors."""
     return lax.broadcast_to_rank(jnp.asarray(tree.ancestors)[..., 1:, 1:], 3)
 
 

@@ -1,4 +1,4 @@
-"""Models and trained heads that ship with jspec, and models with a short name."""
+"""The models and trained heads that ship with jspec, and known models that have short names."""
 
 from pathlib import Path
 

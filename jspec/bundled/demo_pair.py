@@ -1,4 +1,4 @@
-"""The bundled pair of small models of Python source code."""
+"""The bundled target and draft: two small models trained on Python source code."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from jspec.text.tokenizer_file import transformers
 
 
 def demo_pair(dtype: Any = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:
-    """Load the bundled pair of small models of Python source code: ``(target, draft, tokenizer)``. It works offline.
+    """Load ``(target, draft, tokenizer)``, the bundled pair of small Python source-code models. This works offline.
 
-    The arguments are those of `load`.
+    The arguments are the same as for `load`.
     """
     target, draft = (load(PAIR / name, dtype, sharding=sharding) for name in ("target", "draft"))
     return target, draft, transformers().AutoTokenizer.from_pretrained(PAIR / "target")

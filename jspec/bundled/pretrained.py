@@ -1,4 +1,4 @@
-"""Load a known model by its name, with its drafter and tokenizer."""
+"""The `pretrained` function, which loads a known model by name, with its drafter and tokenizer."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from jspec.text import load_tokenizer
 def pretrained(
     name: str, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
 ) -> tuple[Llama, NGramDrafter | FallbackDrafter, Any]:
-    """Load ``(target, drafter, tokenizer)`` of a known model, such as "smollm2". `jspec models` lists the names.
+    """Load ``(target, drafter, tokenizer)`` for a known model, such as "smollm2". `jspec models` lists the names.
 
     The drafter is lookup (`NGramDrafter`), which needs no weights. If jspec ships a trained head for the model, as it
-    does for smollm2, the drafter is a `FallbackDrafter`: lookup, with the head as its fallback. The tokenizer has the
-    model's chat template.
+    does for smollm2, the drafter is a `FallbackDrafter`: lookup, with the head as its fallback. The tokenizer includes
+    the model's chat template.
 
     Args:
-        name: the model's short name. The model is looked for on this machine before the hub.
+        name: the model's short name. The model is looked up on this machine first, then on the hub.
         dtype, quantize, sharding: as for `load`.
 
     Raises:

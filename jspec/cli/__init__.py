@@ -1,4 +1,4 @@
-"""The `jspec` command. Slow modules are imported only when a command runs, so that help comes at once."""
+"""The `jspec` command. Slow modules are imported only when a command runs, so that help appears at once."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Print a failure as a line on stderr.
+    """Run the command and exit with 0 (done), 1 (failed), 2 (wrong usage) or 130 (interrupted).
 
-    Without `arguments`, run the command line of this process, and end the process as a command should. Otherwise raise
-    SystemExit.
+    Print an error as one line on stderr. Without `arguments`, use the command line of this process, and end the
+    process. With `arguments`, raise SystemExit instead.
     """
     if arguments is None:
         from jspec.cli import interrupts

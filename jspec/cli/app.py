@@ -1,4 +1,4 @@
-"""The commands, and the reports of their failures."""
+"""The commands, and the reporting of their errors."""
 
 import io
 import sys
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit, with one sentence on stderr if it fails."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may lack characters of texts and names
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not support all characters
     error = code = None
     try:
         code = app(arguments, prog_name="jspec", standalone_mode=False)
@@ -47,13 +47,13 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Return the command to ask for help."""
+    """Return the command whose --help an error message suggests."""
     known = {command.callback.__name__ for command in app.registered_commands if command.callback}
     return " ".join(["jspec", *known.intersection(arguments[:1])])
 
 
 def _explained(error: Exception, command: str) -> tuple[int, str]:
-    """Return the exit code and one line for an error that the user can fix. Raise bugs again, with their traceback."""
+    """Return the exit code and a one-line message for an error that the user can fix. Re-raise all other errors."""
     if message := getattr(error, "format_message", None):  # the command line parser's own errors
         return 2, f"{message()} (see {command} --help)"
     if isinstance(error, UsageError):

@@ -1,4 +1,4 @@
-"""`jspec chat`: a conversation on the terminal."""
+"""`jspec chat`: a conversation in the terminal."""
 
 import dataclasses
 import sys
@@ -69,8 +69,8 @@ def chat(
 
     Ctrl-C stops an answer. Between answers it ends the conversation, as Ctrl-D does.
 
-    Answers go to standard output, on a terminal in colours that show where every token came from; figures go to
-    standard error. With the same --seed the same messages get the same answers, whatever the draft.
+    Answers go to standard output. On a terminal, colours show each token's origin. Statistics go to standard
+    error. With the same --seed, the same messages get the same answers, with any draft.
     """
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")
@@ -97,7 +97,7 @@ def chat(
 
 
 def _target(target: str | None) -> str | None:
-    """Return the target, or if none is given, a model that is here and answers."""
+    """Return the target. If none is given, return a chat model that is available locally, or None."""
     from convert import hub_names as names
 
     if target is None and names.find(_USUAL) is not None:
@@ -111,7 +111,7 @@ def _target(target: str | None) -> str | None:
 class Conversation:
     """The messages so far, and the engine that has prefilled them and continues from there.
 
-    Without a chat template the conversation is one text, and every message is its next line.
+    Without a chat template, the conversation is one text, and every message is its next line.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, sampling: Any, seed: int, max_new_tokens: int, system: str | None,
@@ -122,11 +122,11 @@ class Conversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, message: str) -> Generator["Completion"]:
-        """Yield parts of the answer. The conversation continues with the answer, even if it is cut off.
+        """Yield the answer in parts. The answer becomes part of the conversation, even if it is cut off.
 
         Raises:
-            UsageError: the message no longer fits, or the chat template refuses it. The conversation then does not
-                contain the message.
+            UsageError: the message no longer fits, or the chat template rejects it. The message is then not added to
+                the conversation.
         """
         from jspec.engine import Request
         from jspec.generation.complete import prepare
@@ -173,7 +173,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _show(answer: Generator["Completion"]) -> None:
-    """Print parts as they come, until Ctrl-C; then print the figures."""
+    """Print parts as they arrive, until the answer ends or the user presses Ctrl-C. Then print the statistics."""
     from rich.console import Console
 
     from jspec.cli import report

@@ -1,4 +1,4 @@
-"""Code that the commands share: options, status, and settings that the process needs before jax is imported."""
+"""Code shared by the commands: options, status, and settings that the process needs before it imports jax."""
 
 import json
 import logging
@@ -12,24 +12,24 @@ from typing import Any, NoReturn
 
 import typer
 
-CACHE_BYTES = 4 * 2**30  # the most that compiled programs take in the folder
+CACHE_BYTES = 4 * 2**30  # the maximum size of the folder of compiled programs
 
 
 class UsageError(Exception):
-    """Options that do not go together."""
+    """An invalid option, or options that cannot be combined."""
 
 
 def option(names: str, metavar: str | None, text: str, **checks: Any) -> Any:
-    """Return an option in the style of all commands. Spaces separate the `names`."""
+    """Return an option in the style of all commands. The `names` are separated by spaces."""
     return typer.Option(*names.split(), metavar=metavar, help=text, **checks)
 
 
 def check_text(text: str, place: str, may_be_empty: bool = True) -> None:
-    """Refuse a lone surrogate, which was not UTF-8 in the input: no tokenizer takes it, and no output.
+    """Reject lone surrogates, which come from input that was not UTF-8. No tokenizer or output accepts them.
 
     Args:
-        may_be_empty: whether empty text is valid, as with a tokenizer that starts every text with a token. The bundled
-            pair's tokenizer does not.
+        may_be_empty: whether empty text is valid, as it is with a tokenizer that adds BOS. The bundled pair's
+            tokenizer does not add it.
     """
     if not text and not may_be_empty:
         raise UsageError(f"{place} is empty; give it some text.")
@@ -40,13 +40,13 @@ def check_text(text: str, place: str, may_be_empty: bool = True) -> None:
 
 
 def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> None:
-    """Call `check_text` for each text, and name it by its number if there are several."""
+    """Call `check_text` on each text. If there are several, errors give the text's number."""
     for number, text in enumerate(texts, 1):
         check_text(text, f"{place} {number}" if len(texts) > 1 else place, may_be_empty)
 
 
 def chosen_sampling(target: Any, **given: Any) -> Any:
-    """Return the sampling parameters of the options that are not None; print those that come from the model."""
+    """Return the sampling parameters from the options that are not None. Print the defaults that the model sets."""
     from jspec.models.sampling_defaults import default_sampling, described
 
     if defaults := described(target, **given):
@@ -55,7 +55,7 @@ def chosen_sampling(target: Any, **given: Any) -> Any:
 
 
 def template_variables(assignments: Sequence[str]) -> dict[str, Any]:
-    """Read the values of --template, each "NAME=VALUE", as variables by name."""
+    """Parse the `--template` values ("NAME=VALUE") into a dict of variables keyed by name."""
     from jspec.text.template_variables import check_variables
 
     check_texts(assignments, "--template")
@@ -72,7 +72,7 @@ def template_variables(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def _json_or_text(value: str) -> Any:
-    """Return the JSON value that `value` spells, or `value` itself. NaN and Infinity are not JSON."""
+    """Parse `value` as JSON, or return it unchanged if it is not JSON. NaN and Infinity are not JSON."""
     try:
         return json.loads(value, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @contextmanager
 def wrong_options() -> Iterator[None]:
-    """Turn a ValueError in the block, which is about prompts, into a UsageError."""
+    """Convert a ValueError in the block, which is about the user's input, into a UsageError."""
     try:
         yield
     except ValueError as error:
@@ -94,7 +94,7 @@ def wrong_options() -> Iterator[None]:
 
 @contextmanager
 def logged_to(say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Pass jspec's log messages in the block to `say`, warnings to `warn`, and nothing to other handlers."""
+    """Send jspec's log messages in the block to `say`, and its warnings to `warn`, but not to parent handlers."""
     log = logging.getLogger("jspec")
     handler = logging.Handler()
     handler.emit = lambda record: (say if record.levelno < logging.WARNING else warn or say)(record.getMessage())
@@ -112,9 +112,9 @@ def logged_to(say: Callable[[str], None], warn: Callable[[str], None] | None = N
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Show a line of status, on a terminal only. ``say(what)`` and jspec's log messages set its text.
+    """Show a status line, on terminals only. ``say(what)`` and jspec's log messages set its text.
 
-    Warnings are printed to standard error and stay there.
+    Warnings are printed to standard error and remain visible.
     """
     from rich.console import Console
 
@@ -129,28 +129,29 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def timed(times: dict[str, float], name: str) -> Iterator[None]:
-    """Store the seconds that a block takes in `times`."""
+    """Store the block's duration in seconds as ``times[name]``."""
     began = time.perf_counter()
     yield
     times[name] = time.perf_counter() - began
 
 
 def prepare_environment() -> None:
-    """Keep compiled programs for the next run, in a folder of bounded size, and silence a notice of XLA's.
+    """Cache compiled programs in a folder of bounded size, and silence an XLA log message.
 
-    Call it before anything is compiled. A folder that `JAX_COMPILATION_CACHE_DIR` names stays as its owner set it up.
+    Call this function before anything is compiled. If `JAX_COMPILATION_CACHE_DIR` names a folder, that folder's
+    settings do not change.
     """
-    # For every program in the cache, XLA logs as errors the tuning hints that it stored there itself
-    # ("+prefer-no-gather is not supported on the host machine", openxla/xla issue 44565). Its real errors are raised.
+    # For every cached program, XLA logs the tuning hints that it stored there itself as errors
+    # ("+prefer-no-gather is not supported on the host machine", openxla/xla issue 44565). Real errors are raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jspec" / "xla"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # programs run as they are found, so no other user may write here
+        folder.chmod(0o700)  # cached programs run unchecked, so no other user may write here
     except OSError:
-        return  # the home folder cannot be written: compile every time
+        return  # the home folder is not writable, so programs compile every time
     _add_times_of_use(folder)
     settings = {
         "jax_compilation_cache_dir": str(folder),
@@ -160,15 +161,15 @@ def prepare_environment() -> None:
     for name, value in settings.items():
         if name.upper() not in os.environ:
             os.environ[name.upper()] = str(value)
-            if "jax" in sys.modules:  # jax reads its environment only while it is imported
+            if "jax" in sys.modules:  # jax reads its environment only on import
                 sys.modules["jax"].config.update(name, value)
 
 
 def _add_times_of_use(folder: Path) -> None:
-    """Create the file in which JAX notes the last use of a cached program, for every program that lacks it.
+    """Create the file in which JAX records a cached program's last use, for every program that lacks it.
 
-    JAX removes the programs that were used longest ago. Without that file, such as after a kill between two writes, JAX
-    would stop writing to the folder.
+    JAX evicts the least recently used programs. If such a file is missing, for example because a process was killed
+    between two writes, JAX stops writing to the folder.
     """
     for program in folder.glob("*-cache"):
         used = program.with_name(f"{program.name.removesuffix('-cache')}-atime")

@@ -1,4 +1,4 @@
-"""The engine that a command asks for."""
+"""The engine for a command, built from its options."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ def engine_of(
     max_length: int | None,
     **wishes: Any,
 ) -> tuple[Any, Any]:
-    """Return an engine that is not started, and its target's tokenizer.
+    """Return an engine that has not been started, and the target's tokenizer.
 
     Args:
-        far: a function from a drafter to the number of tokens to draft.
-        max_length: the longest text; None for the usual length, or what the models know.
+        far: a function that maps a drafter to the number of draft tokens.
+        max_length: the maximum sequence length; None for the default length, or the models' maximum if it is smaller.
     """
     from jspec.engine import Engine
 
@@ -47,7 +47,7 @@ def compile_all(engine: Any, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """Raise UsageError for models that do not go together, but not for files that cannot be read."""
+    """Raise UsageError for incompatible models, but not for files that cannot be read."""
     from convert import CheckpointError
 
     try:

@@ -1,4 +1,4 @@
-"""`jspec generate`: texts and answers from prompts."""
+"""`jspec generate`: continue prompts, or answer them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -78,8 +78,8 @@ def generate(
 
     Put -- before prompts if one begins with a dash.
 
-    The text goes to standard output, on a terminal in colours that show where every token came from; figures
-    go to standard error.
+    The text goes to standard output. On a terminal, colours show each token's origin. Statistics go to
+    standard error.
     """
     check_texts(stop := stop or [], "--stop", may_be_empty=False)
     where = sources(target, draft, plain, tokenizer_source)
@@ -126,7 +126,7 @@ def _suggest_chat(tokenizer: Any, is_answered: bool) -> None:
 
 
 def _check(top_p: float | None, show: bool, as_json: bool) -> None:
-    """Refuse options that typer cannot refuse."""
+    """Check the options that typer cannot check."""
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")
     if show and as_json:
@@ -134,7 +134,7 @@ def _check(top_p: float | None, show: bool, as_json: bool) -> None:
 
 
 def _variables(template: list[str] | None, asked: list[Any]) -> dict[str, Any]:
-    """Return the variables of the chat template, which only conversations have."""
+    """Return the chat template variables, which are valid only for conversations."""
     variables = template_variables(template or [])
     if variables and not any(isinstance(prompt, list) for prompt in asked):
         raise UsageError("--template is for conversations; add --chat.")
@@ -142,7 +142,7 @@ def _variables(template: list[str] | None, asked: list[Any]) -> dict[str, Any]:
 
 
 def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, show: bool) -> dict[str, Any]:
-    """Return the options of drafting. Without a draft there can be none."""
+    """Return the drafting options, which are invalid without a draft."""
     given = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept, "show": show or None}
     given = {name: value for name, value in given.items() if value is not None}
     if given and not where.drafts:
@@ -171,14 +171,14 @@ def _decode(
     times: dict[str, float],
     say: Callable[[str], None],
 ) -> "Output":
-    """Decode twice. The first run decodes one token only and compiles, so the second run is decoding alone."""
+    """Decode twice. The first run compiles and decodes one token, so that the second run only decodes."""
     import jax
 
     def run(name: str, sampling: Any) -> "Output":
         with timed(times, name):
             return jax.device_get(task.decode(*models, max_new_tokens, sampling, seed, **drafting))
 
-    task.check_length(*models, max_new_tokens)  # the run that compiles asks for one token, which always fits
+    task.check_length(*models, max_new_tokens)  # the run that compiles requests one token, which always fits
     say("Compiling, which is kept for the next time")
     run("compile", dataclasses.replace(sampling, max_tokens=1))
     say("Decoding")

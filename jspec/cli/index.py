@@ -1,4 +1,4 @@
-"""`jspec index`: a datastore of texts, to draft from."""
+"""`jspec index`: build a datastore to draft from."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def index(
 ) -> None:
     """Build one datastore from all FILEs, for --draft: it guesses what followed wherever a FILE reads as the text does.
 
-    The more the FILEs resemble the texts to come, the better the drafts.
+    The more the FILEs resemble the text that will be generated, the better the drafts.
     """
     if output.suffix != STORE:
         raise UsageError(f"--output must end in {STORE}, as --draft knows datastores by that.")

@@ -1,8 +1,8 @@
-"""Ctrl-C ends the command at once, whatever it is doing.
+"""Handling of Ctrl-C, which ends the command at once, whatever it is doing.
 
-A Python handler waits until the main thread runs Python again, which takes as long as XLA compiles. An end by an
-exception would destroy objects that XLA's threads still use. So a thread waits for the signal, which C code reports to
-it, and ends the process where it stands.
+A Python signal handler runs only when the main thread runs Python again, which can take as long as an XLA compilation.
+Ending by an exception would destroy objects that XLA's threads still use. Therefore a separate thread waits for the
+signal, which C code reports to it, and ends the process immediately.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from convert import unfinished
 STATUS = 128 + signal.SIGINT
 _CLEAR_LINE_AND_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 
-# The thread that ends the process holds this lock, so that failures caused by the end are not reported.
+# The thread that ends the process holds this lock, so that errors caused by the exit are not reported.
 ending = threading.Lock()
 _listening: list[threading.Event] = []
 _last_words: list[str] = []
@@ -29,11 +29,11 @@ _restored: list[Callable[[], None]] = []
 def end_at_once() -> None:
     """Make SIGINT end this process with status 130. Call it in the main thread, before anything slow.
 
-    The waiting thread needs the interpreter's lock, which XLA releases while it compiles and runs. A collection of all
-    garbage would keep the lock for a tenth of a second, so full collections are made rare.
+    The waiting thread needs the interpreter's lock, which XLA releases while it compiles and runs. A full garbage
+    collection would hold the lock for a tenth of a second, so full collections are made rare.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return  # a shell ignores the signal for programs in its background
+        return  # shells ignore the signal for background programs
     reader, writer = socket.socketpair()  # not a pipe, because on Windows only sockets work
     writer.setblocking(False)
     signal.signal(signal.SIGINT, lambda *_: None)  # without a handler, C code reports no signal
@@ -55,7 +55,7 @@ def heard() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def last_words(text: str) -> Iterator[None]:
-    """Make Ctrl-C end the process with this sentence in this block, on a terminal."""
+    """Print `text` to the terminal if Ctrl-C ends the process in this block."""
     _last_words.append(f"{text}\n")
     try:
         yield
@@ -65,7 +65,7 @@ def last_words(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(restore: Callable[[], None]) -> Iterator[None]:
-    """Make Ctrl-C call `restore` in this block before it ends the process."""
+    """Call `restore` before the process ends, if Ctrl-C ends it in this block."""
     _restored.append(restore)
     try:
         yield
@@ -74,7 +74,7 @@ def restored(restore: Callable[[], None]) -> Iterator[None]:
 
 
 def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
-    """End the process at the first SIGINT outside every `heard` block. The argument keeps the writer open."""
+    """End the process at the first SIGINT outside every `heard` block. Holding `_writer` keeps it open."""
     while signal.SIGINT not in reader.recv(64) or _listening:  # other numbers are signals that Python handles
         for event in _listening:
             event.set()
@@ -87,4 +87,4 @@ def _wait(reader: socket.socket, _writer: socket.socket) -> NoReturn:
             terminal = os.dup(2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a spinner may still draw a frame
             os.write(terminal, _CLEAR_LINE_AND_SHOW_CURSOR + shown)
-        os._exit(STATUS)  # no flush, which could wait for a full pipe: typer and rich have flushed
+        os._exit(STATUS)  # no flush, which could block on a full pipe; typer and rich have flushed

@@ -1,4 +1,4 @@
-"""Lines that a user types, of any length."""
+"""Lines of any length, typed by a user."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ import typer
 from jspec.cli import interrupts
 from jspec.cli.common import UsageError
 
-_LONGEST = {"linux": 4096, "darwin": 1024}  # bytes that a terminal collects of a line, its end included
-_NO_BRACKETS = b"\x1b[?2004l"  # ends the terminal's marks around pasted text
+_LONGEST = {"linux": 4096, "darwin": 1024}  # bytes that a terminal buffers per line, including its end
+_NO_BRACKETS = b"\x1b[?2004l"  # turns off the terminal's bracketed paste
 
 
 @contextlib.contextmanager
 def whole_lines() -> Iterator[None]:
-    """Make the terminal pass on typed text as it comes, and restore the terminal in the end, also after Ctrl-C.
+    """Make the terminal pass on text as it is typed, and restore the terminal afterwards, even after Ctrl-C.
 
-    A terminal that collects lines drops everything beyond 4,096 bytes of a line, even before the program reads it.
+    A terminal that buffers lines drops everything beyond 4,096 bytes of a line before the program can read it.
     """
     if not _edits():
         yield
@@ -45,10 +45,10 @@ def whole_lines() -> Iterator[None]:
 
 
 def read(prompt: str) -> str:
-    """Return the next line with its end, or an empty string at the end of the input. Show `prompt` on a terminal.
+    """Return the next line with its newline, or an empty string at the end of the input. Show `prompt` on a terminal.
 
     Raises:
-        UsageError: the terminal has cut the line off, or may have.
+        UsageError: the terminal has truncated the line, or may have.
         UnicodeDecodeError: the line is not UTF-8.
     """
     if _edits():

@@ -1,4 +1,4 @@
-"""The places of a command's models, and the choice of its draft."""
+"""The sources of a command's models, and the choice of its draft."""
 
 import dataclasses
 import re
@@ -9,12 +9,12 @@ from jspec.bundled import PAIR
 from jspec.bundled.head_data import head_of
 from jspec.cli.common import UsageError
 
-STORE = ".safetensors"  # ends the name of a datastore, and not that of a model
+STORE = ".safetensors"  # the suffix of datastores; models do not have it
 NONE, LOOKUP, HEAD, EXIT = "none", "lookup", "head", "exit"
 BESIDE = f"{LOOKUP}+"
 _EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
 BUNDLED_TARGET, PAIR_DRAFT = str(PAIR / "target"), str(PAIR / "draft")
-_TREES = "pass", "several"  # kinds of heads that are trained for one tree
+_TREES = "pass", "several"  # head kinds that are trained for one tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Sources:
 
     Attributes:
         target: path, name or hub id of a model.
-        draft: the same, or a trained head's directory, a datastore, "lookup", "exit:N", "exit:N-I-J" or "none"; for
-            `jspec tune` also "exit".
+        draft: path, name or hub id of a model, a trained head's directory, a datastore, "lookup", "exit:N",
+            "exit:N-I-J" or "none". `jspec tune` also accepts "exit".
         looks_up: whether `draft` drafts only if lookup finds no draft.
-        tokenizer_source: the checkpoint whose tokenizer the models have; the target, if None.
+        tokenizer_source: the checkpoint that provides the models' tokenizer; None for the target.
     """
 
     target: str
@@ -55,7 +55,7 @@ class Sources:
         return head_kind(self.draft) in _TREES
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer of the target, which is also the draft's.
+        """Return the tokenizer that the target and the draft share.
 
         Raises:
             UsageError: the tokenizer of `tokenizer_source` has more tokens than the target.
@@ -72,7 +72,7 @@ class Sources:
         return tokenizer
 
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
-        """Return the target and its drafter or None. `dtype` and `quantize` apply to both, but no head is int8."""
+        """Return the target and its drafter, if any. `dtype` and `quantize` apply to both, but heads are never int8."""
         from jspec import load
         from jspec.drafters.combine.fallback import behind_lookup
 
@@ -101,7 +101,7 @@ class Sources:
 
 
 def without_model(draft: str) -> Any:
-    """Return the drafter of that name that needs no model; None for "none" and for an "exit" that is to be found."""
+    """Return the drafter named `draft` if it needs no model. Return None for "none" and for an unspecified "exit"."""
     from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter
 
     if draft.endswith(STORE):
@@ -112,17 +112,17 @@ def without_model(draft: str) -> Any:
 
 
 def check_exit(draft: str, layers: int) -> None:
-    """Raise UsageError if "exit:N" would be all of a target with `layers` layers, or more."""
+    """Raise UsageError if "exit:N" leaves out none of the target's `layers` layers, or asks for more than those."""
     wanted, skipped = _exit(draft)
     if wanted > layers or (wanted == layers and not skipped):
         raise UsageError(f"--draft {draft} leaves no layer out of the target's {layers}; leave it earlier.")
 
 
 def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
-    """Return ``(5, (1, 3))`` for "exit:5-1-3": the first 5 layers without those of index 1 and 3.
+    """Return ``(5, (1, 3))`` for "exit:5-1-3": the first 5 layers without layers 1 and 3, counted from 0.
 
     Raises:
-        UsageError: `draft` is not an exit, or it names a layer twice, one that is not before the exit, or all of them.
+        UsageError: `draft` is not an exit, or it skips a layer twice, a layer that is not before the exit, or all.
     """
     found = _EXIT.fullmatch(draft)
     if not found:
@@ -147,17 +147,17 @@ def sources(
     tokenizer_source: str | None = None,
     may_search: bool = False,
 ) -> Sources:
-    """Return the models that the options mean.
+    """Return the models selected by the options.
 
-    Without options they are the bundled pair. A target alone drafts by lookup. If lookup finds no draft, the target's
-    head drafts, if it has one.
+    The default is the bundled pair. If only a target is given, the draft is lookup. If the target has a trained head,
+    that head drafts whenever lookup finds no draft.
 
     Args:
-        tokenizer_source: the checkpoint whose tokenizer the models have.
-        may_search: whether the draft may be "exit", whose layers are to be found.
+        tokenizer_source: the checkpoint that provides the models' tokenizer.
+        may_search: whether the draft may be "exit", for which the layers have yet to be chosen.
 
     Raises:
-        UsageError: the options do not go together, or the draft is invalid.
+        UsageError: the options cannot be combined, or the draft is invalid.
         FileNotFoundError: there is no such datastore.
     """
     if plain and draft not in (None, NONE):
@@ -170,7 +170,7 @@ def sources(
     if looks_up and (draft in ("", NONE, LOOKUP, EXIT) or head_kind(draft) in _TREES):
         raise UsageError("--draft lookup+SRC is for what drafts a chain where lookup has no guess: a model, a trained "
                          f"head, a datastore or exit:N; {draft or 'nothing'} does not.")  # fmt: skip
-    if draft == HEAD and not Path(HEAD).exists():  # a path comes first, as for targets
+    if draft == HEAD and not Path(HEAD).exists():  # a path takes precedence, as for targets
         draft = _head(target)
     if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
         raise UsageError(f"{draft} is the folder of a training; give its drafter, --draft {trained}.")
@@ -187,7 +187,7 @@ def sources(
 
 
 def _check_found(draft: str, may_search: bool) -> None:
-    """Raise UsageError if a draft is a word that stands for nothing. This check does not need the target."""
+    """Raise UsageError if the draft is an unknown word. This check does not need the target."""
     from convert import hub_names as names
 
     is_word = is_model(draft) and "/" not in draft
@@ -197,7 +197,7 @@ def _check_found(draft: str, may_search: bool) -> None:
 
 
 def _usual(target: str | None) -> str:
-    """Return the draft to use if none is given."""
+    """Return the default draft for a target."""
     if target is None:
         return PAIR_DRAFT
     folder = head_of(target)
@@ -205,7 +205,7 @@ def _usual(target: str | None) -> str:
 
 
 def _head(target: str | None) -> str:
-    """Return the folder of the head that comes with jspec for a model of that name.
+    """Return the folder of the bundled head for `target`.
 
     Raises:
         UsageError: there is no such head.
@@ -218,13 +218,13 @@ def _head(target: str | None) -> str:
 
 
 def is_model(draft: str) -> bool:
-    """Return whether a draft of that name is a model, and not another kind of drafter."""
+    """Return whether `draft` names a model, rather than another kind of drafter."""
     draft = draft.removeprefix(BESIDE)
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 
 def drafter_class(kind: str) -> Any:
-    """Return the class of trained drafters of that kind, as `jspec.train_drafter` and config.json call it.
+    """Return the drafter class for `kind`, a name that `jspec.train_drafter` and config.json use.
 
     Raises:
         UsageError: there is no such kind.
@@ -240,7 +240,7 @@ def drafter_class(kind: str) -> Any:
 
 
 def head_kind(draft: str) -> str | None:
-    """Return the kind of trained drafter in the directory of that name; None for a plain model's directory."""
+    """Return the kind of trained drafter in the directory `draft`, or None if it holds a plain model."""
     from convert.heads import files as head_files
 
     return head_files.kind_of(Path(draft)) if is_model(draft) and Path(draft).is_dir() else None

@@ -1,4 +1,4 @@
-"""`jspec models`: the names that are known."""
+"""`jspec models`: list the known model names."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The options of `jspec generate`, one type each, and values that more than one command takes."""
+"""The options of `jspec generate`, each as a type, and parsers that several commands share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from jspec.cli.common import option
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Return a parser that takes only these names."""
+    """Return a parser that accepts only these names."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -21,7 +21,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def choice(names: str, text: str, *allowed: str) -> Any:
-    """Return an option with one of the values `allowed`."""
+    """Return an option that takes one of the `allowed` values."""
     return option(names, "|".join(allowed), text, parser=one_of(*allowed))
 
 

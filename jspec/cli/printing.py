@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def choice_of_auto(num_draft_tokens: int) -> str:
-    """Return the choice that "auto" has found, in one line."""
+    """Describe the choice made by "auto" in one line."""
     found = (
         f"num_draft_tokens={num_draft_tokens} is the fastest" if num_draft_tokens else "plain decoding is the fastest"
     )
@@ -19,7 +19,7 @@ def choice_of_auto(num_draft_tokens: int) -> str:
 
 
 def print_json(completions: Sequence["Completion"], num_draft_tokens: int, times: dict[str, float]) -> None:
-    """Print one object a line; see the epilog of the command."""
+    """Print one JSON object per line, as described in the command's epilog."""
     from jspec.cli import report
 
     for done in completions:
@@ -29,7 +29,7 @@ def print_json(completions: Sequence["Completion"], num_draft_tokens: int, times
 
 
 def print_text(completions: Sequence["Completion"], times: dict[str, float], by_origin: bool) -> None:
-    """Print text to standard output, in colour on a terminal, and figures to standard error."""
+    """Print text to standard output, in colour on a terminal, and statistics to standard error."""
     from rich.console import Console
 
     from jspec.cli import report

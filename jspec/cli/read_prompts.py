@@ -1,4 +1,4 @@
-"""The prompts of a command from arguments, standard input, or a file of JSON lines, as texts or as messages."""
+"""A command's prompts, as text or as messages, from arguments, standard input or a JSON Lines file."""
 
 import json
 import sys
@@ -11,15 +11,15 @@ from jspec.cli.common import UsageError, check_text, check_texts
 def gather(
     arguments: list[str] | None, file: Path | None, chat: bool, system: str | None, may_be_empty: bool
 ) -> list[Any]:
-    """Return the prompts, as `jspec.complete` takes them.
+    """Return the prompts in the form that `jspec.complete` accepts.
 
     Args:
-        chat: make each text a conversation of one user message.
-        system: put a system message with this text before each conversation, including those in the file.
-        may_be_empty: as for `check_text`.
+        chat: whether to turn each text into a conversation with one user message.
+        system: the system message to put before each conversation, including those in the file.
+        may_be_empty: whether empty text is valid. See `check_text`.
 
     Raises:
-        UsageError: there is no prompt, a prompt is not text, or the options do not go together.
+        UsageError: there is no prompt, a prompt is not text, or the options cannot be combined.
         ValueError: the file is malformed; the message names the line.
     """
     if arguments and file:

@@ -1,4 +1,4 @@
-"""The display of completions and tunings: texts coloured by origin, figures in a line, JSON."""
+"""The display of results: text coloured by origin, one-line statistics, tables and JSON."""
 
 import dataclasses
 import itertools
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from jspec.training.evaluate import Result
     from jspec.training.fit import Progress
 
-# Characters that are rare in texts and common in fonts.
+# Characters that are rare in text and common in fonts.
 MARKS = {ACCEPTED: ("", ""), CORRECTED: ("«", "»"), BONUS: ("°", "°"), NO_DRAFT: ("¦", "¦")}
 _PROMPT_ENDS = "►"
-_TAKEN = 0.75  # share of a GPU's memory that JAX takes, unless configured otherwise
-# A control character in a text could recolour or rewrite the terminal.
+_TAKEN = 0.75  # share of a GPU's memory that JAX takes by default
+# Control characters in the output could recolour or rewrite the terminal.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
 
 
 def as_json(done: Completion) -> dict[str, Any]:
-    """Return `done` as JSON takes it, with origins by name."""
+    """Return `done` in JSON-serialisable form, with origins given by name."""
     fields = {"prompt": done.prompt, "text": done.text} | dataclasses.asdict(done)
     del fields["pieces"]
     return fields | {"origins": [NAMES[origin] for origin in done.origins]}
 
 
 def sentence(done: Completion, seconds: float) -> str:
-    """Return the figures of one request in one line. Its batch ran for `seconds`."""
+    """Return one request's statistics in one line. Its batch ran for `seconds`."""
     stats, speed = done.stats, f"{done.stats['tokens'] / seconds:.0f} tokens/s"
     counts = f"{stats['tokens']} tokens ({done.finish_reason}) in {stats['rounds']} rounds"
     if stats["acceptance_rate"] is None:
@@ -62,7 +62,7 @@ def by_origin(done: Completion) -> Text:
 
 
 def marked(done: Completion) -> Text:
-    """Return the text for output without colours, with tokens that were not accepted between marks of their origin."""
+    """Return the text for output without colours, with origin marks around tokens that were not accepted."""
     text = _before(done.prompt) + _PROMPT_ENDS
     for origin, run in itertools.groupby(zip(done.pieces, done.origins, strict=True), lambda pair: pair[1]):
         if new := "".join(piece for piece, _ in run):
@@ -71,26 +71,26 @@ def marked(done: Completion) -> Text:
 
 
 def _before(prompt: Any) -> str:
-    """Return the text to show before a new text: a prompt, the last message of a conversation, or nothing for ids."""
+    """Return the text to show before new text: the prompt, a conversation's last message, or nothing for token ids."""
     if isinstance(prompt, str):
         return prompt
     return prompt[-1]["content"] + "\n\n" if is_conversation(prompt) else ""
 
 
 def visible(text: str) -> str:
-    """Return `text` without characters that would do more on a terminal than be seen."""
+    """Return `text` without control characters, which a terminal would interpret."""
     return text.translate(_VISIBLE)
 
 
 def legend(marks: bool = False) -> Text:
-    """Return the legend of the colours of `coloured`, or of the marks of `marked`."""
+    """Return a legend for the colours of `coloured`, or for the marks of `marked`."""
     if marks:
         return Text(" ".join(["prompt" + _PROMPT_ENDS, *(NAMES[i].join(MARKS[i]) for i in NAMES)]))
     return Text(" ").join([Text("prompt", "dim"), *(Text(NAMES[i], COLOURS[i]) for i in NAMES)])
 
 
 def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
-    """Return the cost, yield and predicted speed of plain decoding and of every K, with the fastest marked."""
+    """Return a table of the cost, yield and predicted speed of plain decoding and every K, with the fastest marked."""
     title = ", ".join(f"{name} {value}" for name, value in conditions.items())
     lengths = range(len(found.round_seconds) + 1)
     timed = {0, *doubling(len(found.round_seconds))}
@@ -111,7 +111,7 @@ def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
 
 
 def advice(found: Tuning) -> str:
-    """Return the advice that follows from a tuning, in one sentence."""
+    """Return the recommendation from a tuning run in one sentence."""
     if found.tree is not None:
         parents = found.tree.parents
         chain = f"num_draft_tokens={found.num_draft_tokens}" if found.num_draft_tokens else "plain decoding"
@@ -131,7 +131,7 @@ def _against(speedups: Sequence[float]) -> str:
 
 
 def training_line(look: "Progress") -> str:
-    """Return a line about an evaluation on held-out texts. Its tokens per round are those of a chain of all depths."""
+    """Return one line about an evaluation on held-out text. Its tokens per round are for a chain of the full depth."""
     from jspec.training.fit import predicted  # not imported for every command, because it imports optax
 
     kept, same = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (look.acceptance, look.agreement))
@@ -141,7 +141,7 @@ def training_line(look: "Progress") -> str:
 
 
 def training_table(found: "Sequence[Result]") -> Table:
-    """Return the tokens per round and the speed of a trained drafter."""
+    """Return a table of a trained drafter's tokens per round and speed."""
     table = Table("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed", box=box.SIMPLE_HEAD,
                   caption="foreseen: of the held-out texts as they are; measured: of what the target answers to them",
                   caption_justify="left")  # fmt: skip
@@ -152,7 +152,7 @@ def training_table(found: "Sequence[Result]") -> Table:
 
 
 def memory_table(found: Plan) -> Table:
-    """Return the planned memory use of decoding on the device, with and without the draft."""
+    """Return a table of the predicted memory use on the device, with and without the draft."""
     device = found.device
     title = (f"{device.title}, {device.dtype}: batch {found.batch}, length {found.length}\n"
              f"{found.prompt} of it prompt, acceptance {found.acceptance:g} assumed")  # fmt: skip
@@ -171,7 +171,7 @@ def memory_table(found: Plan) -> Table:
 
 
 def plan_table(found: Plan) -> Table:
-    """Return the planned cost, yield and speed of plain decoding and of every K, and the speed-up with each draft."""
+    """Return a table of the predicted cost, yield and speed for plain decoding and every K, with each draft."""
     notes = ["predicted, not measured; tokens/s of each text"]
     drafts = _drafts(found)
     if len(drafts) > 1:
@@ -188,7 +188,7 @@ def plan_table(found: Plan) -> Table:
 
 
 def _drafts(found: Plan) -> dict[str, Drafting]:
-    """Return the drafts to compare: the draft as given and in int8, or the latter alone if they are the same."""
+    """Return the drafts to compare: the given draft and its int8 version, or only the latter if they are the same."""
     return ({} if found.int8 == found.draft else {"draft": found.draft}) | {"int8 draft": found.int8}
 
 
@@ -205,7 +205,7 @@ def _gigabytes(held: Footprint) -> tuple[str, str, str]:
 
 
 def plan_advice(found: Plan) -> str:
-    """Return the advice that follows from a plan, in one sentence."""
+    """Return the recommendation from a plan in one sentence."""
     given, int8 = found.draft, found.int8
     if found.verdict == NO_ROOM:
         return _no_room(found)

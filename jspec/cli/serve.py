@@ -1,4 +1,4 @@
-"""`jspec serve`: a model for clients of OpenAI's API."""
+"""`jspec serve`: serve a model to OpenAI API clients."""
 
 import os
 import socket
@@ -93,7 +93,7 @@ def serve(
 ) -> None:
     """Answer clients of OpenAI's API over HTTP.
 
-    A request with a seed gets the text that jspec.generate gives for it, whatever else runs.
+    A request with a seed gets the same text as jspec.generate returns for it, regardless of other requests.
     """
     api_key = os.environ.get("JSPEC_API_KEY") if api_key is None else api_key
     _check(api_key, metrics_prefix)
@@ -113,7 +113,7 @@ def serve(
 
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
-    """Refuse options that typer cannot refuse."""
+    """Check the options that typer cannot check."""
     needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise UsageError(f"jspec serve needs {', '.join(missing)}; install jspec's extra for it, in its clone by "

@@ -1,4 +1,4 @@
-"""`jspec train`: a drafter for a target."""
+"""`jspec train`: train a drafter for a target."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -84,8 +84,8 @@ def train(
 ) -> None:
     """Train a drafter for TARGET and write it to DIR/drafter.
 
-    The drafter learns to draft what TARGET says, from texts or from chats that TARGET writes itself. The output stays
-    exactly TARGET's, whatever the drafter learns: a better drafter is a faster one.
+    The drafter learns to predict TARGET's output, from your text or from chats that TARGET generates. The output
+    stays exactly TARGET's, whatever the drafter learns. A better drafter only makes decoding faster.
     """
     path = folder / "drafter"
     if path.exists() and not (folder / "state").exists():
@@ -101,7 +101,7 @@ def train(
         Recipe(kind, **recipe).check()
         say("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
-        how_saved(begun, where.target)  # raises before the training of a drafter that cannot be saved
+        how_saved(begun, where.target)  # raises before training if the drafter cannot be saved
     with interrupts.last_words(f"Stopped. The same command goes on from {folder}."):
         with _bar(steps) as tell:
             drafter = jspec.train_drafter(model, tokenizer, kind, data or None, folder=folder, start=begun,
@@ -123,10 +123,10 @@ def _in_bfloat16(drafter: Any) -> Any:
 
 
 def how_saved(drafter: Any, target: str) -> dict[str, Any]:
-    """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used by itself.
+    """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used alone.
 
-    An EAGLE head that began as another one keeps that layout if programs that read the layout can compute the head. Its
-    output head is written, too, because other programs would take the first rows of the target's head.
+    An EAGLE head that was trained from another one keeps that one's layout if programs that read it can run the head.
+    The head's own output head is saved too, because other programs would use the first rows of the target's head.
 
     Raises:
         convert.CheckpointError: no layout can hold the drafter.
@@ -153,10 +153,10 @@ def how_saved(drafter: Any, target: str) -> dict[str, Any]:
 
 @contextmanager
 def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
-    """Show a progress bar. ``tell(step or progress)`` moves it, and prints a line for each look at held-out texts.
+    """Show a progress bar. ``tell(step)`` advances it; ``tell(progress)`` prints a line about the evaluation.
 
-    Before the first step the bar shows jspec's log messages about texts that are written and read. Without a terminal
-    these messages are lines.
+    Before the first step, the bar shows jspec's log messages about generating and reading text. Without a terminal,
+    these messages are printed as lines.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -185,7 +185,7 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
 
 
 def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
-    """Print the speed of `drafter`, as it is in its files, on this device after held-out prompts."""
+    """Measure the saved `drafter` on this device with held-out prompts, and print the results."""
     from rich.console import Console
 
     from jspec.cli import report

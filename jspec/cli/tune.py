@@ -100,7 +100,7 @@ def _tune(
     max_draft_tokens: int,
     max_nodes: int,
 ) -> "tuple[Tuning, Any]":
-    """Return the tuning and the drafter, which is the best exit of the target if `models` has no drafter."""
+    """Return the tuning and the drafter. If `models` has no drafter, use the target's best exit."""
     import jspec
     from jspec import text
 

@@ -1,1 +1,1 @@
-"""The values that every package shares: types, keys, distributions, sampling, trees and placement on devices."""
+"""Code that all packages share: types, random keys, distributions, sampling, trees and device placement."""

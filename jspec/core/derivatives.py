@@ -1,4 +1,4 @@
-"""Results that can be differentiated in forward mode only, with an error that says so in reverse mode."""
+"""Results that support forward-mode differentiation only, with a clear error in reverse mode."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ _ERROR = ("Log-probabilities of a generation have no reverse-mode derivative, as
 
 @jax.custom_jvp
 def forward_mode_only(x: Array) -> Array:
-    """Return `x`, and raise ValueError if its derivative is requested in reverse mode.
+    """Return `x` unchanged, but raise ValueError if it is differentiated in reverse mode.
 
-    Without this function, the error of `jax.grad` would name the decoding loop, which callers do not know about.
+    Without this function, the error raised by `jax.grad` would name the decoding loop, which is internal.
     """
     return x
 
@@ -30,7 +30,7 @@ def _refuse(*_: Any) -> Any:
     raise ValueError(_ERROR)
 
 
-# The identity on tangents only; reverse mode begins with its transpose.
+# The identity, applied to tangents only. Reverse mode starts by transposing it.
 _tangent_p = Primitive("forward_mode_only")
 _tangent_p.def_impl(lambda x: x)
 _tangent_p.def_abstract_eval(lambda x: x)

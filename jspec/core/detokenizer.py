@@ -1,50 +1,51 @@
-"""Incremental detokenization: the text that each new token adds to a prompt."""
+"""Incremental detokenization: the text that each new token adds after a prompt."""
 
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
-_UNKNOWN = "\ufffd"  # stands for bytes that do not, or do not yet, form a character
-_LONGEST = 4  # bytes of a character in UTF-8, and so the most tokens that it can be split over
-_LONGEST_CONTEXT = 16  # tokens that are tried as a context before all of the tokens are
-_PROMPT_WINDOW = 16  # tokens of the prompt that are decoded first in search of a place to begin
+_UNKNOWN = "\ufffd"  # stands for bytes that do not form a character, or do not form one yet
+_LONGEST = 4  # bytes in a UTF-8 character, and therefore the most tokens that one can be split over
+_LONGEST_CONTEXT = 16  # tokens to try as a context before falling back to all of them
+_PROMPT_WINDOW = 16  # prompt tokens to decode first when looking for a place to begin
 
 
 class Pieces:
-    """The text that tokens add, one token at a time.
+    """An incremental detokenizer, which returns the text that each token adds.
 
-    Joined, the pieces are ``decode(prompt + tokens)[len(decode(prompt)):]`` if the tokens' bytes are valid UTF-8. A
-    token that ends inside a character adds the text before that character; the token that completes it adds the rest.
-    Special tokens add nothing.
+    If the tokens' bytes are valid UTF-8, the joined pieces equal ``decode(prompt + tokens)[len(decode(prompt)):]``. A
+    token that ends inside a character adds only the text before that character. The token that completes the character
+    adds the rest. Special tokens add nothing.
 
-    Invalid bytes become U+FFFD as in ``decode``, with one exception. A byte-fallback decoder replaces every byte of a
-    run that has an invalid byte anywhere. Characters of the run that were complete before that byte stay.
+    Invalid bytes become U+FFFD as in ``decode``, with one exception. If a run of bytes contains an invalid byte, a
+    byte-fallback decoder replaces the whole run. Here, characters that were complete before the invalid byte remain.
 
-    Only a window is decoded, so the time for a token does not depend on the length of the text. A window is a context
-    and the pending tokens after it. Decoders treat the start of a text in their own way: some drop a leading space.
-    So the context ends with a complete character and has text of its own, unless nothing before it has any.
+    Only a window of tokens is decoded, so the time per token does not depend on the length of the text. A window
+    consists of a context and the pending tokens after it. Decoders treat the start of a text specially: some drop a
+    leading space. The context therefore ends with a complete character and decodes to text of its own, unless nothing
+    before it does.
 
     Args:
-        tokenizer: the tokenizer of the tokens.
-        prompt: the tokens before.
-        shows_prompt: whether the reader has seen the prompt's text. If not, a character that the prompt leaves
-            incomplete is added with the first piece.
+        tokenizer: the tokenizer that the tokens belong to.
+        prompt: the tokens before the generated ones.
+        shows_prompt: whether the reader has seen the prompt's text. If not, the first piece includes the whole
+            character that the prompt leaves incomplete.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), shows_prompt: bool = True):
         self._tokenizer = tokenizer
         context, self._pending = self._split(list(prompt))
         self._begin(context)
-        # If the prompt ends inside a character, its decoded text ends with U+FFFD; the whole character replaces it.
+        # If the prompt ends inside a character, its decoded text ends with U+FFFD, which the whole character replaces.
         text = self._text()
         self._given = text if shows_prompt else self._complete(text)
 
     def add(self, token: int, is_last: bool = False) -> str:
-        """Return the text that the next token adds, and also the text held back if it is the last token."""
+        """Return the text that the next token adds. If it is the last token, include the text held back so far."""
         before = self._text()
         self._pending.append(int(token))
         text = self._text()
-        if text == before and self._is_special(token):  # decoders never see it; it must not fill the window
+        if text == before and self._is_special(token):  # decoders skip it, so it must not fill the window
             self._pending.pop()
         if is_last or not text.endswith(_UNKNOWN):
             return self._give(text)
@@ -54,30 +55,30 @@ class Pieces:
         return added
 
     def rest(self) -> str:
-        """Return the text held back, after the last token."""
+        """Return the text held back so far. Call this after the last token."""
         return self._give(self._text())
 
     def _give(self, text: str) -> str:
-        """Return the new part of the pending tokens' text, and make these tokens the context of the next ones."""
+        """Return the new part of the pending tokens' text, and use these tokens as the context of the next ones."""
         added, self._given = _after(self._given, text), ""
         self._begin(self._next_context())
         self._pending = []
         return added
 
     def _next_context(self) -> list[int]:
-        """Return the pending tokens if they have text, else with as few as possible of the tokens before them."""
+        """Return the pending tokens, preceded by as few earlier tokens as possible if they have no text."""
         if self._decode(self._pending):
             return self._pending
         known = self._context + self._pending
-        # A decoder may drop the first space, so a long row of spaces would have no text in any window of one token.
+        # A decoder may drop the first space. In a long run of spaces, a window of one token would then have no text.
         short = self._decode(known[-_LONGEST_CONTEXT:])
         return known[-_LONGEST_CONTEXT:] if short and _UNKNOWN not in short else known
 
     def _complete(self, text: str) -> str:
-        """Return the pending tokens' text without the end that may still become a character."""
+        """Return the pending tokens' text without an incomplete character at its end."""
         if not text.endswith(_UNKNOWN):
             return text
-        # A few tokens may all belong to one incomplete character. Among more, only the last U+FFFD may.
+        # A few tokens may all belong to one incomplete character. With more tokens, only the last U+FFFD may.
         return text.rstrip(_UNKNOWN) if len(self._pending) < _LONGEST else text[:-1]
 
     def _begin(self, context: list[int]) -> None:
@@ -91,16 +92,16 @@ class Pieces:
         whole = self._decode(context + tokens)
         if whole.startswith(context_text):
             return whole[len(context_text) :]
-        # The tokens go on with a run of bytes that began in the context, and have made all of it invalid.
+        # The tokens continue a run of bytes that began in the context, and made the whole run invalid.
         return self._decode(tokens)
 
     def _drop_invalid(self, text: str) -> None:
-        """Shorten a long run of pending tokens that are not characters, if the text of the last ones stays the same."""
+        """Shorten a long run of pending tokens that form no character, if the text of the last ones stays the same."""
         first, last = self._pending[: 1 - _LONGEST], self._pending[1 - _LONGEST :]
         dropped = self._text_after(self._context, self._context_text, first) if first else text
         if len(dropped) >= len(text) or not text.startswith(dropped):
             return
-        # A context of invalid bytes stays, so that later bytes of their run remain invalid.
+        # Keep a context of invalid bytes, so that later bytes in the same run remain invalid.
         for context in (self._context, first) if self._context_text.endswith(_UNKNOWN) else (first,):
             context_text = self._decode(context)
             if context_text and self._text_after(context, context_text, last) == text[len(dropped) :]:
@@ -109,7 +110,7 @@ class Pieces:
                 return
 
     def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Return the end of the prompt as a context and the tokens of a character that it leaves incomplete."""
+        """Split the end of the prompt into a context and the tokens of a final incomplete character."""
         prompt = self._without_last_special(prompt)
         size = _PROMPT_WINDOW
         while size < len(prompt):
@@ -126,7 +127,7 @@ class Pieces:
         return prompt[:end], prompt[end:]
 
     def _without_last_special(self, prompt: list[int]) -> list[int]:
-        """Return the prompt without the special tokens among those that may be in its last character."""
+        """Return the prompt without the special tokens among the last tokens, which may share one character."""
         last, start = [], len(prompt)
         while start and len(last) < _LONGEST:
             start -= 1
@@ -141,13 +142,13 @@ class Pieces:
 
 
 def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """Return the text that each of `tokens` adds after `prompt`, as by `Pieces`."""
+    """Return the text that each of `tokens` adds after `prompt`. See `Pieces`."""
     detokenizer = Pieces(tokenizer, prompt)
     return [detokenizer.add(token, is_last=i == len(tokens)) for i, token in enumerate(tokens, 1)]
 
 
 def _after(given: str, text: str) -> str:
-    """Return the part of `text` from its first difference to `given` on."""
+    """Return the part of `text` that starts where it first differs from `given`."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(given, text, strict=False))
     return text[sum(1 for _ in same) :]
 

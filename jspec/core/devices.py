@@ -1,9 +1,9 @@
-"""The devices that predictions are made for, with their published figures, and detection of the local one."""
+"""The devices that predictions support, with their published specifications, and detection of the local device."""
 
 import dataclasses
 from typing import Any
 
-# The overhead of a kernel in seconds, besides its work; also within a GPU's command buffer. Assumed until measured.
+# The fixed overhead of a kernel, in seconds. It also applies within a GPU's command buffer. Assumed until measured.
 LAUNCH = 2e-6
 
 
@@ -15,12 +15,12 @@ class Device:
         title: the name that JAX or the manufacturer uses.
         platform: "cuda" or "tpu".
         bandwidth: memory bandwidth in bytes per second, as published.
-        flops: floating-point operations per second of dense products in `dtype`, as published.
-        memory: memory in bytes.
+        flops: floating-point operations per second for dense products in `dtype`, as published.
+        memory: memory size in bytes.
         dtype: the dtype of weights on this device.
-        launch: the overhead of a kernel in seconds, besides its work.
-        bandwidth_share: the part of `bandwidth` that kernels reach; 1 until it is measured (`bench.gpu.fit`).
-        kinds: other names that JAX uses for it (``jax.devices()[0].device_kind``).
+        launch: the fixed overhead of a kernel, in seconds.
+        bandwidth_share: the fraction of `bandwidth` that kernels reach; 1 if not measured (`bench.gpu.fit`).
+        kinds: other names that JAX uses for the device (``jax.devices()[0].device_kind``).
     """
 
     title: str
@@ -35,7 +35,7 @@ class Device:
 
     @property
     def read_bandwidth(self) -> float:
-        """The bandwidth that kernels reach, in bytes per second: the published figure times `bandwidth_share`."""
+        """The bandwidth that kernels reach, in bytes per second: the published value times `bandwidth_share`."""
         return self.bandwidth * self.bandwidth_share
 
 
@@ -51,9 +51,9 @@ DEVICES = {
 
 
 def find(device: str | Device | None = None) -> Device:
-    """Return the device named `device`, `device` itself if it is a `Device`, or JAX's local device for None.
+    """Look up a device by name. A `Device` is returned as it is, and None means JAX's local device.
 
-    A device is recognised by its whole name: an H100 PCIe is not an H100, and an L40S is not an L4.
+    The whole name must match: an H100 PCIe is not an H100, and an L40S is not an L4.
 
     Raises:
         ValueError: no device has that name, or the local device is unknown.
@@ -62,7 +62,7 @@ def find(device: str | Device | None = None) -> Device:
     if isinstance(device, Device):
         return device
     if device is None:
-        import jax  # imported here, because `bench.devices` decides how JAX starts
+        import jax  # imported here, because `bench.devices` configures JAX before it starts
 
         return _here(jax.devices()[0])
     if not isinstance(device, str):
@@ -81,7 +81,7 @@ def _here(found: Any) -> Device:
 
 
 def is_before_ampere() -> bool:
-    """Return whether a local NVIDIA GPU has neither bfloat16 nor XLA's Triton, such as a T4."""
+    """Return whether a local NVIDIA GPU supports neither bfloat16 nor XLA's Triton, such as a T4."""
     import jax
 
     try:

@@ -1,4 +1,7 @@
-"""Distributions over a vocabulary: the residual after a rejection, and sampling. The input's dtype is kept."""
+"""Operations on distributions over a vocabulary: the residual after a rejection, and sampling.
+
+Results keep the dtype of the input.
+"""
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,8 +12,8 @@ from jspec.core.keys import gumbel
 def residual(target_probs: Array, draft_probs: Array) -> Array:
     """Return the distribution of the correction, ``norm(max(p - q, 0))`` (Leviathan et al. 2023, section 2.3).
 
-    If nothing is left (p = q up to rounding, so a rejection has probability about 0), it is p itself. NaN entries of q
-    count as 0. Tokens whose entry of p is NaN or negative get probability 0.
+    If the residual is zero (p = q up to rounding, so a rejection has probability about 0), return p itself. NaN entries
+    of q count as 0. Tokens whose entry in p is NaN or negative get probability 0.
 
     Args:
         target_probs: ``[..., V]``, p.
@@ -26,17 +29,17 @@ def residual(target_probs: Array, draft_probs: Array) -> Array:
 
 
 def sample(keys: Array, probs: Array) -> Array:
-    """Sample one token per row, ``int32[B]``, exactly from ``probs[B, V]``. Typed keys ``[B]`` are consumed."""
+    """Sample one token per row exactly from ``probs[B, V]``, as ``int32[B]``. This consumes the typed keys ``[B]``."""
     return sample_with_noise(gumbel(keys, probs.shape[-1]), probs)
 
 
 def sample_with_noise(noise: Array, probs: Array) -> Array:
-    """Return the token that `noise` samples from `probs`, exactly.
+    """Sample a token exactly from `probs`, using `noise` as the only randomness.
 
-    The vocabulary is cut into about sqrt(V) blocks. A block is drawn by its mass, then a token in it. That needs
-    2 sqrt(V) random numbers, not V. The only arithmetic is sums of probabilities, so the rarest token keeps its share
-    to float32 precision. A cumulative sum over the vocabulary would lose the tail. With the same noise, similar
-    distributions mostly give the same token.
+    The vocabulary is split into about sqrt(V) blocks. The first draw chooses a block by its mass, and the second a
+    token within it. This needs 2 sqrt(V) random numbers, not V. Probabilities are only summed, so even the rarest token
+    keeps its probability to float32 precision. A cumulative sum over the vocabulary would lose the tail. With the same
+    noise, similar distributions mostly give the same token.
 
     Args:
         noise: ``float32[..., 2, W]``, from `jspec.core.keys.gumbel`.
@@ -56,10 +59,11 @@ def sample_with_noise(noise: Array, probs: Array) -> Array:
 
 
 def foreseen(noise: Array, probs: Array, sharpness: float) -> Array:
-    """Return log-probabilities ``[..., V]`` that `noise` samples each token from a distribution similar to `probs`.
+    """Return ``[..., V]``: each token's log-probability that `noise` samples it from a distribution similar to `probs`.
 
-    The first draw of `sample_with_noise` chooses a block, the second a token in it. Each is approximated by a softmax
-    of the values that it compares. A higher `sharpness` puts more weight on the token sampled from `probs` itself.
+    The first draw of `sample_with_noise` chooses a block, and the second a token within it. Each draw is approximated
+    by a softmax over the values that it compares. A higher `sharpness` puts more weight on the token that `noise`
+    samples from `probs` itself.
     """
     width = noise.shape[-1]
     blocks = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % width)])

@@ -1,7 +1,8 @@
-"""A picture of a generation, round by round: Figure 1 of Leviathan et al. 2023, for any drafter and any tree.
+"""A round-by-round picture of a generation, as in Figure 1 of Leviathan et al. 2023, for any drafter and tree.
 
-Each line is a round: the accepted draft tokens, then the correction of the first rejected one or the token after all of
-them. If draft tokens were recorded, the rejected ones are struck out: chains in the line, branches below it.
+Each line shows one round: the accepted draft tokens, followed by the correction of the first rejected token or by the
+token after a fully accepted draft. If draft tokens were recorded, the rejected ones are struck out. Rejected chains
+appear in the line itself, and rejected branches below it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from jspec.core.detokenizer import pieces
 from jspec.core.origins import ACCEPTED, COLOURS, KEPT, NAMES, NO_GUESS, REFUSED
 
 _REFUSED = "strike bright_black"
-# A control character in a text could recolour or rewrite the terminal, and a line break would look like a round.
+# A control character in the text could recolour or overwrite the terminal, and a line break would look like a round.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)]} | {ord("\n"): "⏎", ord("\t"): "→", ord("\r"): ""}
 
 
@@ -22,8 +23,8 @@ def picture(tokenizer: Any, tokens: Sequence[int], origins: Sequence[int], recor
     """Return a picture of one request's rounds.
 
     Args:
-        tokenizer: a tokenizer of transformers.
-        tokens, origins: the request's `jspec.Output.tokens` and ``origins`` without padding.
+        tokenizer: a transformers tokenizer.
+        tokens, origins: the request's `jspec.Output.tokens` and ``origins``, without padding.
         record: the request's row of a `jspec.core.types.Record`; None if nothing was recorded.
     """
     shown, written = pieces(tokenizer, [], tokens), Text()
@@ -58,7 +59,7 @@ def _append(text: Text, parts: Sequence[str], style: str) -> None:
 
 
 def _rounds(origins: Sequence[int], record: Any) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each round's tokens; a round ends after its first token that is not accepted."""
+    """Yield the start and end of each round's tokens. A round ends after its first token that is not accepted."""
     if record is not None:
         ends = np.cumsum(record.counts[record.counts > 0])
     else:
@@ -93,7 +94,7 @@ class _Guesses:
         )  # parents come before their children
 
     def refused(self, node: int = 0, path: tuple[int, ...] = (), line: list[str] | None = None) -> list[_Branch]:
-        """Return the rejected branches after a node, split where they part; an eldest child continues its `line`."""
+        """Return the rejected branches after a node, split where they diverge. The first child continues its `line`."""
         found: list[_Branch] = []
         for child in (np.flatnonzero((self.parents == node) & (self.fates != NO_GUESS)) + 1).tolist():
             token, own = int(self.tokens[child - 1]), None

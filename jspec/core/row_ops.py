@@ -1,4 +1,4 @@
-"""Reads and writes of a batch's rows, each at its own position."""
+"""Reads and writes of batch rows, each at its own position."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Up to this many rows, a program for TPUs has one update per row; with more rows it would grow too long.
+# Up to this many rows, a TPU program has one update per row. With more rows it would become too long.
 _UNROLLED = 32
 
 
 def prefix_mask(lengths: Array, size: int) -> Array:
-    """Return ``bool[B, size]``: which of `size` columns are among the first ``lengths[b]`` of row b."""
+    """Return ``bool[B, size]``, a mask of the first ``lengths[b]`` columns of each row b."""
     return jnp.arange(size)[None] < lengths[:, None]
 
 
 def slice_rows(rows: Array, start: Array, size: int) -> Array:
-    """Return ``rows[b, start[b] : start[b] + size]`` of every row."""
+    """Return ``rows[b, start[b] : start[b] + size]`` for every row b."""
 
     def together(rows: Array, start: Array) -> Array:
         return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, start)
@@ -28,7 +28,7 @@ def slice_rows(rows: Array, start: Array, size: int) -> Array:
 
 
 def write_rows(rows: Array, new: Array, start: Array) -> Array:
-    """Return `rows` with ``new[b]`` written from index ``start[b]`` of row b on."""
+    """Return `rows` with ``new[b]`` written to row b, starting at index ``start[b]``."""
 
     def together(rows: Array, new: Array, start: Array) -> Array:
         return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))(rows, new, start)
@@ -37,9 +37,9 @@ def write_rows(rows: Array, new: Array, start: Array) -> Array:
 
 
 def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Callable[..., Array]) -> Array:
-    """Return ``together(rows, new, start)``, which writes ``new[b]`` to row b from index ``start[b]`` of `axis` on.
+    """Return ``together(rows, new, start)``, which writes ``new[b]`` to row b starting at index ``start[b]`` of `axis`.
 
-    Each write that begins within its row must also end within it, because the two forms differ beyond the end.
+    A write that starts within its row must also end within it, because the two implementations differ past the end.
     """
 
     def one_by_one(rows: Array, new: Array, start: Array) -> Array:
@@ -52,10 +52,10 @@ def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Call
 
 
 def tally(counts: Array, tokens: Array, more: Array) -> Array:
-    """Return ``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``. `more` is 0 for tokens outside V."""
+    """Return ``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``. `more` must be 0 for tokens outside V."""
 
     def together(counts: Array, tokens: Array, more: Array) -> Array:
-        # Add row by row: with the row as an index, devices that share the batch would exchange the counts.
+        # Add row by row. If the row were an index, devices that share the batch would exchange the counts.
         return jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))(counts, tokens, more)
 
     def by_token(counts: Array, tokens: Array, more: Array) -> Array:
@@ -66,10 +66,10 @@ def tally(counts: Array, tokens: Array, more: Array) -> Array:
 
 
 def _by_platform(count: int, together: Callable, one_by_one: Callable, *arguments: Array) -> Array:
-    """Run `one_by_one` on TPUs if the rows are few, else `together`.
+    """Run `one_by_one` on TPUs if there are few rows, else `together`.
 
-    On TPUs a gather or scatter over rows is a loop that processes one row after another and waits each time. If several
-    TPUs share the rows, `one_by_one` exchanges some of the written values; the loop would not.
+    On TPUs a gather or scatter over rows is a loop that processes one row at a time and waits after each. If several
+    TPUs share the rows, `one_by_one` exchanges some of the written values between them, which the loop does not.
     """
     if count > _UNROLLED:
         return together(*arguments)

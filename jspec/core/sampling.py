@@ -1,9 +1,9 @@
-"""The pipeline from logits to the distribution a token is sampled from.
+"""The pipeline from logits to the distribution that a token is sampled from.
 
-Target and draft use the same pipeline, in plain and in speculative decoding. Transforms apply in the order of
+Target and draft use the same pipeline, in both plain and speculative decoding. Transforms apply in the same order as in
 transformers: logit bias, repetition penalty, frequency and presence penalties (as in vLLM), temperature, top-k, top-p,
-min-p. Ties also resolve as in transformers if it sorts stably. Thresholds are found by bisection over the bits of a
-float, which is exact and does not sort the vocabulary.
+min-p. Ties are also resolved as in transformers, provided that its sort is stable. Thresholds are found by bisection
+over the bits of a float, which is exact and avoids sorting the vocabulary.
 """
 
 import dataclasses
@@ -28,24 +28,25 @@ from jspec.core.types import pytree
 class SamplingParams:
     """The sampling parameters of each request.
 
-    Every field is one number for all requests, or an array or list with one number per request. A field at its default
-    is left out of the program, so using it for the first time compiles once more. All other changes of values never
-    recompile, because values are traced. The same holds for parameters passed to a caller's own `jax.jit`: their
-    pytree children are the temperature and the fields that differ from their defaults.
+    Each field is either one number for all requests, or an array or list with one number per request. A field at its
+    default is left out of the program, so setting it for the first time triggers one more compilation. No other change
+    of values recompiles, because values are traced. The same holds for parameters passed to a caller's own `jax.jit`:
+    their pytree children are the temperature and the fields that differ from their defaults.
 
     Attributes:
-        temperature: scales the logits; 0 is greedy decoding.
-        top_k: keep the k most likely tokens (and ties with the last of them); 0 is off, and so is V or more.
-        top_p: keep the most likely tokens whose total probability reaches this value; in (0, 1]; 1 is off.
-        min_p: keep tokens at least this many times as likely as the most likely one; in [0, 1]; 0 is off.
-        repetition_penalty: divides positive and multiplies negative logits of every token in prompt or text; 1 is off.
-        presence_penalty: subtracted from the logit of every token already generated; 0 is off.
-        frequency_penalty: subtracted from a token's logit once for each time it was generated; 0 is off.
-        logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``; -inf forbids a token; None is off.
-        max_tokens: the maximum number of new tokens of each request; 0 is off. ``max_new_tokens`` still limits all.
-        min_tokens: mask EOS tokens (`eos_ids`) in the distributions of the first `min_tokens` new tokens; 0 is off.
-        draft_temperature: the draft's temperature; None means the target's. It changes speed, never the distribution.
-        draft_top_p: the draft's top-p; None means the target's. It changes speed, never the distribution.
+        temperature: scales the logits. 0 means greedy decoding.
+        top_k: keep the k most likely tokens, and any that tie with the last of them. 0 disables it, as does V or more.
+        top_p: keep the most likely tokens whose total probability reaches this value, in (0, 1]. 1 disables it.
+        min_p: keep tokens at least this many times as likely as the most likely one; in [0, 1]. 0 disables it.
+        repetition_penalty: divides the positive logits and multiplies the negative logits of every token in the prompt
+            or the generated text. 1 disables it.
+        presence_penalty: subtracted from the logit of every token that was already generated. 0 disables it.
+        frequency_penalty: subtracted from a token's logit once for each time it was generated. 0 disables it.
+        logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``. -inf forbids a token. None disables it.
+        max_tokens: each request's maximum number of new tokens. 0 disables it; ``max_new_tokens`` always applies.
+        min_tokens: mask EOS tokens (`eos_ids`) for the first `min_tokens` new tokens. 0 disables it.
+        draft_temperature: the draft's temperature. None uses the target's. It affects speed, never the distribution.
+        draft_top_p: the draft's top-p. None uses the target's. It affects speed, never the distribution.
     """
 
     temperature: Any = 1.0
@@ -64,8 +65,8 @@ class SamplingParams:
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[str, ...]]:
         """Return the temperature and the fields that are not at their defaults.
 
-        A trace then knows which filters are off. Parameters from `tree_unflatten` keep their children, whatever the
-        values are.
+        The trace can then tell which filters are off. Parameters from `tree_unflatten` keep their children, whatever
+        their values are.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         children = vars(self).get("_children") or tuple(
@@ -75,7 +76,7 @@ class SamplingParams:
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "SamplingParams":
-        """Return the parameters that have these children; all other fields have their defaults."""
+        """Return the parameters that have these children, with all other fields at their defaults."""
         params = cls(**dict(zip(names, values, strict=True)))
         object.__setattr__(params, "_children", names)
         return params
@@ -90,7 +91,7 @@ jax.export.register_pytree_node_serialization(
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Return whether a field holds its default, as a plain number or None. Arrays on a device are not read."""
+    """Return whether a field holds its default, as a plain number or None. Device arrays are not read."""
     default = getattr(SamplingParams, name)
     if value is None or default is None:
         return value is default
@@ -99,7 +100,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 @pytree
 class LogitsTransforms:
-    """`SamplingParams` in the form that the program takes: None for fields left out, else numbers or arrays."""
+    """`SamplingParams` as the program accepts them: numbers or arrays, and None for fields that are left out."""
 
     temperature: Any
     top_k: Any
@@ -112,22 +113,22 @@ class LogitsTransforms:
 
     @property
     def penalised(self) -> bool:
-        """Whether the distribution depends on which tokens came before."""
+        """Whether the distribution depends on the earlier tokens."""
         return any(field is not None for field in (self.repetition, self.presence, self.frequency))
 
 
 @pytree
 class TokenCounts:
-    """The tokens that penalties apply to: ``prompt`` bool[B, V], ``counts`` int32[B, V] of generated tokens."""
+    """The tokens that penalties apply to: ``prompt`` bool[B, V], and the ``counts`` int32[B, V] of generated tokens."""
 
     prompt: Array
     counts: Array
 
 
 def target_transforms(params: SamplingParams) -> LogitsTransforms:
-    """Return the target's transforms, without device work.
+    """Return the target's transforms, without any device computation.
 
-    A filter is left out if its value is a plain number that turns it off.
+    A filter is left out if its value is a plain number that disables it.
     """
 
     def unless(off: float, value: Any) -> Any:
@@ -137,7 +138,7 @@ def target_transforms(params: SamplingParams) -> LogitsTransforms:
     return LogitsTransforms(
         temperature=_float32(params.temperature),
         top_k=unless(0, params.top_k),
-        # A plain number is subtracted in double precision, as transformers does.
+        # A plain number is subtracted in double precision, as in transformers.
         tail_mass=unless(0.0, 1.0 - params.top_p),
         min_p=unless(0.0, params.min_p),
         repetition=unless(1.0, params.repetition_penalty),
@@ -148,12 +149,12 @@ def target_transforms(params: SamplingParams) -> LogitsTransforms:
 
 
 def _float32(value: Any) -> Any:
-    """Convert numbers and NumPy arrays to float32, so that 0 after 0.5 does not recompile; keep JAX arrays."""
+    """Convert numbers and NumPy arrays to float32, so that 0 after 0.5 does not recompile. Keep JAX arrays."""
     return value if isinstance(value, jax.Array) else np.asarray(value, np.float32)
 
 
 def draft_transforms(params: SamplingParams) -> LogitsTransforms:
-    """Return the draft's transforms: the target's, with the draft's own temperature and top-p if given."""
+    """Return the draft's transforms: those of the target, but with the draft's own temperature and top-p if given."""
     own = {"temperature": params.draft_temperature, "top_p": params.draft_top_p}
     given = {name: value for name, value in own.items() if value is not None}
     return target_transforms(dataclasses.replace(params, **given))
@@ -171,7 +172,7 @@ def broadcast_rows(transforms: LogitsTransforms, batch: int) -> LogitsTransforms
 
 
 def count_prompt(tokens: Array, lengths: Array, vocab_size: int) -> TokenCounts:
-    """Return the `TokenCounts` before the first new token: ``tokens[b, :lengths[b]]`` is the prompt."""
+    """Return the `TokenCounts` before the first new token, for the prompts ``tokens[b, :lengths[b]]``."""
     inside = prefix_mask(lengths, tokens.shape[1])
     prompt = jax.vmap(lambda tokens, inside: jnp.zeros(vocab_size, bool).at[tokens].max(inside))(tokens, inside)
     return TokenCounts(prompt, jnp.zeros(prompt.shape, jnp.int32))
@@ -183,7 +184,7 @@ def add_tokens(token_counts: TokenCounts, tokens: Array, keep: Array) -> TokenCo
 
 
 def without_filters(transforms: LogitsTransforms) -> LogitsTransforms:
-    """Return `transforms` at temperature 1 and without filters: every token that is not forbidden has a probability."""
+    """Return `transforms` at temperature 1 without filters, so that only forbidden tokens have probability 0."""
     ones = jnp.ones_like(transforms.temperature)
     return dataclasses.replace(transforms, temperature=ones, top_k=None, tail_mass=None, min_p=None)
 
@@ -195,17 +196,18 @@ def token_probs(
     drafted: Array | None = None,
     seen: Array | np.ndarray | None = None,
 ) -> Array:
-    """Return the distribution that each position is sampled from.
+    """Return the distribution that each position's token is sampled from.
 
     Args:
         logits: ``[B, S, V]``, any float dtype.
-        transforms: the transforms, one set a row.
-        token_counts: the tokens before the first position, for penalties; needed only if ``transforms.penalised``.
-        drafted: ``int32[B, n]``, tokens that penalties also count. In a chain, position s counts ``drafted[:, :s]``.
-        seen: ``bool[S, n]`` or ``bool[B, S, n]``, which of `drafted` each position counts in a tree.
+        transforms: the transforms, one set per row.
+        token_counts: the tokens before the first position, for penalties. Required only if ``transforms.penalised``.
+        drafted: ``int32[B, n]``, draft tokens that penalties also count. In a chain, position s counts
+            ``drafted[:, :s]``.
+        seen: ``bool[S, n]`` or ``bool[B, S, n]``: in a tree, which entries of `drafted` each position counts.
 
     Returns:
-        ``float32[B, S, V]``; rows sum to 1, or are all 0 if the logits are invalid (NaN, +inf, or all -inf).
+        ``float32[B, S, V]``. Each row sums to 1, or is all 0 if its logits are invalid (NaN, +inf, or all -inf).
     """
     logits = logits.astype(jnp.float32)
     if transforms.bias is not None:
@@ -225,7 +227,7 @@ def raw_logprobs(logits: Array, tokens: Array) -> Array:
 
 
 def top_logprobs(logits: Array, count: int) -> tuple[Array, Array]:
-    """Return the likeliest tokens of ``logits[B, S, V]``, highest first: ``int32[B, S, count]`` and `raw_logprobs`."""
+    """Return the top tokens of ``logits[B, S, V]``, ``int32[B, S, count]`` in order, and their `raw_logprobs`."""
     ids = lax.top_k(logits, count)[1]
     each = jax.vmap(raw_logprobs, in_axes=(None, 2), out_axes=2)
     return ids, each(logits, ids)
@@ -243,7 +245,7 @@ def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.n
 
 
 def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTransforms) -> Array:
-    """Apply penalties to one position of one row, unbatched: ``[V]`` to ``[V]``."""
+    """Apply penalties at one position of one row, without batch axes: ``[V]`` to ``[V]``."""
     if transforms.repetition is not None:
         penalised = jnp.where(logits < 0, logits * transforms.repetition, logits / transforms.repetition)
         logits = jnp.where(prompt | (counts > 0), penalised, logits)
@@ -255,9 +257,9 @@ def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTra
 
 
 def _law(logits: Array, transforms: LogitsTransforms) -> Array:
-    """Apply temperature and filters to one position of one row, unbatched: logits ``[V]`` to probabilities ``[V]``."""
+    """Apply temperature and filters at one position, without batch axes: logits ``[V]`` to probabilities ``[V]``."""
     largest, index = jnp.max(logits), jnp.arange(logits.size)
-    # Find the first maximum without argmax, which on CPU takes three times as long as two plain reductions.
+    # Find the first maximum without argmax, which takes three times as long on CPU as two plain reductions.
     greedy = (index == jnp.min(jnp.where(logits == largest, index, logits.size))).astype(logits.dtype)
     # Subtract the maximum first, so that a tiny temperature cannot overflow.
     scaled = (logits - largest) / jnp.where(transforms.temperature > 0, transforms.temperature, 1)
@@ -277,7 +279,7 @@ def _law(logits: Array, transforms: LogitsTransforms) -> Array:
 def _kth_largest(values: Array, k: Array) -> Array:
     """Return the k-th largest of ``values[V]``, or -inf if k is 0 or above V."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
-    # Flip negative floats entirely and positive ones in the sign, so that unsigned order is float order.
+    # Flip all bits of negative floats and the sign bit of the others, so that unsigned order equals float order.
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     threshold = _largest_where(lambda candidate: jnp.sum(order >= candidate).astype(jnp.float32) >= k, order)
     kth = jnp.min(jnp.where(order >= threshold, values, jnp.inf))
@@ -285,7 +287,7 @@ def _kth_largest(values: Array, k: Array) -> Array:
 
 
 def _nucleus(probs: Array, tail_mass: Array) -> Array:
-    """Return the tokens that top-p keeps, after dropping the least likely ones (ties by index) up to `tail_mass`."""
+    """Return a mask of the tokens that top-p keeps. The least likely are dropped (ties by index) up to `tail_mass`."""
     bits = lax.bitcast_convert_type(probs, jnp.uint32)  # in the order of the floats, because none is negative
     below = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
     threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass, bits)
@@ -297,7 +299,7 @@ def _nucleus(probs: Array, tail_mass: Array) -> Array:
 
 
 def _largest_where(holds: Any, values: Array) -> Array:
-    """Return the largest uint32 for which `holds` is true. `holds` tests `values`: true up to a number, then false."""
+    """Return the largest uint32 for which `holds`, a test of `values`, is true. It must be false for larger ones."""
 
     def try_bit(i: Array, found: Array) -> Array:
         # With jax.disable_jit the loop counts in Python.

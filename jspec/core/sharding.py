@@ -1,8 +1,8 @@
-"""Arrays on several devices: running one program on any mesh, and placing the weights of a model.
+"""Support for arrays on several devices: running one program on any mesh, and placing a model's weights.
 
-If the axes of a mesh are automatic, XLA divides the work and the program needs no annotations. Explicit axes are part
-of every array's type. Under `jax.shard_map`, so are the axes along which values differ. A program must then declare
-how each gather is divided, and that the initial values of a loop may differ. This module declares both, once.
+If a mesh has automatic axes, XLA divides the work and the program needs no annotations. Explicit axes are part of every
+array's type. Under `jax.shard_map`, so are the axes along which values vary. A program must then declare how each
+gather is divided, and that a loop's initial values may vary. This module makes both declarations in one place.
 """
 
 import functools
@@ -14,15 +14,15 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-# The placement of arrays: one sharding for all, or a function of name and shape, such as "norm.weight" and (64,).
+# The placement of arrays: one sharding for all, or a function of a name and a shape, such as "norm.weight" and (64,).
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding]
 
 
 def on_any_mesh(program: Callable) -> Callable:
-    """Return ``program(target, drafter, tokens, ...)``, the function of a jitted program, for arrays of any mesh.
+    """Wrap ``program(target, drafter, tokens, ...)``, which is to be jitted, so that it accepts arrays on any mesh.
 
-    Inside the program explicit axes are automatic, and under `jax.shard_map` all arguments vary alike. Its results are
-    divided like the rows of `tokens`.
+    Inside the program, explicit axes become automatic. Under `jax.shard_map`, all arguments vary along the same axes.
+    The results are sharded like the rows of `tokens`.
 
     Raises, while the program is traced:
         ValueError: `jax.shard_map` divides the batch, and XLA divides other axes.
@@ -46,7 +46,8 @@ def on_any_mesh(program: Callable) -> Callable:
 def _check_manual_axes() -> None:
     """Raise ValueError if `jax.shard_map` leaves an axis to XLA.
 
-    Under `jax.shard_map` a loop ends when the rows of its device end. An exchange in the loop would then wait forever.
+    Under `jax.shard_map`, each device's loop stops when its own rows are done. An exchange in the loop could then wait
+    forever.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
@@ -57,30 +58,30 @@ def _check_manual_axes() -> None:
 
 
 def vary_like(tree: Any, like: Any) -> Any:
-    """Return `tree`, typed as varying over all axes along which a leaf of `like` varies; for a loop's initial values.
+    """Return `tree`, typed as varying over all axes along which any leaf of `like` varies.
 
-    Values do not change. Outside `jax.shard_map`, types do not change either.
+    This is for a loop's initial values. Values do not change. Outside `jax.shard_map`, types do not change either.
     """
     axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(like)))
     return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - _varying(leaf)), to="varying"), tree)
 
 
 def _varying(leaf: Any) -> frozenset:
-    """Return the axes of a `jax.shard_map` along which the leaf may differ."""
+    """Return the axes of a `jax.shard_map` along which the leaf may vary."""
     return jax.typeof(leaf).manual_axis_type.varying
 
 
 def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Divide every matrix of a model over one axis of a mesh, for `jspec.load`.
+    """Return a placement for `jspec.load` that divides each of the model's matrices over one mesh axis.
 
     As in Megatron-LM (Shoeybi et al. 2019), the first projections of attention and MLP are split along their outputs,
-    the last ones along their inputs. Embedding and head are split along the hidden size, so that every device has the
-    whole distribution of a token. All norms are copied to every device, including those of queries and keys. XLA
+    and the last projections along their inputs. Embedding and head are split along the hidden size, so every device has
+    a token's whole distribution. All norms, including those of queries and keys, are replicated on every device. XLA
     divides caches and activations accordingly.
 
     Args:
-        mesh: the mesh; weights are copied over its other axes, if it has any.
-        axis: the name of one of its axes.
+        mesh: the device mesh. Weights are replicated over its other axes, if it has any.
+        axis: the name of the mesh axis that divides the weights.
 
     Raises:
         ValueError: the mesh has no such axis.
@@ -106,7 +107,7 @@ def check_placement(sharding: Any) -> None:
 
 
 def place(name: str, array: np.ndarray, sharding: Placement) -> Array:
-    """Return the array `name`, placed by `sharding`. No device receives more than its own part.
+    """Return the array named `name`, placed by `sharding`. No device receives more than its own part.
 
     Raises:
         TypeError: the function returned a value that is not a sharding.

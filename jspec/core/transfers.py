@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Transfers of values between host and devices, which respect JAX's transfer guards and do not wait."""
+"""Transfers between host and devices that respect JAX's transfer guards and do not wait."""
 
 import contextlib
 from collections.abc import Generator
@@ -12,9 +12,9 @@ import numpy as np
 
 @contextlib.contextmanager
 def explicit_transfers() -> Generator[None]:
-    """Treat all transfers in the context as explicit: the guard "disallow" permits them, "disallow_explicit" does not.
+    """Treat all transfers in the context as explicit. "disallow" permits them; "disallow_explicit" does not.
 
-    Use it for numbers that a call adds itself, such as a temperature. `jax.device_put` is also explicit, but takes
+    Use it for numbers that jspec itself transfers, such as a temperature. `jax.device_put` is also explicit, but takes
     twenty times as long for a handful of numbers.
     """
     with contextlib.ExitStack() as stack:
@@ -25,7 +25,7 @@ def explicit_transfers() -> Generator[None]:
 
 
 def values_if_known(x: Any) -> np.ndarray | None:
-    """Return `x` as a NumPy array, or None if its values are traced, still being computed, or partly elsewhere."""
+    """Return `x` as a NumPy array, or None if it is traced, still being computed, or not fully addressable."""
     on_device: Any = x if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
     return None if on_device is not None and not on_device.is_ready() else values(x)
 

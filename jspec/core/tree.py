@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""The shape of a draft: which draft token follows which. A chain is the tree with one branch.
+"""Draft trees, which define the token that each draft token follows. A chain is a tree with one branch.
 
-Nodes are numbered from 1, parents before their children. Node 0 is the last committed token, which all draft tokens
-follow. Token n - 1 of a draft is at node n. Siblings are ordered: if they are sampled one after another without
-replacement, the elder ones are verified first.
+Nodes are numbered from 1, with parents before their children. Node 0 is the last committed token, which all draft
+tokens follow. Token n - 1 of a draft is at node n. Siblings are ordered: if they are sampled one after another without
+replacement, they are verified in the same order.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from jax import Array
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["offsets", "visible"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Branches:
-    """The tree structure of one pass over S tokens that do not simply follow one another.
+    """The tree structure of one pass over S tokens that are not a simple sequence.
 
-    The tokens belong to a tree whose node 0 is at a row's position ``start``. A pass may process a part of the tree:
-    its last S nodes so far. Slots are filled in the order of nodes, and positions follow the depth. A token sees
-    everything before ``start`` and the tokens before it on its own branch.
+    The tokens belong to a tree whose node 0 is at a row's position ``start``. A pass may process only part of the tree:
+    its last S nodes so far. Slots are filled in node order, while positions follow the depth. A token attends to
+    everything before ``start`` and to the tokens before it on its own branch.
 
     Attributes:
         offsets: ``int32[S]`` or ``int32[B, S]``, positions relative to ``start``: depths in the tree.
-        visible: ``bool[S, R]`` or ``bool[B, S, R]``, which of the R >= S nodes so far each of the last S sees.
+        visible: ``bool[S, R]`` or ``bool[B, S, R]``: which of the R >= S nodes so far each of the last S attends to.
     """
 
     offsets: Array | np.ndarray
@@ -42,7 +42,10 @@ class Branches:
 
     @staticmethod
     def places(start: Array, size: int, branches: "Branches | None") -> tuple[Array, Array]:
-        """Return slots and positions ``int32[B, S]`` of a pass of `size` tokens; node 0 or the first is at `start`."""
+        """Return the slots and positions, ``int32[B, S]`` each, of a pass over `size` tokens.
+
+        `start` is the slot of node 0, or of the first token if there are no branches.
+        """
         slots = start[:, None] + jnp.arange(size)[None]
         if branches is None:
             return slots, slots
@@ -50,7 +53,7 @@ class Branches:
 
     @staticmethod
     def argument(branches: "Branches | None") -> dict[str, "Branches"]:
-        """Return the arguments that `branches` add to a model's pass: none for a chain, which every model supports."""
+        """Return the extra arguments of a model's pass: none for a chain, which every model supports."""
         return {} if branches is None else {"branches": branches}
 
 
@@ -61,7 +64,7 @@ def _is_whole(value: Any) -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A tree of draft tokens, known before the program runs. It is hashable, because it is part of the program.
+    """A draft tree that is fixed when the program is compiled. It is hashable, because it is a static argument.
 
     Attributes:
         parents: ``parents[n - 1]`` is the parent of node n.
@@ -87,14 +90,14 @@ class Tree:
 
     @classmethod
     def chain(cls, num_draft_tokens: int) -> "Tree":
-        """Return the tree in which each node follows the one before."""
+        """Return the tree in which each node follows the previous node."""
         if not _is_whole(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an int of at least 0; got {num_draft_tokens!r}.")
         return cls(tuple(range(num_draft_tokens)))
 
     @classmethod
     def branching(cls, children: Sequence[int]) -> "Tree":
-        """Return a tree whose nodes of depth d have ``children[d]`` children each: (3, 2, 1) has 3 + 6 + 6 nodes."""
+        """Return a tree whose nodes at depth d have ``children[d]`` children each; (3, 2, 1) has 3 + 6 + 6 nodes."""
         if not isinstance(children, Sequence):
             raise ValueError(f"children must be a sequence of ints, one a level, such as (3, 2, 1); got {children!r}.")
         for count in children:
@@ -123,7 +126,7 @@ class Tree:
 
     @functools.cached_property
     def ancestors(self) -> np.ndarray:
-        """The nodes that node n sees, as row n of ``bool[N + 1, N + 1]``: itself and those before it on its branch."""
+        """The ancestors of every node, itself included: row n of ``bool[N + 1, N + 1]`` is what node n sees."""
         above = np.eye(self.size + 1, dtype=bool)
         for node, parent in enumerate(self.parents, 1):
             above[node] |= above[parent]
@@ -131,7 +134,7 @@ class Tree:
 
     @functools.cached_property
     def children(self) -> np.ndarray:
-        """The children of every node, ``int32[N + 1, C]``: the eldest first, padded with 0."""
+        """The children of every node in order, ``int32[N + 1, C]``, padded with 0."""
         lists: list[list[int]] = [[] for _ in range(self.size + 1)]
         for node, parent in enumerate(self.parents, 1):
             lists[parent].append(node)
@@ -148,13 +151,13 @@ class Tree:
 
     @functools.cached_property
     def sibling_ranks(self) -> np.ndarray:
-        """The number of elder siblings of every node, ``int32[N + 1]``."""
+        """The number of earlier siblings of every node, ``int32[N + 1]``."""
         parents = np.array((-1, *self.parents))
         return np.tril(parents[:, None] == parents, -1).sum(1, dtype=np.int32)
 
     @functools.cached_property
     def rank_at_depth(self) -> np.ndarray:
-        """The number of nodes of the same depth before every node, ``int32[N + 1]``."""
+        """The number of earlier nodes at the same depth as each node, ``int32[N + 1]``."""
         same = self.offsets[:, None] == self.offsets
         return np.tril(same, -1).sum(1, dtype=np.int32)
 
@@ -170,12 +173,12 @@ class Tree:
 
     @property
     def max_width(self) -> int:
-        """The largest number of nodes of one depth, each of which is sampled with its own noise."""
+        """The largest number of nodes at one depth, each of which is sampled with its own noise."""
         return int(self.rank_at_depth.max()) + 1
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before."""
+        """Whether each node follows the previous node."""
         return self.parents == tuple(range(self.size))
 
     def by_depth(self) -> "Tree":
@@ -194,7 +197,7 @@ class Tree:
         return None if self.is_chain else Branches(self.offsets, self.ancestors)
 
     def level(self, depth: int) -> "Level":
-        """Return the nodes of one depth, in a tree that is numbered by depth."""
+        """Return the nodes at one depth. The tree must be numbered by depth."""
         nodes, above = np.flatnonzero(self.offsets == depth), np.flatnonzero(self.offsets == depth - 1)
         parents = np.array([self.parents[node - 1] for node in nodes]) - above[0]
         return Level(depth, parents, Branches(self.offsets[nodes], self.ancestors[nodes][:, : nodes[-1] + 1]))
@@ -203,23 +206,23 @@ class Tree:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parents"], meta_fields=["size", "max_depth"])
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
-    """One tree per row, known only when it is drafted. All have one size, so that the program stays the same.
+    """One tree per row, known only at drafting time. All trees have the same size, so the program does not recompile.
 
     Attributes:
-        parents: ``int32[B, N]``, as in `Tree`; None if only the size is meant.
+        parents: ``int32[B, N]``, as in `Tree`; None if only the size matters.
         size: N.
-        max_depth: the largest depth of any row.
+        max_depth: the maximum depth over all rows.
     """
 
     parents: Array | None
     size: int
     max_depth: int
     is_chain = False
-    max_children = max_width = 1  # with noise of their own: only a rule that shares the target's noise verifies it
+    max_children = max_width = 1  # with their own noise; only a rule that shares the target's noise verifies it
 
     @property
     def ancestors(self) -> Array:
-        """The nodes that every node sees, ``bool[B, N + 1, N + 1]``, as in `Tree`."""
+        """The nodes that each node attends to, ``bool[B, N + 1, N + 1]``, as in `Tree`."""
         assert self.parents is not None
         own = jnp.eye(self.size + 1, dtype=bool)
         reached = jnp.broadcast_to(own, (len(self.parents), *own.shape))
@@ -241,13 +244,13 @@ class DynamicTree:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """The drafted tokens of one depth, which a drafter processes in one pass to draft the tokens after them.
+    """The draft tokens at one depth, which a drafter processes in one pass to draft the tokens after them.
 
     Attributes:
-        depth: 1 for tokens that follow the last committed token; traced in a chain, whose levels are a loop.
-        parents: ``int[S]`` or ``int[B, S]``, the token of the previous level that each follows; None in a chain, whose
-            levels have one token each.
-        branches: the tree structure of these tokens and those before; None in a chain.
+        depth: 1 for tokens that follow the last committed token. Traced in a chain, whose levels are a loop.
+        parents: ``int[S]`` or ``int[B, S]``, each token's parent as an index into the previous level; None in a chain,
+            whose levels have one token each.
+        branches: the tree structure of these tokens and the earlier ones; None in a chain.
     """
 
     depth: Array | int
@@ -255,7 +258,7 @@ class Level:
     branches: Branches | None = None
 
     def of_parents(self, values: Array) -> Array:
-        """Return ``[B, S, ...]``, the entry of ``values[B, R, ...]`` at each token's parent in the level before."""
+        """Return ``[B, S, ...]``, the entry of ``values[B, R, ...]`` at each token's parent in the previous level."""
         if self.parents is None:
             return values
         if self.parents.ndim == 1:
@@ -264,5 +267,5 @@ class Level:
         return jnp.take_along_axis(values, at, axis=1)
 
     def start(self, lengths: Array) -> Array:
-        """Return ``int32[B]``, the start of a pass over the level (`Llama.forward`) after ``lengths[B]`` tokens."""
+        """Return ``int32[B]``, the `start` of a `Llama.forward` pass over the level after ``lengths[B]`` tokens."""
         return lengths - 1 if self.branches is not None else lengths + self.depth - 1

@@ -1,13 +1,13 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The types that all modules share, and the letters of their shapes.
+"""The types that all modules share, and the letters that denote their dimensions.
 
-B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens read in one forward
-pass, T cache slots, L slots for a text, V vocabulary, E hidden size, H query heads, G key/value heads, D head size,
-W width of a block of noise, with ``W^2 >= V``.
+B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens processed in one
+forward pass, T cache slots, L slots for a text, V vocabulary size, E hidden size, H query heads, G key/value heads,
+D head size, W noise block width, with ``W^2 >= V``.
 
-In names, a law is a probability distribution over tokens. In formulas p is the target's distribution and q the
-draft's, as in Leviathan et al. 2023. In code they are ``target_probs`` and ``draft_probs``. Both are taken *after*
-every sampling transform, in float32.
+In identifiers, "law" means a probability distribution over tokens. In formulas, p is the target's distribution and q
+the draft's, as in Leviathan et al. 2023. In code they are ``target_probs`` and ``draft_probs``. Both are float32 and
+include every sampling transform.
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ def check_count(name: str, value: Any) -> None:
 
 
 def longer_by_padding(size: int, vocab_size: int) -> bool:
-    """Return whether a vocabulary of `size` looks like one of `vocab_size` tokens, padded for fast matrix products.
+    """Return whether `size` looks like `vocab_size` padded for fast matrix products.
 
-    Such models share a tokenizer, and the rows after its tokens are never used.
+    Models whose vocabulary sizes differ only by padding share a tokenizer, and the padding rows are never used.
     """
     return vocab_size < size <= vocab_size + 512 and size % 64 == 0
 
 
 def same_but_for_padding(size: int, other: int) -> bool:
-    """Return whether the vocabulary sizes of two models suggest that they share a tokenizer."""
+    """Return whether two models' vocabulary sizes suggest that they share a tokenizer."""
     return size == other or longer_by_padding(size, other) or longer_by_padding(other, size)
 
 
@@ -64,7 +64,7 @@ def pytree(cls: Class) -> Class:
 
 
 def exportable(cls: Class) -> Class:
-    """Let `jax.export` serialise functions that take or return a `pytree` of this class."""
+    """Register a `pytree` class so that `jax.export` can serialise functions that take or return it."""
     name, nothing = f"jspec.{cls.__name__}", b""
     jax.export.register_pytree_node_serialization(
         cls, serialized_name=name, serialize_auxdata=lambda _: nothing, deserialize_auxdata=lambda _: ()
@@ -74,16 +74,16 @@ def exportable(cls: Class) -> Class:
 
 @pytree
 class Draft:
-    """Drafted tokens, each paired with the distribution it was sampled from. A rule needs the pairs to be exact.
+    """Draft tokens, each paired with the distribution it was sampled from. Rules rely on these pairs being exact.
 
     Attributes:
         tokens: ``int32[B, K]``.
         probs: ``float32[B, K, V]``; ``tokens[:, k]`` was sampled from ``probs[:, k]``. A copied token has a one-hot
-            distribution. An all-zero row marks a position without a draft, which is never accepted. In a tree the
-            distribution of a node is conditioned on the nodes before it on its branch and on its elder siblings. None
-            if the only rule that may verify the draft needs no distributions; `valid` then takes its place.
-        tree: which token follows which, K nodes; None for a chain, in which each token follows the one before.
-        valid: ``bool[B, K]``, which positions hold a draft; None if `probs` shows it.
+            distribution. An all-zero row marks a position without a draft, which is never accepted. In a tree, a node's
+            distribution is conditioned on the nodes before it on its branch and on its earlier siblings. None if the
+            only rule that may verify the draft needs no distributions; `valid` is then set instead.
+        tree: the draft's tree of K nodes; None for a chain, in which each token follows the previous one.
+        valid: ``bool[B, K]``, the positions that hold a draft token; None if `probs` marks them.
     """
 
     tokens: Array
@@ -93,27 +93,28 @@ class Draft:
 
     @property
     def topology(self) -> Tree | DynamicTree:
-        """The draft's `tree`; for a chain, the tree with one branch."""
+        """The draft's `tree`; a chain is a tree with one branch."""
         return Tree.chain(self.tokens.shape[1]) if self.tree is None else self.tree
 
     @property
     def static_tree(self) -> Tree:
-        """The draft's `topology`, for rules that verify only static trees."""
+        """The draft's `topology`, for rules that verify static trees only."""
         assert isinstance(self.topology, Tree), "a dynamic tree would bias this rule, which is refused beforehand"
         return self.topology
 
 
 @pytree
 class Verdict:
-    """The decision of an acceptance rule about one round.
+    """An acceptance rule's decision about one round.
 
     Attributes:
         num_accepted: ``int32[B]`` in 0..K, the length of the accepted prefix of the draft.
         next_token: ``int32[B]``, the token after that prefix: a correction, or a bonus if all K were accepted.
         distortion: ``float32[B, K + 1]`` for a lossy rule: at each position, the total variation distance between the
-            distribution of its token and the target's. For a tree it is an upper bound: of that distance, on average
-            over drafts (`Lenient`), or of the distance of the round (`Typical`). None for an exact rule.
-        path: ``int32[B, max_depth]``, the accepted nodes of a tree by depth, then arbitrary; None for a chain.
+            token's distribution and the target's. For a tree it is an upper bound, either on that distance averaged
+            over drafts (`Lenient`), or on the distance of the whole round (`Typical`). None for an exact rule.
+        path: ``int32[B, max_depth]``, the accepted nodes of a tree by depth, followed by arbitrary values; None for a
+            chain.
     """
 
     num_accepted: Array
@@ -125,21 +126,22 @@ class Verdict:
 @exportable
 @pytree
 class Stats:
-    """Statistics of each request, counted over committed tokens.
+    """Per-request statistics, counted over committed tokens.
 
     A round verifies its draft tokens up to and including the first rejected one. Later draft tokens do not count as
-    verified. Neither do those after a committed EOS or past the request's limit.
+    verified. Neither do draft tokens after a committed EOS or past the request's limit.
 
     Attributes:
-        rounds: ``int32[B]``, passes of the target after the prompt.
-        drafted: ``int32[B]``, draft tokens that could still be committed when they were drafted, verified or not.
-        accepted: ``int32[B]``, draft tokens committed.
-        accepted_at: ``int32[B, K]``, rounds in which draft token k was committed.
-        judged_at: ``int32[B, K]``, rounds in which draft token k was verified.
-        invalid: ``bool[B]``, whether the target's logits were NaN, +inf or all -inf; the row stopped there.
-        distortion: ``float32[B]``, for a lossy rule: the total variation distance between the distribution each token
-            was sampled from and the target's, summed over the text. For a tree it is an upper bound of that sum. It is
-            0 for an exact rule and NaN for a lossy rule that does not report it.
+        rounds: ``int32[B]``, the number of target passes after the prompt.
+        drafted: ``int32[B]``, the number of draft tokens that could still be committed when they were drafted, whether
+            or not they were verified.
+        accepted: ``int32[B]``, the number of draft tokens committed.
+        accepted_at: ``int32[B, K]``, the number of rounds in which draft token k was committed.
+        judged_at: ``int32[B, K]``, the number of rounds in which draft token k was verified.
+        invalid: ``bool[B]``, whether the target's logits were NaN, +inf or all -inf. The row stopped at that point.
+        distortion: ``float32[B]``. For a lossy rule, the total variation distance between the distribution that each
+            token was sampled from and the target's, summed over the generated tokens. For a tree it is an upper bound
+            on that sum. It is 0 for an exact rule and NaN for a lossy rule that does not report it.
     """
 
     rounds: Array
@@ -152,12 +154,12 @@ class Stats:
 
     @property
     def judged(self) -> Array:
-        """Draft tokens that were verified, ``int32[B]``."""
+        """The number of draft tokens that were verified, ``int32[B]``."""
         return self.judged_at.sum(-1, dtype="int32")
 
     @property
     def acceptance_rate(self) -> Array:
-        """Accepted over verified draft tokens, ``float32[B]``: alpha of Leviathan et al. 2023.
+        """The fraction of verified draft tokens that were accepted, ``float32[B]``: alpha in Leviathan et al. 2023.
 
         It is NaN if no draft token was verified.
         """
@@ -165,33 +167,36 @@ class Stats:
 
     @property
     def acceptance_rate_at(self) -> Array:
-        """The acceptance rate of draft token k, ``float32[B, K]``. NaN if it was never verified."""
+        """The acceptance rate of draft token k, ``float32[B, K]``, or NaN if it was never verified."""
         return _quotient(self.accepted_at, self.judged_at)
 
     @property
     def mean_acceptance_length(self) -> Array:
-        """Accepted draft tokens per round plus one for the token after them, ``float32[B]``. NaN without a round."""
+        """The mean number of accepted draft tokens per round, plus one for the token after them, ``float32[B]``.
+
+        It is NaN if there were no rounds.
+        """
         return _quotient(self.accepted + self.rounds, self.rounds)
 
 
 def _quotient(part: Any, whole: Any) -> Any:
-    """Return ``part / whole`` in float32, NaN if `whole` is 0: a NumPy array for NumPy, a JAX array for JAX."""
+    """Return ``part / whole`` in float32, or NaN if `whole` is 0, as the same kind of array (NumPy or JAX)."""
     numpy = whole.__array_namespace__()
-    with jax.debug_nans(False), explicit_transfers():  # here NaN is a valid result
+    with jax.debug_nans(False), explicit_transfers():  # NaN is a valid result here
         return numpy.where(whole > 0, part / numpy.maximum(whole, 1), numpy.nan).astype("float32")
 
 
 @exportable
 @pytree
 class Record:
-    """The draft tokens of R rounds, N per round, and the outcome of each. The shapes cover all rounds.
+    """The draft tokens of R rounds, N per round, with the outcome of each.
 
     Attributes:
         tokens: ``int32[B, R, N]``.
         parents: ``int32[B, R, N]``, the node that each token follows, as in `jspec.Tree`; 0 is the token before the
             round.
-        fates: ``int8[B, R, N]``, 0 no draft, 1 rejected or not verified, 2 accepted: it is in the text.
-        counts: ``int32[B, R]``, how many tokens the round wrote; 0 after the last round.
+        fates: ``int8[B, R, N]``: 0 no draft, 1 rejected or not verified, 2 accepted and therefore in the output.
+        counts: ``int32[B, R]``, the number of tokens that the round committed; 0 after the last round.
     """
 
     tokens: Array
@@ -206,17 +211,17 @@ class Output:
     """The result of `generate` and `speculative_generate`.
 
     Attributes:
-        tokens: ``int32[B, N]``, the new tokens, ``pad_id`` after the end.
-        lengths: ``int32[B]``, the number of new tokens (EOS included).
-        logprobs: ``float32[B, N]``, natural log of the target's probability of each token under the distribution it
-            was sampled from (after temperature, top-k, ...); 0 after the end.
-        raw_logprobs: ``float32[B, N]``, log-softmax of the target's own logits at each token, before any transform; 0
+        tokens: ``int32[B, N]``, the new tokens, followed by ``pad_id``.
+        lengths: ``int32[B]``, the number of new tokens, including EOS.
+        logprobs: ``float32[B, N]``, the natural log of each token's probability under the target's distribution after
+            all transforms (temperature, top-k, ...); 0 after the end.
+        raw_logprobs: ``float32[B, N]``, the log-softmax of the target's logits at each token, before any transform; 0
             after the end.
-        origins: ``int8[B, N]``, 0 padding, 1 accepted draft token, 2 correction of a rejected one, 3 bonus after a
-            fully accepted draft (also every token of plain decoding, whose drafts are empty), 4 no draft: one was
-            requested and the drafter had none.
-        stats: statistics of each request, see `Stats`.
-        record: all draft tokens, with ``record=True``; else None.
+        origins: ``int8[B, N]``: 0 padding, 1 accepted draft token, 2 correction of a rejected draft token, 3 bonus
+            after a fully accepted draft (or any token of plain decoding, whose drafts are empty), 4 no draft, if one
+            was requested but the drafter had none.
+        stats: per-request statistics. See `Stats`.
+        record: all draft tokens if ``record=True`` was given, else None.
     """
 
     tokens: Array
@@ -228,18 +233,18 @@ class Output:
     record: Record | None = None
 
     def show(self, tokenizer: Any, row: int = 0) -> None:
-        """Print one request's rounds, with each token coloured by its origin; in a notebook as HTML.
+        """Print one request's rounds, with each token coloured by its origin. In a notebook, the output is HTML.
 
-        With ``record=True`` it also shows the rejected draft tokens, as in Figure 1 of Leviathan et al. 2023.
+        If ``record=True`` was given, the rejected draft tokens are also shown, as in Figure 1 of Leviathan et al. 2023.
 
         Args:
-            tokenizer: a tokenizer of transformers.
-            row: which request.
+            tokenizer: a transformers tokenizer.
+            row: the index of the request.
 
         Raises:
             IndexError: there is no such row.
         """
-        from rich.console import Console  # imported here, so that decoding does not wait for it
+        from rich.console import Console  # imported here, so that decoding does not load it
 
         from jspec.core.round_display import legend, picture
 

@@ -1,1 +1,1 @@
-"""The program from prompts to tokens: validation, the round, verification and output buffers."""
+"""The decoding program: validation, rounds, verification and output buffers."""

@@ -1,4 +1,4 @@
-"""Output buffers, into which every round writes its output, and the result that is cut from them."""
+"""Output buffers that every round writes to, and the final result that is cut from them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from jspec.decoding.state import DecodeState, RoundOutput
 
 @pytree
 class OutputBuffers:
-    """The output of all rounds so far. Rounds never read it. Shapes are those of `Output`, with K + 1 spare columns.
+    """The output of all rounds so far. Rounds never read it. Shapes are those of `Output` plus K + 1 spare columns.
 
     Attributes:
-        strange: ``bool[B]``, whether any round was strange, see `RoundOutput`.
+        strange: ``bool[B]``, whether any round was strange. See `RoundOutput`.
         record: None unless a record was requested.
     """
 
@@ -40,7 +40,7 @@ def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int, num_re
 
 
 def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Array) -> OutputBuffers:
-    """Add a round to `buffers`. Before it, rows had ``written[B]`` new tokens, and the rows ``done[B]`` had stopped."""
+    """Add a round to `buffers`. Before the round, row b had ``written[b]`` new tokens, and was done if ``done[b]``."""
     record = buffers.record
     if record is not None and new.record is not None:
         record = with_round(record, new.record, buffers.stats.rounds)
@@ -55,7 +55,7 @@ def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Arra
 
 
 def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
-    """Return `stats` after a round; rows that were done do not count it."""
+    """Return `stats` updated with a round. Rows that were already done do not count it."""
     depths = stats.accepted_at.shape[1]
     return Stats(
         rounds=stats.rounds + (~done).astype(jnp.int32),
@@ -71,7 +71,7 @@ def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
 def cut_to_size(
     state: DecodeState, buffers: OutputBuffers, prompt_lengths: Array, pad_id: Array, max_new_tokens: int
 ) -> Output:
-    """Cut the new tokens out of the text, and blank everything after each row's end."""
+    """Extract the new tokens, and pad everything after each row's end."""
     new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
     lengths = state.lengths - prompt_lengths
     kept = prefix_mask(lengths, max_new_tokens)

@@ -1,4 +1,4 @@
-"""Detection of prompts padded on the left, as for transformers: `generate` would read the padding as text."""
+"""Detection of left-padded prompts, as used with transformers: `generate` would treat the padding as text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ _REPEATED = 4  # text rarely begins with this many equal tokens
 
 
 def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> None:
-    """Raise ValueError if a row looks padded on the left. Rows of one repeated id pass, because they fill up a batch.
+    """Raise ValueError if a row looks left-padded. Rows of one repeated id pass, because they are batch filler.
 
     Args:
         tokens: ``int[B, P]``.
         lengths: ``int[B]``, in 1..P.
-        config: may name the ids that usually pad: `pad_token_id`, `eos_token_ids` and `bos_token_id`.
+        config: may provide the ids that usually serve as padding: `pad_token_id`, `eos_token_ids` and `bos_token_id`.
     """
     first = tokens[:, :1]
     run = np.cumprod(tokens == first, axis=1).sum(axis=1)
@@ -39,8 +39,8 @@ def _begins_with_padding(
 ) -> np.ndarray:
     """Return which rows begin with a padding id, repeated more often than in text.
 
-    A text may begin with EOS. It may begin with BOS twice, if a tokenizer adds BOS to a text that has it. It may begin
-    with the pad id if that is a word, as "!" is token 0 of many vocabularies.
+    Text may begin with EOS. It may begin with BOS twice, if a tokenizer adds BOS to text that already has it. It may
+    begin with the pad id if that id is a word, such as "!", which is token 0 in many vocabularies.
     """
     usual = [i for i in (pad, *ends) if i is not None]
     return np.isin(first, usual) & (run >= np.where(first == bos, 3, 2))
@@ -49,7 +49,7 @@ def _begins_with_padding(
 def _begins_with_one_pad(tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, pad: int | None) -> np.ndarray:
     """Return which rows begin with a single pad id that the lengths show to be padding.
 
-    All lengths are then the width, and another row begins with text; or the length leaves out one token of text.
+    In this case, all lengths are equal and another row begins with text, or the length omits one token of text.
     """
     width, starts, last = tokens.shape[1], tokens[:, 0] == pad, tokens[:, -1]
     by_width = (lengths == lengths[0]).all() & ~starts.all()
@@ -62,8 +62,8 @@ def _starts_later(
 ) -> np.ndarray:
     """Return which rows have BOS after a run of one other id, if all rows have BOS and one of them begins with it.
 
-    A run of one token is padding only if its id usually pads or the length leaves out one token. Otherwise it may be
-    text, such as a line break before BOS.
+    A run of one token counts as padding only if its id usually serves as padding or the length omits one token.
+    Otherwise it may be text, such as a line break before BOS.
     """
     width, starts = tokens.shape[1], tokens[:, 0] == bos
     if bos is None or not starts.any() or starts.all():
@@ -79,9 +79,9 @@ def _starts_later(
 def _is_measured_by_mask(
     tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, usual: Sequence[int | None]
 ) -> np.ndarray:
-    """Return which rows have text after their length, and begin with as many equal ids as the length leaves out.
+    """Return which rows have text after their length, and begin with as many equal ids as the length omits.
 
-    Such lengths are sums of the attention mask of prompts padded on the left.
+    Such lengths are sums over the attention mask of left-padded prompts.
     """
     width = tokens.shape[1]
     left_out = width - lengths

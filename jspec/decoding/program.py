@@ -1,4 +1,4 @@
-"""The XLA program from prompts to tokens, which runs rounds until every row is done."""
+"""The XLA decoding program, which runs rounds until every row is done."""
 
 import contextlib
 import functools
@@ -49,15 +49,15 @@ def run_program(
     rule: Rule,
     record: bool = False,
 ) -> Output:
-    """Decode validated arguments. Check the drafter's contract if `jax_enable_checks` is set.
+    """Run the program on validated arguments. Check the drafter's contract if `jax_enable_checks` is set.
 
     Raises:
-        ValueError: a drafter from outside jspec drafted ids that are not tokens.
+        ValueError: a drafter from outside jspec drafted invalid token ids.
     """
     if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
     with contextlib.ExitStack() as stack:
-        if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # else the guard is for these, too
+        if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # otherwise the guard applies to them
             stack.enter_context(explicit_transfers())
         if not rule.exact:  # its distortion is NaN if it does not report one
             stack.enter_context(jax.debug_nans(False))
@@ -73,7 +73,7 @@ def run_program(
 def traced(
     sampling: SamplingParams, eos_ids: Any, pad_id: Any
 ) -> tuple[LogitsTransforms, LogitsTransforms, Any, Any, Any, Any]:
-    """Return the arguments that may change from call to call without compiling again."""
+    """Return the arguments that may change from call to call without recompilation."""
 
     def int32(value: Any) -> Any:
         return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
@@ -145,7 +145,7 @@ def start(
     draft_length: DraftLength,
     record: bool = False,
 ) -> tuple[DecodeState, OutputBuffers]:
-    """Allocate all storage, and prefill the prompts. This samples no token; the first round does that."""
+    """Allocate all buffers, and prefill the prompts. The first round samples the first token."""
     batch, width = tokens.shape
     k = draft_length.max_draft_tokens
     spare, size = k + 1, tree_of(drafter, k).size

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The record of all draft tokens of all rounds for display: `jspec.core.types.Record` as it grows, if requested."""
+"""The optional record of every round's draft tokens, for display: a growing `jspec.core.types.Record`."""
 
 import functools
 
@@ -14,7 +14,7 @@ from jspec.core.types import Draft, Record, Verdict
 
 
 def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> Record:
-    """Return the record of one round. Rows that gain no token have no draft tokens in it.
+    """Return one round's record. Rows that gain no tokens have no draft tokens in it.
 
     Args:
         accepted: ``int32[B]``, how many draft tokens are committed.
@@ -32,12 +32,12 @@ def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> R
 
 
 def empty_record(batch: int, rounds: int, size: int) -> Record:
-    """Return the record before the first round, with a spare round for rows that are done to write into."""
+    """Return an empty record. It has one spare round, which rows that are done write to."""
     shape = batch, rounds + 1, size
     whole = jnp.zeros(shape, jnp.int32)
     return Record(whole, whole, jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:2], jnp.int32))
 
 
 def with_round(record: Record, new: Record, rounds: Array) -> Record:
-    """Add one more round to `record`, after the ``rounds[B]`` that each row has run."""
+    """Add a round to `record`, after the ``rounds[B]`` rounds that each row has run."""
     return jax.tree.map(functools.partial(write_rows, start=rounds), record, new)

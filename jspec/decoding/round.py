@@ -43,9 +43,9 @@ def play_round(
 ) -> tuple[DecodeState, RoundOutput]:
     """Run one round for all rows. Each row that is not done gains 1 to K + 1 tokens.
 
-    If K is 0, the drafter only reads, so that it can draft in a later round. A drafter that has nothing to read may be
-    omitted. If a row requests likeliest tokens, the output has the `num_top` likeliest of every distribution.
-    `constrain` returns which tokens may follow each draft token, ``bool[B, N + 1, V]``.
+    If K is 0, the drafter only reads, so that it can draft in a later round. Omit a drafter that has nothing to read.
+    If a row requests top log-probabilities, the output has the `num_top` most likely tokens of every distribution.
+    `constrain` returns the tokens allowed at every position, ``bool[B, N + 1, V]``.
     """
     draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
@@ -55,7 +55,7 @@ def play_round(
             asked = constrain(params, state, draft)
             allowed = asked if allowed is None else asked & allowed
         read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings, allowed)
-        if embeddings is not None:  # the pass has read these; later steps accept vocabulary ids only
+        if embeddings is not None:  # the pass has read all ids; later steps accept vocabulary ids only
             draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
     with jax.named_scope("accept"):
         verdict = _by_row(rule, params, state, draft, read.probs)
@@ -67,7 +67,7 @@ def play_round(
     with jax.named_scope("commit"):
         if drafter is not None and draft_length.max_draft_tokens:
             drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(target, drafter, read))
-        elif drafter is not None:  # it does not draft, and continues to read
+        elif drafter is not None:  # the drafter only reads in this round
             block = jnp.stack([last_token(state), verdict.next_token], axis=1)
             drafter_state = read_on(drafter, drafter_state, block, state.lengths - 1, (~state.done).astype(jnp.int32),
                                     **_told_of_text(target, drafter, read))  # fmt: skip
@@ -84,7 +84,7 @@ def play_round(
 
 
 def _allowed(params: RequestParams, state: DecodeState, draft: Draft, vocab_size: int) -> Array | None:
-    """Return the allowed tokens ``bool[B, N + 1, V]``: mask EOS tokens before `min_tokens`. None for all tokens."""
+    """Return the allowed tokens, ``bool[B, N + 1, V]``, with EOS masked before `min_tokens`; None for all tokens."""
     if params.min_tokens is None:
         return None
     new = (state.lengths - params.prompt_lengths)[:, None] + jnp.atleast_2d(jnp.asarray(draft.topology.offsets))
@@ -129,7 +129,7 @@ def _propose(
 
 
 def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
-    """Return the arguments of `commit` that a drafter requests in addition to `hidden`."""
+    """Return the `commit` arguments that a drafter requests in addition to `hidden`."""
     told = _told_of_text(target, drafter, read)
     if count := num_likeliest_of(drafter):
         told["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
@@ -137,12 +137,12 @@ def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
 
 
 def _told_of_text(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
-    """Return the target's states as arguments, for a drafter that reads them."""
+    """Return the target and its features as arguments, for a drafter that reads features."""
     return {"features": read.features, "target": target} if features_of(drafter) else {}
 
 
 def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
-    """Return the noise of drafting, ``float32[B, K, C, 2, W]``: independent for every node, or the target's for all."""
+    """Return the noise for drafting, ``float32[B, K, C, 2, W]``: independent for each node, or the target's for all."""
     own = None if rule.shares_noise else draft_noise(params.keys, positions, vocab_size, tree.max_width)
     if own is not None and params.coupled is None:
         return own
@@ -152,7 +152,7 @@ def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int,
 
 
 def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft, target_probs: Array) -> Verdict:
-    """Return the verdict of `rule`; in rows that are `coupled`, the verdict of the rule "coupled"."""
+    """Return the verdict of `rule`, or of the rule "coupled" in rows that are `coupled`."""
 
     def by(rule: Rule) -> Verdict:
         return rule.accept(params.keys, state.lengths, draft, target_probs)
@@ -183,9 +183,9 @@ class _Stop(NamedTuple):
     Attributes:
         gained: how many tokens the row gains.
         limit: how many tokens the row may still gain.
-        to_eos: how many of the next tokens there are up to and including EOS; K + 1 without EOS.
+        to_eos: the number of next tokens up to and including EOS; K + 1 if there is no EOS.
         ended: whether the row has reached EOS or its limit.
-        invalid: whether the row has met a distribution without mass.
+        invalid: whether the row has reached a distribution with no mass.
     """
 
     gained: Array
@@ -196,7 +196,7 @@ class _Stop(NamedTuple):
 
 
 def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: Path) -> _Stop:
-    """Return how far the next tokens go: to EOS, to the row's limit, or to an invalid distribution of the target."""
+    """Return where each row stops: at EOS, at its limit, or at an invalid target distribution."""
     tokens, width = path.tokens, path.tokens.shape[1]
     # If the target's distribution has no mass (its logits were not finite), there is no next token.
     no_mass = ~(jnp.take_along_axis(path.target_probs, num_accepted[:, None, None], axis=1).sum((1, 2)) > 0)
@@ -213,11 +213,11 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
 def _output(
     params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, told: dict[str, Any]
 ) -> tuple[RoundOutput, Array]:
-    """Return the output of the round, with the fields in `told`, and which rows it has ended."""
+    """Return the round's output, including the fields in `told`, and which rows have ended."""
     num_accepted = verdict.num_accepted
     stop = _stop(params, state, num_accepted, path)
     accepted = jnp.minimum(num_accepted, stop.gained)
-    # One if the correction of a rejected draft token is committed.
+    # 1 if the correction of a rejected draft token is committed.
     refused = ((num_accepted < path.num_guessed) & (num_accepted < stop.gained)).astype(jnp.int32)
     # An accepted EOS token ends the draft.
     depth = jnp.minimum(jnp.where(stop.to_eos <= accepted, stop.to_eos, stop.limit), path.guesses.shape[1] - 1)
@@ -238,7 +238,7 @@ def _output(
 
 
 def _top(params: RequestParams, state: DecodeState, logits: Array, num_top: int) -> tuple[Array, Array]:
-    """Return the likeliest tokens of ``logits[B, K + 1, V]``, if an active row requests some; else zeros."""
+    """Return the most likely tokens of ``logits[B, K + 1, V]`` if an active row requests any; else zeros."""
 
     def found() -> tuple[Array, Array]:
         return top_logprobs(logits, num_top)
@@ -253,7 +253,7 @@ def _top(params: RequestParams, state: DecodeState, logits: Array, num_top: int)
 
 
 def _distortion(verdict: Verdict, count: Array) -> Array:
-    """Return the distortion of the tokens that each row has gained, ``float32[B]``."""
+    """Return the total distortion of each row's new tokens, ``float32[B]``."""
     if verdict.distortion is None:
         return jnp.zeros(count.shape, jnp.float32)
     kept = prefix_mask(count, verdict.distortion.shape[1])
@@ -261,7 +261,7 @@ def _distortion(verdict: Verdict, count: Array) -> Array:
 
 
 def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> DecodeState:
-    """Return the state with the new tokens."""
+    """Return the state with the new tokens added."""
     counts = state.token_counts
     if counts is not None:
         counts = add_tokens(counts, new.tokens, prefix_mask(new.count, new.tokens.shape[1]))
@@ -275,7 +275,7 @@ def _commit(draft_length: DraftLength, state: DecodeState, new: RoundOutput) -> 
 
 
 def _origins(num_accepted: Array, guessed: Array, width: int) -> Array:
-    """Return the origins of the tokens of a `Path`, ``int8[B, K + 1]``."""
+    """Return the origins of a path's tokens, ``int8[B, K + 1]``."""
     none = BONUS if width == 1 else NO_DRAFT  # K = 0 is plain decoding, which does not draft
     after = jnp.where(num_accepted < guessed, CORRECTED, jnp.where(guessed > 0, BONUS, none))
     return jnp.where(prefix_mask(num_accepted, width), ACCEPTED, after[:, None]).astype(jnp.int8)

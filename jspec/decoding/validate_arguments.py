@@ -1,7 +1,7 @@
 """Validation of the arguments of `generate` and `speculative_generate`, before any device work.
 
 Values are checked if they are known. Inside a caller's `jax.jit` there are no values yet, and a call must not wait for
-arrays that a device still computes. Only the shapes and dtypes of such arrays are checked.
+arrays that are still being computed on a device. Only the shapes and dtypes of such arrays are checked.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jspec.core.types import same_but_for_padding
 from jspec.decoding.left_padding import check_right_padded
 from jspec.drafters.capabilities import embeddings_of, features_of, says_how_sure
 
-# Name: the allowed values in words, and a test for a NumPy array of values.
+# For each name, a description of the allowed values, and a test for a NumPy array of values.
 RANGES = {
     "temperature": ("at least 0 and finite (0 is greedy)", lambda x: np.isfinite(x) & (x >= 0)),
     "draft_temperature": ("at least 0 and finite, or None for the target's", lambda x: np.isfinite(x) & (x >= 0)),
@@ -50,7 +50,7 @@ def check_arguments(
     eos_ids: Any,
     pad_id: Any,
 ) -> None:
-    """Raise ValueError or TypeError with one sentence about the first invalid argument.
+    """Raise ValueError or TypeError for the first invalid argument, with a one-sentence message.
 
     For plain decoding, `drafter` and `num_draft_tokens` are None.
     """
@@ -69,7 +69,7 @@ def check_arguments(
 
 
 def _check_asked(target: Any, drafter: Any) -> None:
-    """Raise if a drafter needs states that the target does not have, or embeddings that the target cannot read."""
+    """Raise if a drafter needs features that the target does not have, or embeddings that the target cannot read."""
     kind, features, embeddings = type(drafter).__name__, features_of(drafter), embeddings_of(drafter)
     if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
         wants = "reads states of" if features else "has embeddings for"
@@ -87,7 +87,7 @@ def _check_asked(target: Any, drafter: Any) -> None:
 
 
 def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
-    """Raise ValueError if ``strange[B]`` is true for a row, whose drafts then had ids outside the vocabulary."""
+    """Raise ValueError if ``strange[B]`` is true for a row, because its drafts had ids outside the vocabulary."""
     rows = values(strange)
     if rows is not None and rows.any():
         raise ValueError(f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
@@ -95,7 +95,7 @@ def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
 
 
 def as_array(name: str, value: Any, remedy: str = "pad them on the right to one length") -> Any:
-    """Return an array as it is, and a list as a NumPy array, or as a JAX array if it holds traced values."""
+    """Return an array unchanged. Convert a list to a NumPy array, or to a JAX array if it holds traced values."""
     if isinstance(value, np.ndarray | jax.Array):
         return value
     try:
@@ -107,7 +107,7 @@ def as_array(name: str, value: Any, remedy: str = "pad them on the right to one 
 
 
 def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any, Any, Any, Any]:
-    """Convert the arguments that users may pass as lists to arrays, and a single EOS id to a sequence of one."""
+    """Convert arguments that may be lists to arrays, and a single EOS id to a sequence of one."""
     eos_ids = as_array("eos_ids", eos_ids, "fill the shorter ones up with -1")
     if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
         eos_ids = eos_ids[None]
@@ -123,8 +123,8 @@ def check_rule(accept: Any) -> Rule:
     """Return the acceptance rule that `accept` is or names.
 
     Raises:
-        ValueError: `accept` is not a rule and does not name one.
-        TypeError: the rule lacks a declaration, or cannot be hashed, although it is part of the compiled program.
+        ValueError: `accept` is neither a rule nor the name of one.
+        TypeError: the rule lacks a declaration, or is not hashable, which it must be as part of the compiled program.
     """
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
@@ -152,12 +152,12 @@ def _check_hashable(name: str, value: Any) -> None:
 
 
 def check_whole(name: str, value: Any, or_else: str = "") -> None:
-    """Raise ValueError unless `value` is a whole number of at least 1; `or_else` names what else it may be."""
+    """Raise ValueError unless `value` is an integer of at least 1. `or_else` names alternatives for the message."""
     try:
         if not isinstance(value, bool) and operator.index(value) >= 1:
             return
     except TypeError:
-        pass  # not a whole number: the same message applies
+        pass  # not an integer: the same message applies
     raise ValueError(f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; "
                      f"got {value!r}.")  # fmt: skip
 
@@ -176,7 +176,7 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
         )
     check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
-    if embeddings_of(drafter) is not None:  # tokens after the draft of the longest row are not read
+    if embeddings_of(drafter) is not None:  # tokens after the longest row's draft are not read
         raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
                          f"number in place of {kind}, or a tree.")  # fmt: skip
     asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "starts")
@@ -252,7 +252,7 @@ def _check_keys(keys: Any, batch: int) -> None:
 
 
 def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int, max_tokens: Any) -> None:
-    """Raise if a row may exceed a model's positions. An unknown value counts as the least possible one, one token."""
+    """Raise if a row may exceed a model's number of positions. An unknown value counts as 1, the least possible."""
     lengths, wanted = values_if_known(lengths), values_if_known(max_tokens)
     known = np.ones(1, np.int64) if lengths is None else lengths.astype(np.int64)
     wanted = np.ones(1, np.int64) if wanted is None else wanted.astype(np.int64)
@@ -299,7 +299,7 @@ def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
 
 
 def _rounded(name: str, values: np.ndarray) -> np.ndarray:
-    """Return `values` in the dtype of the program, in which 1e39 is infinite."""
+    """Return `values` in the program's dtype, in which 1e39 is infinite."""
     with np.errstate(over="ignore"):
         return values.astype(np.int64 if name.endswith("_tokens") and values.dtype.kind in "iu" else np.float32)
 

@@ -1,4 +1,4 @@
-"""Validation of drafters that draft trees, before any device work."""
+"""Validation of tree drafters, before any device work."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from jspec.drafters.draft_length import DEFAULT
 
 
 def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rule) -> Any:
-    """Return `num_draft_tokens` as it is; for a drafter with a tree, the depth of the tree.
+    """Return `num_draft_tokens` unchanged, or the depth of the tree for a tree drafter.
 
     Raises:
-        ValueError: the rule cannot verify the tree, the tree does not fit the target, or K was passed with a tree.
+        ValueError: the rule cannot verify the tree, the tree does not fit the target, or K was passed with a tree
+            drafter.
     """
     tree, kind = own_tree(drafter), type(drafter).__name__
     if tree is None:
@@ -49,7 +50,7 @@ def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rul
 
 
 def check_chain(name: str, drafter: Any) -> None:
-    """Raise TypeError if `drafter` has a tree, which the caller called `name` does not support."""
+    """Raise TypeError if `drafter` is a tree drafter, which the caller named `name` does not support."""
     if own_tree(drafter) is not None:
         raise TypeError(f"{name} takes drafters of chains, and {type(drafter).__name__} drafts a tree; pass what "
                         "draws the tree's tokens.")  # fmt: skip

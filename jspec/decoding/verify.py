@@ -19,11 +19,11 @@ from jspec.models.kv_cache import KVCache, append
 
 
 class Reading(NamedTuple):
-    """The output of the target at the last token and at every draft token, ``[B, N + 1, ...]``.
+    """The target's output at the last token and at every draft token, ``[B, N + 1, ...]``.
 
     Attributes:
-        hidden: ``[.., E]``, states before the final norm.
-        features: ``[.., F, E]``, other states, if requested.
+        hidden: ``[.., E]``, the hidden states before the final norm.
+        features: ``[.., F, E]``, other hidden states, if requested.
         logits: ``float32[.., V]``.
         probs: ``float32[.., V]``, the distributions after all transforms.
     """
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
 
 def last_token(state: DecodeState) -> Array:
-    """Return ``int32[B]``, the newest token of each row, which the target has not read yet."""
+    """Return ``int32[B]``, each row's newest token, which the target has not read yet."""
     return jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
 
 
@@ -49,12 +49,12 @@ def verify(
     embeddings: Array | None,
     allowed: Array | None = None,
 ) -> tuple[Reading, KVCache]:
-    """Return the target's output for a draft, and its KV cache with the whole draft.
+    """Return the target's output for a draft, and its KV cache including the whole draft.
 
     Args:
         features: as for `jspec.Llama.forward_with_features`; empty for a model without this method.
-        embeddings: as for `jspec.Llama.forward`; None for a model whose method has no such argument.
-        allowed: ``bool[B, N + 1, V]``, the tokens that may follow; None for all.
+        embeddings: as for `jspec.Llama.forward`; None for a model whose method does not take it.
+        allowed: ``bool[B, N + 1, V]``, the allowed tokens at each position; None for all.
     """
     start = state.lengths - 1
     block = jnp.concatenate([last_token(state)[:, None], draft.tokens], axis=1)

@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The drafter contract: three functions over pytrees.
+"""The drafter contract: three methods over pytrees.
 
 A drafter is any pytree with these three methods. Its `propose` pairs every token with the distribution it was drawn
-from. As long as that is true, a drafter changes only the speed of decoding and never the distribution of the text.
+from. As long as that holds, a drafter changes only the speed of decoding and never the output distribution.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ class TargetView:
 
     Attributes:
         model: the target, or the middle model within a cascade.
-        cache: the KV cache of `model`, to read from; a drafter's writes to it are discarded. It holds the text so far
-            without its last `unread` tokens. Later slots hold arbitrary values.
-        unread: the number of last tokens missing from `cache`. It is at least 1, because the newest token has been
-            drawn and not yet read.
+        cache: the KV cache of `model`, for reading only: a drafter's writes to it are discarded. It holds the sequence
+            so far, except its last `unread` tokens. Later slots hold arbitrary values.
+        unread: the number of trailing tokens missing from `cache`. It is at least 1, because the newest token has been
+            sampled but not yet read.
     """
 
     model: Any
@@ -53,18 +53,19 @@ class Context:
     """The inputs of a draft.
 
     Attributes:
-        tokens: ``int32[B, L]``, the prompt and the text so far; row b is valid up to ``lengths[b]``.
+        tokens: ``int32[B, L]``, the prompt and the tokens generated so far; row b is valid up to ``lengths[b]``.
         lengths: ``int32[B]``, the number of valid tokens in each row.
-        noise: ``float32[B, K, C, 2, W]``, new in every round: the random numbers that draw the draft tokens, see
-            `draw`. C is the largest number of draft tokens at one depth, 1 in a chain.
+        noise: ``float32[B, K, C, 2, W]``, the random numbers that draw the draft tokens, fresh in every round. See
+            `draw`. C is the largest number of draft tokens at one depth, which is 1 in a chain.
         transforms: the sampling transforms of the draft's distribution.
         token_counts: the counts that penalties use, or None if there are no penalties.
         target: the model that will verify the draft.
         vocab_size: V of the target.
-        unread: the number of last tokens that a drafter's own cache may lack. It is 2 if all drafts are the drafter's
-            own. The two are its last draft token, drawn but not read, and the token that the target wrote after it.
-        budget: ``int32[B]``, the number of tokens to draft in each row, or None for all of them. Further tokens are cut
-            off.
+        unread: the number of trailing tokens that a drafter's own cache may lack. It is 2 if the drafter proposes every
+            draft itself. The two are its last draft token, drawn but not read, and the token that the target sampled
+            after it.
+        budget: ``int32[B]``, the number of tokens to draft in each row, or None for the full number. Tokens beyond it
+            are cut off.
         draft_length: the policy that decides whether to draft another token, or None (`jspec.drafters.draft_length`).
         length_state: the state of `draft_length`.
     """
@@ -89,65 +90,65 @@ class Context:
 class Drafter(Protocol[State]):
     """A source of draft tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
 
-    Optional attributes say what else a drafter offers or requests:
+    Optional attributes declare what else a drafter offers or requests:
 
-    `tree`, a `jspec.Tree`, makes the drafter propose this tree instead of a chain. The distribution of a node may
-    depend only on the nodes before it on its branch and on its elder siblings. If siblings are drawn independently from
-    one distribution, set `replacement` to True, because some rules require it.
+    `tree`, a `jspec.Tree`, makes the drafter propose this tree instead of a chain. A node's distribution may depend
+    only on the nodes before it on its branch and on its earlier siblings. If siblings are drawn independently from one
+    distribution, set `replacement` to True, because some rules require it.
 
-    `features`, a tuple of F ints, requests hidden states of the target. i stands for the input of the target's layer i;
-    the number of layers, or -1, stands for the output of the last layer. `init` then also takes
-    ``features [B, P, F, E]`` of the prompts, their ``lengths int32[B]`` and the model ``target``. `commit` then also
-    takes ``features [B, K + 1, F, E]`` at the tokens of ``hidden``, and ``target``.
+    `features`, a tuple of F ints, requests F of the target's hidden states. The int i requests the input of layer i;
+    the number of layers, or -1, requests the output of the last layer. `init` then also takes the prompts'
+    ``features [B, P, F, E]``, their ``lengths int32[B]`` and the model ``target``. `commit` then also takes
+    ``features [B, K + 1, F, E]``, at the same tokens as ``hidden``, and ``target``.
 
-    `num_likeliest`, an int n, makes `commit` also take ``likeliest int32[B, K + 1, n]``: the verifying model's
-    likeliest tokens after each token of ``hidden``, by its own logits, the likeliest first. A vocabulary of V < n
-    tokens gives V.
+    `num_likeliest`, an int n, makes `commit` also take ``likeliest int32[B, K + 1, n]``: the verifying model's n most
+    likely tokens after each token of ``hidden``. They are ranked by its own logits, the most likely first. If the
+    vocabulary has V < n tokens, there are V of them.
 
-    `read` lets the drafter prefill a text in pieces, as `jspec.engine.Engine` does
+    `read` lets the drafter prefill a sequence in pieces, as `jspec.engine.Engine` does
     (`jspec.drafters.late_reading.read_on`). Without it, a drafter's own `init` receives each prompt whole, as soon as
     the prompt is complete.
 
-    `embeddings`, ``float[M, E]``, lets the drafter propose ids from V to V + M - 1 where it has no guess. The target
-    reads row i of them in place of token V + i. Its state there, after the branch so far, is in ``hidden`` as for any
-    other token.
+    `embeddings`, ``float[M, E]``, lets the drafter propose ids from V to V + M - 1 in places that it does not draft.
+    The target reads row i of `embeddings` in place of token V + i. The target's state there, after the branch so far,
+    is in ``hidden`` as for any other token.
     """
 
     @property
     def vocab_size(self) -> int | None:
-        """V, which must be the target's, or None for any. A drafter that draws token by token may differ by padding."""
+        """V, which must be the target's, or None for any. In a token-by-token drafter it may differ by padding."""
         ...
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text that the drafter supports, or None if it has no limit."""
+        """The longest sequence that the drafter supports, or None if it has no limit."""
         ...
 
     def init(self, tokens: Array, num_slots: int) -> State:
         """Return the state before the first round.
 
-        ``tokens[B, P]`` are the prompts, and ``num_slots`` bounds every position.
+        ``tokens[B, P]`` are the prompts, and ``num_slots`` is an upper bound on all positions.
         """
         ...
 
     def propose(self, state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
-        """Return a draft of `num_draft_tokens` tokens for positions ``context.lengths ..``, and the new state.
+        """Return a draft of `num_draft_tokens` tokens, from position ``context.lengths`` on, and the new state.
 
-        The tokens are below ``context.vocab_size``.
+        All token ids are below ``context.vocab_size``.
         """
         ...
 
     def commit(self, state: State, draft: Draft, verdict: Verdict, hidden: Array) -> State:
-        """Return the state after the verdict on a draft.
+        """Return the state after a draft has been verified.
 
         ``hidden[B, K + 1, E]`` are the verifying model's hidden states over the draft. For a tree they are the states
         after node 0 and after every other node.
 
-        Within a combination the draft may come from another drafter. In a `jspec.MultiDrafter`, a drafter with
-        `features` receives the accepted path, whichever drafter proposed it, as a chain that ends there.
+        In a combined drafter, the draft may come from another part. In a `jspec.MultiDrafter`, a part with `features`
+        receives the accepted path as a chain, whichever part proposed it; the chain ends with that path.
 
-        If drafts vary in length, the values after a row's last token with a distribution are arbitrary: do not learn
-        from them.
+        If draft lengths vary, the values after a row's last token with a distribution are arbitrary. Do not learn from
+        them.
         """
         ...
 
@@ -171,17 +172,17 @@ class AskingDrafter(Protocol):
 
 
 def at_most(context: Context, num_draft_tokens: int) -> Context:
-    """Return `context` for a part of a drafter, with a budget of at most `num_draft_tokens`."""
+    """Return `context` for one part of a combined drafter, with a budget of at most `num_draft_tokens`."""
     if context.budget is None:
         return context
     return dataclasses.replace(context, budget=jnp.minimum(context.budget, num_draft_tokens))
 
 
 def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: int) -> Draft:
-    """Return the draft that `drafter` proposed, in the program's dtypes.
+    """Return the draft that `drafter` proposed, converted to the program's dtypes.
 
     A token loses its distribution if it is beyond the row's budget or not `valid`. So does an id outside the
-    vocabulary, which a drafter of jspec cannot propose. Such tokens are not guesses.
+    vocabulary, which jspec's own drafters cannot propose. Such tokens do not count as drafted.
 
     Raises, while the program is traced:
         TypeError: the proposal is not a draft.
@@ -221,14 +222,14 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
 
 
 def _alike(tree: Tree | DynamicTree, other: Tree | DynamicTree) -> bool:
-    """Return whether two trees are equal, or have the same size and depth if both are dynamic."""
+    """Return whether two trees are equal. Two dynamic trees only need the same size and depth."""
     if isinstance(tree, DynamicTree) and isinstance(other, DynamicTree):
         return (tree.size, tree.max_depth) == (other.size, other.max_depth)
     return tree == other
 
 
 def own_tree(drafter: Any) -> Tree | DynamicTree | None:
-    """Return the tree of a drafter whose drafts branch, or None for a drafter of chains."""
+    """Return a tree drafter's tree, or None for a chain drafter."""
     tree = getattr(drafter, "tree", None)
     return tree if isinstance(tree, Tree | DynamicTree) else None
 
@@ -243,7 +244,7 @@ def as_tree(tree: Any) -> Tree:
 
     Raises:
         TypeError: `tree` is not a `jspec.Tree`.
-        ValueError: `tree` has no guesses.
+        ValueError: `tree` has no draft tokens.
     """
     if not isinstance(tree, Tree):
         raise TypeError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree, such as "
@@ -254,28 +255,28 @@ def as_tree(tree: Any) -> Tree:
 
 
 def certain(tokens: Array, guessed: Array, context: Context, tree: Tree | None = None) -> Draft:
-    """Return a draft of ``tokens[B, K]`` that the text alone determines.
+    """Return a draft of ``tokens[B, K]`` that the sequence so far fully determines.
 
-    Its distributions are one-hot, or zeros where ``guessed[B, K]`` is False.
+    The distributions are one-hot, or all zeros where ``guessed[B, K]`` is False.
     """
     laws = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32)
     return Draft(tokens, laws * guessed[..., None].astype(laws.dtype), tree)
 
 
 def outside(tokens: Array, vocab_size: int) -> Array:
-    """Return ``bool[B, K]``: which tokens are outside a vocabulary of this size."""
+    """Return ``bool[B, K]``: whether each token is outside a vocabulary of this size."""
     return (tokens < 0) | (tokens >= vocab_size)
 
 
 def only(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
-    """Return `draft` with guesses only where ``kept[B, K]`` is True, and the tokens `otherwise` elsewhere."""
+    """Keep draft tokens where ``kept[B, K]`` is True; replace the others by `otherwise`, without distributions."""
     probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
     valid = None if draft.valid is None else draft.valid & kept
     return Draft(jnp.where(kept, draft.tokens, otherwise), probs, draft.tree, valid)
 
 
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
-    """Return the vocabulary size that the parts of `drafter` share: the smallest, if others are longer only by padding.
+    """Return the vocabulary size that the parts of `drafter` share: the smallest, if others exceed it only by padding.
 
     Raises:
         ValueError: the parts have different vocabularies.
@@ -315,7 +316,7 @@ def is_foreign(drafter: Drafter[Any] | None) -> bool:
 
 
 class Stateless:
-    """The `init` and `commit` of a drafter that remembers nothing from round to round."""
+    """The `init` and `commit` of a drafter that keeps no state between rounds."""
 
     # Not typed as (), because an `AutoregressiveDrafter` may have a state.
     def init(self, tokens: Array, num_slots: int) -> Any:
@@ -334,6 +335,6 @@ def last_tokens(tokens: Array, lengths: Array, before: int, after: int = 0) -> t
         ``int32[B, before + after]``; the position ``int32[B]`` of the first of them, 0 in a row that is shorter than
         `before`; and the index ``int32[B]`` of the row's last token among them.
     """
-    before = min(before, tokens.shape[1] - after)  # nested fallbacks request more than a short text has
+    before = min(before, tokens.shape[1] - after)  # nested fallbacks request more than a short sequence has
     start = jnp.maximum(lengths - before, 0)
     return slice_rows(tokens, start, before + after), start, lengths - 1 - start

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""A drafter's requests to the target besides the text, its reach, and the way combined drafters pass these on."""
+"""Optional drafter attributes: requests to the target, reach, and how combined drafters forward them."""
 
 import math
 from collections.abc import Iterable
@@ -9,22 +9,22 @@ from jax import Array
 
 
 def features_of(drafter: Any) -> tuple[int, ...]:
-    """Return the hidden states of the target that a drafter reads; most drafters read none."""
+    """Return the indices of the target's hidden states that a drafter reads; most drafters read none."""
     return tuple(getattr(drafter, "features", ()))
 
 
 def num_likeliest_of(drafter: Any) -> int:
-    """Return the number of the target's likeliest tokens that a drafter requests; 0 for most drafters."""
+    """Return the number of the target's most likely tokens that a drafter requests; 0 for most drafters."""
     return getattr(drafter, "num_likeliest", 0)
 
 
 def embeddings_of(drafter: Any) -> Array | None:
-    """Return the vectors that the target reads in place of ids from V on, ``[M, E]``; None for most drafters."""
+    """Return the vectors ``[M, E]`` that the target reads in place of ids from V on; None for most drafters."""
     return getattr(drafter, "embeddings", None)
 
 
 def reach_of(drafter: Any) -> float:
-    """Return the number of tokens in a row that a drafter can draft; infinity for most drafters."""
+    """Return the number of consecutive tokens that a drafter can draft; infinity for most drafters."""
     return getattr(drafter, "reach", math.inf)
 
 
@@ -34,12 +34,12 @@ def says_how_sure(drafter: Any) -> bool:
 
 
 def least(limits: Iterable[int | None]) -> int | None:
-    """Return the smallest of `limits`, or None if there is none."""
+    """Return the smallest of `limits`, ignoring None, or None if there are no limits."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 class Around:
-    """A drafter that wraps `draft`: it forwards the requests of `draft` to the target, and the values in return."""
+    """A wrapper around `draft` that forwards its requests to the target, and the target's values back to it."""
 
     draft: Any
 
@@ -73,15 +73,15 @@ class Around:
 
 
 def features_of_all(*parts: Any) -> tuple[int, ...]:
-    """Return the hidden states that any of several drafters reads, each once."""
+    """Return the indices of all hidden states that several drafters read, each once."""
     return tuple(dict.fromkeys(i for part in parts for i in features_of(part)))
 
 
 def told_to(part: Any, features: tuple[int, ...], told: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in `told` that `part` requests; a combination of drafters received `told` from the target.
+    """Return the values that `part` requests, from the values `told` that its combined drafter received.
 
     Args:
-        features: the features of the whole combination.
+        features: the combined drafter's features.
     """
     mine: dict[str, Any] = {}
     if wanted := features_of(part):

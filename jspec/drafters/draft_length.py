@@ -1,13 +1,13 @@
-"""The number of tokens to draft per round: one number, or a choice for each row and round.
+"""The number of tokens to draft per round: a fixed number, or a choice for each row and round.
 
-Rows differ by a mask: a token beyond a row's budget has a distribution of zeros, which no rule accepts. Two things save
-time. Drafting stops as soon as no row continues, and verification uses the shortest of a few compiled lengths that
-holds all drafts. (In a batch that is sharded over devices, these two decisions cover all devices, once per token and
-once per round.) So the other rows of a batch affect which compiled length verifies a row. The row's text stays the same
-except for rounding. If rounding matters, as it does in half precision, use a plain number.
+A mask gives rows different lengths: a token beyond a row's budget has an all-zero distribution, which no rule accepts.
+Two things save time. Drafting stops as soon as no row continues, and verification uses the shortest of a few compiled
+lengths that holds all drafts. (In a batch that is sharded over devices, these two decisions cover all devices, once per
+token and once per round.) Therefore the other rows of a batch affect which compiled length verifies a row. The row's
+output stays the same except for rounding. If rounding matters, as it does in half precision, use a plain number.
 
 The decision to continue may depend on everything drafted so far, including the last token, but that token stays.
-Discarding a token after looking at it would change the distribution of the text: the target would choose another token
+Discarding a token after looking at it would change the output distribution: the target would choose another token
 exactly where the draft was unsure.
 """
 
@@ -23,21 +23,21 @@ from jspec.core.types import check_between, check_count
 
 
 class DraftLength(Protocol):
-    """A policy that decides how far to draft. It is hashable, because it is part of the program.
+    """A policy that decides how many tokens to draft. It is hashable, because it is part of the compiled program.
 
-    An optional method `starts`, with the arguments of `continues`, decides whether to draft at all. Its `confidence` is
-    the probability of the likeliest first token, because no token has been drawn yet.
+    An optional method `starts`, with the same arguments as `continues`, decides whether to draft at all. Its
+    `confidence` is the probability of the most likely first token, because no token has been drawn yet.
 
     Attributes:
-        needs_confidence: whether to call `continues`. Only a `jspec.drafters.AutoregressiveDrafter` can do so, or a
-            `jspec.FallbackDrafter` with one.
+        needs_confidence: whether to call `continues`. Only a `jspec.drafters.AutoregressiveDrafter`, or a
+            `jspec.FallbackDrafter` that contains one, can call it.
     """
 
     needs_confidence: ClassVar[bool]
 
     @property
     def max_draft_tokens(self) -> int:
-        """K, the largest number of tokens in a draft; it fixes shapes."""
+        """K, the largest number of tokens in a draft. It determines array shapes."""
         ...
 
     def init(self, batch: int) -> Any:
@@ -47,14 +47,14 @@ class DraftLength(Protocol):
     def budget(self, state: Any, batch: int) -> Array | None:
         """Return the number of tokens to draft in this round, ``int32[B]`` in 0 .. K.
 
-        None stands for K in every row, which costs less.
+        None means K in every row, which costs less.
         """
         ...
 
     def continues(self, state: Any, confidence: Array) -> Array:
         """Return whether to draft one more token, ``bool[B]``.
 
-        `confidence` ``[B]`` is the probability of the last token before any transforms.
+        `confidence` ``[B]`` is the last token's probability before any transforms.
         """
         ...
 
@@ -67,7 +67,7 @@ class DraftLength(Protocol):
 
 
 class _Forgetful:
-    """The defaults of most policies: no state, and no need for confidence."""
+    """Defaults for most policies: no state, and no need for confidence."""
 
     needs_confidence: ClassVar[bool] = False
 
@@ -83,7 +83,7 @@ class _Forgetful:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(_Forgetful):
-    """A fixed draft length in every row and round, which a plain number stands for. 0 is plain decoding."""
+    """A fixed draft length for every row and round. A plain number is shorthand for it; 0 means plain decoding."""
 
     max_draft_tokens: int
 
@@ -111,23 +111,24 @@ class AtMost(_Forgetful):
 
 @dataclasses.dataclass(frozen=True)
 class UpTo(AtMost):
-    """A policy that drafts up to the largest allowed number, or as far as there is a guess.
+    """A policy that drafts up to the largest allowed number of tokens, or fewer if the drafter proposes fewer.
 
-    A round without a guess costs a plain step. The policy is for lookup drafters. With a draft model it does the same
-    as the plain number.
+    A round without draft tokens costs as much as a plain step. The policy is for lookup drafters. With a draft model it
+    behaves like the plain number.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class WhileConfident(AtMost):
-    """A policy that stops drafting after the first token with a draft probability below `threshold`.
+    """A policy that stops drafting after the first token whose draft probability is below `threshold`.
 
     The probability is taken before temperature and filters, so it is informative in greedy decoding, too. The policy
     works like ``assistant_confidence_threshold`` in transformers, which starts at 0.4.
 
     Attributes:
-        first: draft nothing if the likeliest first token has a probability below this, so that the round costs little
-            more than a plain step. 0 always drafts one token. Use it on devices on which more rows cost more time.
+        first: draft nothing if the most likely first token has a probability below this value. The round then costs
+            little more than a plain step. 0 always drafts at least one token. Use `first` on devices where additional
+            rows cost time.
     """
 
     threshold: float = 0.4
@@ -153,15 +154,15 @@ class ByConfidence(AtMost):
 
     The threshold starts at 0.4. Let m be the number of verified drafts in a round and n the number of accepted ones,
     both without the first draft of the round. After the round the threshold moves by ``0.05 (acceptance m - n)``, and
-    stays between 0 and 1. This is a stochastic approximation with a constant step, so it follows a text that changes
+    stays between 0 and 1. This is a stochastic approximation with a constant step, so it adapts as the text changes
     (after the adaptive draft-exiting of Zhang et al. 2024, Draft & Verify). The first token is drafted at any
-    confidence, so it says nothing about the threshold. If even the tokens after the most confident ones are rejected
-    too often, drafts shrink to one token.
+    confidence, so it carries no information about the threshold. If even the tokens after the most confident ones are
+    rejected too often, drafts shrink to one token.
 
-    In a `jspec.FallbackDrafter` the threshold follows the drafts of both parts, and only one part may use it.
+    In a `jspec.FallbackDrafter` the threshold adapts to the drafts of both parts, even if only one part uses it.
 
     Attributes:
-        acceptance: the desired share of accepted drafts among those verified after the first of a round.
+        acceptance: the desired share of accepted draft tokens among those verified, excluding the first of each round.
     """
 
     acceptance: float = 0.8
@@ -185,10 +186,10 @@ class ByConfidence(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class Heuristic(AtMost):
-    """A policy that drafts two tokens more after a round that accepted all drafts, and one less after any other round.
+    """A policy that drafts two more tokens after a round that accepted every draft, and one fewer after other rounds.
 
     The number stays between 1 and `max_draft_tokens`. Each row has its own number, which starts at half of
-    `max_draft_tokens`, rounded up. The rule is that of transformers (``num_assistant_tokens_schedule="heuristic"``).
+    `max_draft_tokens`, rounded up. transformers uses the same rule (``num_assistant_tokens_schedule="heuristic"``).
     """
 
     def init(self, batch: int) -> Array:
@@ -205,14 +206,15 @@ class Heuristic(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class ByAcceptance(AtMost):
-    """A policy that drafts the length that pays best at the row's recent acceptance rate.
+    """A policy that drafts the fastest length for the row's recent acceptance rate.
 
     The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8). c is `cost_ratio`,
-    and a is the share of accepted drafts among the verified ones. Older rounds count less, by a factor of 0.9 per
-    round. Before any round a is 1/2, and this start counts as much as two drafts.
+    and a is the share of accepted draft tokens among the verified ones. Older rounds count less, by a factor of 0.9 per
+    round. Before the first round a is 1/2, and this initial value counts as much as two draft tokens.
 
     Attributes:
-        cost_ratio: the cost of one more draft token, including its row in verification, over a step of plain decoding.
+        cost_ratio: the cost of one more draft token, including its row in verification, as a fraction of the cost of
+            one plain decoding step.
     """
 
     cost_ratio: float = 0.1
@@ -222,7 +224,7 @@ class ByAcceptance(AtMost):
         check_between("cost_ratio", self.cost_ratio, 0, 1000)
 
     def init(self, batch: int) -> tuple[Array, Array]:
-        """Return the weighted numbers of accepted and verified drafts."""
+        """Return the weighted numbers of accepted and verified draft tokens."""
         return jnp.zeros(batch, jnp.float32), jnp.zeros(batch, jnp.float32)
 
     def budget(self, state: tuple[Array, Array], batch: int) -> Array:
@@ -231,7 +233,7 @@ class ByAcceptance(AtMost):
         drafts = jnp.arange(self.max_draft_tokens + 1).astype(jnp.float32)[None]
         tokens = jnp.cumsum(rate[:, None] ** drafts, axis=1)
         speedup = tokens / (1 + drafts * self.cost_ratio)
-        return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # a round without a draft would teach nothing
+        return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # without a draft, a round would reveal nothing
 
     def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
         counts = (count.astype(jnp.float32) for count in (accepted, _judged(drafted, accepted)))
@@ -240,7 +242,7 @@ class ByAcceptance(AtMost):
 
 
 def _judged(drafted: Array, accepted: Array) -> Array:
-    """Return the number of drafts that a round verified: the accepted ones, and the rejected one if there is one."""
+    """Return the number of draft tokens that a round verified: the accepted ones, plus the rejected one if any."""
     return accepted + (accepted < drafted).astype(jnp.int32)
 
 
@@ -248,8 +250,8 @@ def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
     """Return the draft lengths to compile verification for: 0, powers of two, and K. A `Fixed` length compiles K alone.
 
     Lookup, which drafts all or nothing, compiles 0 and K. So does a policy that may skip the draft, because it is for
-    devices on which the second row costs time and the next ones little more. Each length compiles all of the target
-    once more.
+    devices where the second row costs time and further rows cost little more. Each length compiles the whole target
+    again.
     """
     longest = draft_length.max_draft_tokens
     if isinstance(draft_length, Fixed):
@@ -264,6 +266,6 @@ def doubling(largest: int) -> tuple[int, ...]:
 
 
 def as_draft_length(num_draft_tokens: Any) -> DraftLength:
-    """Return the `DraftLength` for what users pass: a number or a `DraftLength`."""
+    """Return `num_draft_tokens`, a number or a `DraftLength`, as a `DraftLength`."""
     is_number = not hasattr(num_draft_tokens, "budget")
     return Fixed(operator.index(num_draft_tokens)) if is_number else num_draft_tokens

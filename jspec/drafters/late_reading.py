@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Prefill in pieces, for drafters that start to read a text while other requests are decoding.
+"""Prefill in pieces, for drafters that start to read a sequence while other requests are decoding.
 
 `init` prefills whole prompts. An engine prefills a long prompt piece by piece so that other requests need not wait, and
-lets the draft prefill later than the target. A drafter that supports this has `read`. A drafter that keeps nothing of a
-text does not need it.
+lets the draft prefill later than the target. A drafter that supports this has a `read` method. A drafter that stores
+nothing about a sequence does not need one.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from jspec.drafters.capabilities import features_of
 
 
 class ReadsNothing:
-    """The `read` of a drafter that remembers nothing of a text."""
+    """The `read` method of a drafter that stores nothing about a sequence."""
 
     def read(self, state: Any, tokens: Array, start: Array, count: Array) -> Any:
         return state
@@ -35,12 +35,12 @@ def leaves_of(drafter: Any) -> Iterator[Any]:
 
 
 def keeps_nothing(drafter: Any) -> bool:
-    """Return whether no part of `drafter` remembers anything of a text."""
+    """Return whether no part of `drafter` stores anything about a sequence."""
     return all(isinstance(leaf, ReadsNothing) or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
 
 
 def can_read(drafter: Any) -> bool:
-    """Return whether `drafter` can prefill a text in pieces."""
+    """Return whether `drafter` can prefill a sequence in pieces."""
     return all(hasattr(leaf, "read") or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
 
 
@@ -63,17 +63,17 @@ def read_on(drafter: Any, state: Any, tokens: Array, start: Array, count: Array,
 
     Args:
         drafter: a drafter for which `can_read` is True.
-        tokens: ``int32[B, C + 1]``, from position ``start[b]`` on: the tokens to read and the one after them, then
-            arbitrary values.
-        start: ``int32[B]``; everything before it has been read.
-        count: ``int32[B]`` in 0 .. C; 0 leaves a row unchanged, except for slots after its text.
+        tokens: ``int32[B, C + 1]``, from position ``start[b]`` on: the tokens to read and the one after them, followed
+            by arbitrary values.
+        start: ``int32[B]``; all positions before it have been read.
+        count: ``int32[B]`` in 0 .. C; 0 leaves a row unchanged, except for slots after its last token.
         told: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that reads features.
     """
     return drafter.read(state, tokens, start, count, **told) if hasattr(drafter, "read") else state
 
 
 def where_read(count: Array, new: Any, old: Any) -> Any:
-    """Return `new`, a pytree, in rows that have read something, and `old` in the others."""
+    """Select the pytree `new` in rows that have read at least one token, and `old` in the other rows."""
 
     def pick(a: Array, b: Array) -> Array:
         return jnp.where((count > 0).reshape(-1, *(1,) * (a.ndim - 1)), a, b)

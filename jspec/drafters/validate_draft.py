@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Debug mode: a wrapper that checks every draft of a drafter against the contract."""
+"""Debug mode: a wrapper that checks each of a drafter's drafts against the contract."""
 
 import functools
 from typing import Any
@@ -25,7 +25,7 @@ class CheckedDrafter(Around):
 
     An all-zero distribution means "no guess" and passes. `jspec.speculative_generate` wraps its draft in this class if
     ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host. When the caller waits for
-    results, JAX raises a JaxRuntimeError that quotes the error.
+    results, JAX raises a JaxRuntimeError that quotes the original error.
     """
 
     draft: Any
@@ -59,9 +59,9 @@ class CheckedDrafter(Around):
 
 
 def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
-    """Raise ValueError if a guess is outside the vocabulary; runs on the host.
+    """Raise ValueError if a draft token is outside the vocabulary; runs on the host.
 
-    `tokens` and `guessed` are ``[B, K]``: the tokens, and which of them are guesses.
+    `tokens` and `guessed` are ``[B, K]``: the tokens, and whether each of them is drafted.
     """
     tokens, guessed = np.asarray(tokens), np.asarray(guessed)
     for row, k in np.argwhere(guessed & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
@@ -70,9 +70,9 @@ def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
 
 
 def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:
-    """Raise ValueError if a distribution is invalid or cannot give its token; runs on the host.
+    """Raise ValueError if a distribution is invalid or cannot produce its token; runs on the host.
 
-    All arrays are ``[B, K]``: the tokens, the sums and smallest entries of their distributions, and their
+    All arrays are ``[B, K]``: the tokens, the sums and the smallest entries of their distributions, and the tokens'
     probabilities.
     """
     tokens, sums, least, drawn = map(np.asarray, (tokens, sums, least, drawn))

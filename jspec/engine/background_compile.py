@@ -1,4 +1,4 @@
-"""Background compilation of programs that few requests need, at their first use."""
+"""Background compilation of rarely needed programs, at their first use."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ _LOG = logging.getLogger("jspec")
 
 
 class Compiler:
-    """A thread that runs one step after another. A process that exits waits for the running step.
+    """A background thread that runs one step after another. At exit, the process waits for the running step.
 
     Args:
-        steps: returns the steps; called when the compiler begins.
-        notice: called whenever a step has ended.
+        steps: a function that returns the steps. `begin` calls it.
+        notice: a function that is called whenever a step has ended.
     """
 
     def __init__(self, steps: Callable[[], Sequence[Callable[[], Any]]], notice: Callable[[], None]):
@@ -24,7 +24,7 @@ class Compiler:
         self._under_way: list[Future[Any]] | None = None
 
     def begin(self) -> None:
-        """Run the steps, unless they are running already."""
+        """Start the steps, unless they are already running."""
         if self._under_way is None or self.is_done:
             steps = self._steps()
             self._under_way = [self._thread.submit(step) for step in (*steps, *[give_back] * bool(steps))]
@@ -33,7 +33,7 @@ class Compiler:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has begun and no step is left."""
+        """Whether the steps were started and have all ended."""
         return self._under_way is not None and all(one.done() for one in self._under_way)
 
     @property
@@ -48,5 +48,5 @@ class Compiler:
             _LOG.error("A program cannot be compiled.", exc_info=error)
 
     def close(self) -> None:
-        """Start no more steps. Do not wait for the running one."""
+        """Cancel the steps that have not started. Do not wait for the running one."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Constraints on texts, such as a grammar. The host computes the allowed tokens between draft and verification.
+"""Constraints on output, such as grammars. The host computes the allowed tokens between drafting and verification.
 
-The allowed tokens mask the target's distribution at every position of a draft. The text therefore has exactly the
-distribution of the constrained model, whatever the drafter and the draft length.
+The allowed tokens mask the target's distribution at every position of a draft. The output therefore has exactly the
+constrained model's distribution, whatever the drafter and the draft length.
 """
 
 import abc
@@ -23,16 +23,16 @@ from jspec.engine.grammar_worker import DeadEnd, tree_masks
 
 _LOG = logging.getLogger("jspec")
 _ALL = 0xFFFFFFFF  # 32 tokens, all allowed
-# Constraints of all engines, by number in this process. Compiled programs, which engines share, find them here.
+# Constraints of all engines, by number in this process. Compiled programs, which engines share, look them up here.
 _asked: "weakref.WeakValueDictionary[int, _Followed]" = weakref.WeakValueDictionary()
 _process_numbers = itertools.count(1)
 
 
 class Matcher(Protocol):
-    """The state of a text in its constraint; initially before the first new token."""
+    """The state of a constraint within one output. Initially, it is before the first new token."""
 
     def allowed(self) -> Any:
-        """Return a mask of allowed tokens: ``uint32[ceil(V / 32)]``, token t at bit ``t % 32`` of word ``t // 32``."""
+        """Return a mask of allowed tokens: ``uint32[ceil(V / 32)]``, token t is bit ``t % 32`` of word ``t // 32``."""
         ...
 
     def consume(self, token: int) -> bool:
@@ -45,7 +45,7 @@ class Matcher(Protocol):
 
 
 class ConstraintError(Exception):
-    """A constraint that cannot be kept.
+    """An error raised if a constraint cannot be met.
 
     Attributes:
         code: a machine-readable code.
@@ -57,14 +57,14 @@ class ConstraintError(Exception):
 
 
 class MaskSource(abc.ABC):
-    """A source of the masks of one text. Several sources may compute at the same time."""
+    """A source of token masks for one output. Several sources may compute at the same time."""
 
     @abc.abstractmethod
     def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
-        """Start to compute the masks after `text`, the new tokens, and after each draft node.
+        """Start computing the masks after `text` (the new tokens) and after each draft node.
 
         Args:
-            text: all new tokens so far; begins with those of the previous call.
+            text: all new tokens so far, starting with those of the previous call.
             drafted: the token of each node.
             parents: the parent of each node: 0 for the text and i for node i - 1.
         """
@@ -78,14 +78,14 @@ class MaskSource(abc.ABC):
         """
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Release what the source holds."""
+        """Release the source's resources."""
 
 
-Constraint = Callable[[], Matcher | MaskSource]  # called once for each text
+Constraint = Callable[[], Matcher | MaskSource]  # called once for each output
 
 
 class _InProcess(MaskSource):
-    """The masks of a `Matcher`, computed in this process."""
+    """A mask source that runs a `Matcher` in this process."""
 
     def __init__(self, make: Callable[[], Any], matcher: Matcher, vocab_size: int):
         self._make, self._matcher, self._vocab_size, self._consumed = make, matcher, vocab_size, 0
@@ -123,7 +123,7 @@ class _InProcess(MaskSource):
 
 
 class _Followed:
-    """The constraint of a running text, its number in the process, and its error."""
+    """A running request's constraint, its number in the process, and its error."""
 
     def __init__(self, make: Constraint, vocab_size: int):
         made = make()
@@ -138,7 +138,7 @@ class _Followed:
             return compute(*arguments)
         except ConstraintError as error:
             self.error = error
-        except BaseException as error:  # in a thread of XLA, where it would end the call for all requests
+        except BaseException as error:  # in an XLA thread, where it would end the call for all requests
             _LOG.exception("A constraint has failed; its request ends.")
             self.error = ConstraintError(f"The constraint has failed: {type(error).__name__}: {error}",
                                          "constraint_failed")  # fmt: skip
@@ -146,7 +146,7 @@ class _Followed:
 
 
 class Constraints:
-    """The constraints of an engine's running requests, by numbers within the engine."""
+    """The constraints of an engine's running requests, numbered within the engine."""
 
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
@@ -154,9 +154,9 @@ class Constraints:
         self._numbers = itertools.count(1)
 
     def add(self, make: Constraint) -> int:
-        """Follow the constraint of another text, and return its number."""
+        """Start following a new request's constraint, and return its number."""
         followed = _Followed(make, self._vocab_size)
-        number = next(self._numbers)  # counts only the constraints that could be made, as a journal does
+        number = next(self._numbers)  # counts only the constraints that could be created, as a journal does
         self._followed[number] = followed
         return number
 
@@ -171,11 +171,11 @@ class Constraints:
             self.drop(number)
 
     def error(self, number: int) -> ConstraintError | None:
-        """Return the error of a constraint, if any. Number 0 means no constraint, and has no error."""
+        """Return a constraint's error, if any. Number 0 means no constraint, and has no error."""
         return self._followed[number].error if number else None
 
     def why_nothing_follows(self, number: int, text: Sequence[int]) -> ConstraintError:
-        """Explain why no token may follow `text`, the new tokens of a constrained request."""
+        """Return an error that says why no token may follow `text`, a constrained request's new tokens."""
         followed = self._followed[number]
         followed.attempt(followed.source.ask, text, (), ())
         masks = None if followed.error else followed.attempt(followed.source.masks)
@@ -188,12 +188,12 @@ class Constraints:
                                "seed, or simplify the constraint.", "constraint_dead_end")  # fmt: skip
 
     def in_process(self, number: int) -> int:
-        """Return the process-wide number of a constraint; 0 for none. Rows carry it, because slots change hands."""
+        """Return a constraint's process-wide number; 0 for none. Rows carry it, because slots are reassigned."""
         return self._followed[number].number if number else 0
 
 
 def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_size: int) -> Array:
-    """Return ``bool[B, N + 1, V]``: which tokens may follow the text of each row, and each draft token."""
+    """Return ``bool[B, N + 1, V]``: the tokens allowed after each row's text and after each draft token."""
     batch, nodes, size = state.lengths.shape[0], draft.tokens.shape[1] + 1, -(-vocab_size // 32)
     shape = jax.ShapeDtypeStruct((batch, nodes, size), jnp.uint32)
     numbers = jnp.where(state.done, 0, params.constraints)
@@ -222,7 +222,7 @@ def _bits(size: int, *arrays: Any) -> np.ndarray:
         text = tokens[row, starts[row] : ends[row]].tolist()
         followed.attempt(followed.source.ask, text, drafted[row].tolist(), parents[row].tolist())
         waiting.append((int(row), followed))
-    for row, followed in waiting:  # all sources compute at once
+    for row, followed in waiting:  # all sources compute at the same time
         masks = None if followed.error else followed.attempt(followed.source.masks)
         if masks is not None:
             found[row] = masks

@@ -33,32 +33,33 @@ from jspec.engine.warmup import rehearse
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.llama import Llama
 
-_MOST_TOP = 20  # log-probabilities of likeliest tokens: the most that clients of other servers may request
+_MOST_TOP = 20  # maximum number of top log-probabilities per token, the same as clients of other servers may request
 
 
 class Engine:
-    """A continuous-batching engine: requests join and leave one batch, decoded as by `jspec.speculative_generate`.
+    """A continuous-batching engine: requests join and leave a batch, decoded as by `jspec.speculative_generate`.
 
     Args:
-        target: the model whose distribution the texts have.
-        draft: a draft model or a drafter; None for plain decoding. The engine reads the weights that both models have
-            when it is created. After an update of either it refuses requests; create a new engine, which finds its
-            programs compiled.
-        slots: how many requests to decode at once. Others wait.
-        max_length: the longest text, prompt included. Every slot reserves memory for it. None: 1,024 tokens, or the
-            models' number of positions if that is less.
-        num_draft_tokens: K. "auto" chooses between 0, 1, 2, 4 and 8 during decoding, from the measured cost of rounds
-            and the recent acceptance of drafts. A drafter with a tree drafts all of it, or nothing.
-        accept: the rule for requests without a key.
-        max_waiting: how many requests may wait.
-        chunks: chunk sizes for prefill, in tokens, at most `max_length`; fixes shapes.
-        read_tokens: about how many prompt tokens to prefill between two calls, while other requests wait for rounds.
-        rounds: the most rounds in one call, before the device takes new requests.
-        call_seconds: the intended duration of a call. The engine chooses the number of rounds to match.
-        journal: whether to keep `device.commands`, to replay what the engine did.
+        target: the model whose distribution the output follows.
+        draft: a draft model or a drafter; None for plain decoding. The engine uses the weights that both models have
+            when it is created. After either model's weights change, the engine rejects requests. Create a new engine
+            then; it reuses the compiled programs.
+        slots: the number of requests to decode at once. Other requests wait.
+        max_length: the maximum sequence length in tokens, including the prompt. Every slot reserves memory for it. The
+            default is 1,024, or the models' number of positions if that is less.
+        num_draft_tokens: K, the number of draft tokens per round. "auto" chooses between 0, 1, 2, 4 and 8 during
+            decoding, from the measured cost of rounds and the recent acceptance rate. A tree drafter drafts its whole
+            tree or nothing.
+        accept: the acceptance rule for requests without a key.
+        max_waiting: the maximum number of waiting requests.
+        chunks: prefill chunk sizes in tokens, each at most `max_length`. They fix shapes.
+        read_tokens: the approximate number of prompt tokens to prefill between two calls while other requests decode.
+        rounds: the maximum number of rounds in one call. New requests can start only between calls.
+        call_seconds: the target duration of a call, in seconds. The engine chooses the number of rounds to match.
+        journal: whether to record `device.commands`, so that the engine's work can be replayed.
 
     Raises:
-        ValueError, TypeError: as `jspec.speculative_generate`; or there is not enough memory for the slots.
+        ValueError, TypeError: as for `jspec.speculative_generate`, or there is not enough memory for the slots.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class Engine:
         self._compiler = Compiler(self.device.later, self._look)  # for constrained requests
 
     def __enter__(self) -> Self:
-        """Compile the programs, which takes a while, measure the cost of rounds, and start the engine's thread.
+        """Compile the programs (which takes a while), measure the cost of rounds, and start the engine's thread.
 
-        The first constrained request, or `expect_constraints`, compiles the programs of constrained requests.
+        Programs for constrained requests are compiled at the first such request, or by `expect_constraints`.
         """
         self.device.compile()
         rehearse(self.device, self._loop.pace)
@@ -118,7 +119,7 @@ class Engine:
         self.close(cancel=kind is not None)
 
     def close(self, cancel: bool = False) -> None:
-        """Finish all submitted requests, or `cancel` them, and stop the engine."""
+        """Finish all submitted requests (or cancel them if `cancel` is true), and stop the engine."""
         with self._wake:
             self._closing = True
             self._loop.cancels |= cancel
@@ -130,12 +131,12 @@ class Engine:
             self._compiler.close()
 
     def expect_constraints(self) -> None:
-        """Compile the programs of constrained requests in the background.
+        """Compile the programs for constrained requests in the background.
 
-        Constrained requests wait in the queue until they can be decoded without drafts, or with drafts of one length.
-        No persistent cache keeps these programs, because they ask the host which tokens may follow. The engine starts
-        without waiting for them. They are traced in a thread of their own, which sees the settings of
-        `jax.config.update`, but not those of `with` statements.
+        Constrained requests wait in the queue until they can be decoded without drafts, or with one draft length.
+        The persistent compilation cache does not store these programs, because they call back to the host for the
+        allowed tokens. The engine starts without waiting for them. They are traced in a separate thread, which sees
+        settings from `jax.config.update` but not from `with` statements.
         """
         with self._wake:
             if not self._closing and not (self._compiler.is_done and self.device.can_constrain):
@@ -148,12 +149,12 @@ class Engine:
     def submit(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
         """Queue a request. The engine's thread calls `listen` whenever the result has grown.
 
-        `listen` should return quickly, because all requests wait for it. If it raises, only its request is cancelled.
+        `listen` should return quickly, because all requests wait for it. An error in it cancels only its own request.
 
         Raises:
-            queue.Full: too many requests wait.
+            queue.Full: too many requests are waiting.
             RuntimeError: the engine is not running, or the models' weights have changed or were deleted.
-            ValueError, TypeError: the request is invalid. It was not queued.
+            ValueError, TypeError: the request is invalid and was not queued.
         """
         tenant = self._tenant(request, listen)
         self._queue(tenant)
@@ -170,7 +171,7 @@ class Engine:
         return self._loop.seated
 
     def trouble(self) -> str:
-        """Return why requests make no progress, as a sentence; empty if all is well. Compilation may take any time."""
+        """Return a sentence on why requests make no progress, or "". Time spent compiling does not count."""
         if self._thread is not None and not self._thread.is_alive() and not self._closing:
             return "The engine's thread has ended."
         seconds = 0.0 if self.device.is_compiling else self._heartbeat.overdue
@@ -222,7 +223,7 @@ class Engine:
         return [tenant.result for tenant in tenants]
 
     async def stream(self, request: Request) -> AsyncIterator[Result]:
-        """Yield the result whenever it has grown: the same object each time.
+        """Yield the result whenever it has grown. It is the same object each time.
 
         Breaking out of the iterator cancels the request.
         """
@@ -245,7 +246,7 @@ class Engine:
                 self.cancel(tenant)
 
     def here(self, request: Request) -> Iterator[Result]:
-        """Yield as `stream` does, for an engine that is not running. This thread decodes while the caller iterates.
+        """Yield results as `stream` does, on an engine that is not running. Decode in the thread that iterates.
 
         The engine chooses between at most two draft lengths, unless all programs have been compiled.
 
@@ -328,11 +329,11 @@ class Engine:
                 self._loop.failed(worse)
 
     def _ready(self) -> list[Tenant]:
-        """Return the arrived requests that need not wait for programs, or that would wait in vain."""
+        """Return the arrived requests that need not wait for programs, or whose programs failed to compile."""
         return [tenant for tenant in self._arrived if self._can_play(tenant) or self._compiler.is_done]
 
     def _can_play(self, tenant: Tenant) -> bool:
-        """Return whether the programs that a request needs are compiled, or it no longer needs any."""
+        """Return whether a request's programs are compiled, or the request no longer needs any."""
         is_over = tenant.cancelled or self._loop.cancels
         return is_over or tenant.request.needs < Needs.CONSTRAINED or self.device.can_constrain
 

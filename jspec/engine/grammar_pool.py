@@ -1,4 +1,4 @@
-"""Compiled grammars, each in its own processes with limits on time and memory (see `grammar_worker`)."""
+"""Compiled grammars, each running in its own processes with time and memory limits (see `grammar_worker`)."""
 
 import contextlib
 import json
@@ -25,12 +25,12 @@ class GrammarPool:
     """A pool of processes that compile and follow grammars.
 
     Args:
-        tokenizer: the text of a tokenizer.json.
+        tokenizer: the contents of a tokenizer.json file.
         vocab_size: the vocabulary size V.
-        eos_ids: tokens that may end a text.
+        eos_ids: the tokens that may end an output.
 
     Raises:
-        ValueError: llguidance refuses the tokenizer.
+        ValueError: llguidance rejects the tokenizer.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]):
@@ -43,7 +43,7 @@ class GrammarPool:
         """Compile a "schema", "regular expression" or "grammar". Wait up to ten seconds.
 
         Raises:
-            ValueError: llguidance refuses the grammar, or it needs too much time or memory.
+            ValueError: llguidance rejects the grammar, or compilation takes too much time or memory.
             RuntimeError: the pool is closed, or no process can be started.
         """
         connection, server = self._connect()
@@ -61,10 +61,10 @@ class GrammarPool:
         raise ValueError(answer.decode())
 
     def _connect(self) -> tuple[socket.socket, "_Server"]:
-        """Return a connection to a new compiler, and the server. Start the server again if it has ended.
+        """Return a connection to a new compiler process, and the server. Restart the server if it has ended.
 
         Raises:
-            RuntimeError: the pool is closed, or the system refuses a process or a socket.
+            RuntimeError: the pool is closed, or the system cannot create a process or a socket.
         """
         with self._lock:
             if self._is_closed:
@@ -78,19 +78,19 @@ class GrammarPool:
                 raise RuntimeError(_NO_PROCESS) from error
 
     def close(self) -> None:
-        """End all processes at once. Constraints that still run fail."""
+        """End all processes immediately. Constraints that are still in use fail."""
         with self._lock:
             self._is_closed = True
             self._server.close()
 
 
 class _Server:
-    """The process that forks compilers. It computes nothing itself, so it never hangs."""
+    """The server process, which forks compiler processes. It computes nothing itself, so it never hangs."""
 
     def __init__(self, setup: bytes):
         self.control, theirs = socket.socketpair()
         with theirs:
-            # A session of its own, so that only the parent receives Ctrl-C. The server ends with the parent.
+            # The server has its own session, so that only the parent receives Ctrl-C. The server ends with the parent.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -110,7 +110,7 @@ class _Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server runs and can fork."""
+        """Whether the server is running and can fork."""
         return self._process.poll() is None
 
 
@@ -121,7 +121,7 @@ def _end_server(control: socket.socket, process: "subprocess.Popen[bytes]") -> N
 
 
 def _connect(control: socket.socket) -> socket.socket:
-    """Return a connection to a process that the server forks for it."""
+    """Return a connection to a process that the server forks for this connection."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -133,10 +133,10 @@ def _connect(control: socket.socket) -> socket.socket:
 
 
 def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
-    """Ask a compiler to compile. Return its answer, or None if it has ended or takes too long.
+    """Send a compile request. Return the compiler's answer, or None if the compiler has ended or takes too long.
 
     Raises:
-        RuntimeError: the compiler has not started.
+        RuntimeError: the compiler did not start.
     """
     process, end = None, time.monotonic() + _COMPILE_SECONDS
     connection.settimeout(_COMPILE_SECONDS)
@@ -148,7 +148,7 @@ def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
             return worker.receive(connection)
     except TimeoutError:
         _kill(process)
-    except OSError:  # the compiler ended before it had read all of the question
+    except OSError:  # the compiler ended before it had read the whole request
         pass
     if process is None:
         raise RuntimeError(_NO_PROCESS)
@@ -156,26 +156,26 @@ def _conversation(connection: socket.socket, question: bytes) -> bytes | None:
 
 
 def _kill(process: bytes | None) -> None:
-    """Kill a process that still holds its end of a connection, so that its process id is still valid."""
+    """Kill a process. It must still hold its end of a connection, so that its process id is valid."""
     if process:
         with contextlib.suppress(OSError):
             os.kill(int(process), signal.SIGKILL)
 
 
 class CompiledGrammar:
-    """A factory of mask sources, one for each text, each in its own process.
+    """A factory of mask sources: one for each output, each in its own process.
 
-    The processes end with the last source, after the grammar was closed or garbage collected.
+    After the grammar is closed or garbage collected, its processes end with the last source.
     """
 
     def __init__(self, connection: socket.socket, size: int, server: _Server):
         self._connection, self._size = connection, size
-        self._server = server  # which ends when no reference to it is left
+        self._server = server  # which ends when no reference to it remains
         self._lock, self._sources, self._is_closed = threading.Lock(), 0, False
         self._end = weakref.finalize(self, connection.close)
 
     def __call__(self) -> "GrammarMasks":
-        """Return a mask source for another text.
+        """Return a mask source for a new output.
 
         Raises:
             RuntimeError: the grammar is closed, or its process has ended.
@@ -192,18 +192,18 @@ class CompiledGrammar:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server runs. The processes of the grammar end with it."""
+        """Whether the server is running. The grammar's processes end with it."""
         return self._server.is_alive
 
     def close(self) -> None:
-        """Make no more sources. The process ends with the last existing source."""
+        """Create no more sources. The process ends with the last existing source."""
         with self._lock:
             self._is_closed = True
             if not self._sources:
                 self._end()
 
     def leave(self) -> None:
-        """Count one source fewer."""
+        """Decrement the number of sources."""
         with self._lock:
             self._sources -= 1
             if self._is_closed and not self._sources:
@@ -211,7 +211,7 @@ class CompiledGrammar:
 
 
 class GrammarMasks(MaskSource):
-    """A mask source of one text, computed in its own process."""
+    """A mask source for one output, with its own process."""
 
     def __init__(self, connection: socket.socket, grammar: CompiledGrammar, size: int):
         self._connection, self._grammar, self._size = connection, grammar, size
@@ -242,7 +242,7 @@ class GrammarMasks(MaskSource):
         return np.frombuffer(answer, np.uint32, offset=1).reshape(self._count, self._size)
 
     def _answer(self) -> bytes | None:
-        """Return the answer of the process, or None if it has ended or takes too long."""
+        """Return the process's answer, or None if the process has ended or takes too long."""
         try:
             self._process = self._process or worker.receive(self._connection)
             return worker.receive(self._connection) if self._process else None
@@ -253,9 +253,9 @@ class GrammarMasks(MaskSource):
         return None
 
     def close(self) -> None:
-        """End the process. A call that still waits for it gets no answer."""
+        """End the process. A call that is still waiting for it gets no answer."""
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # not closed, because another thread may read
+                self._connection.shutdown(socket.SHUT_RDWR)  # not closed, because another thread may be reading
             self._grammar.leave()

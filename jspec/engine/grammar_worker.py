@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The script of the processes that run llguidance. It imports neither JAX nor jspec.
+"""The script for the processes that run llguidance. It imports neither JAX nor jspec.
 
-A server process forks a compiler for each grammar, and a compiler forks a matcher for each text. A grammar that hangs,
-fills its memory or overflows the stack therefore ends its own processes, and nothing else.
+A server process forks a compiler for each grammar, and a compiler forks a matcher for each output. A grammar that
+hangs, fills its memory or overflows the stack therefore ends only its own processes.
 """
 
 import contextlib
@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 COMPILE_CPU_SECONDS = 5.0
-MEMORY = 512 * 2**20  # bytes, in addition to those of a process that has compiled nothing
-_SOON = 0.1  # seconds of compilation, after which other processes go first
+MEMORY = 512 * 2**20  # bytes, in addition to what a process uses before it compiles anything
+_SOON = 0.1  # seconds of compilation, after which other processes take priority
 _PROBE_STEPS, _PROBE_SECONDS = 32, 0.1
-# CPU seconds: the budget for all masks of a text, and what each mask adds to it. A typical mask takes less than a
-# millisecond. The first masks, with a fork, take about four. The other rows of the batch wait during the computation.
+# CPU seconds: the budget for all of an output's masks, and the amount that each mask adds to it. A typical mask takes
+# less than a millisecond. The first masks, including a fork, take about four milliseconds. The other rows of the batch
+# wait during the computation.
 _BURST, _EACH = 0.1, 0.002
 _SIZE = struct.Struct("!I")
 
@@ -53,15 +54,16 @@ def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
 
 def tree_masks(matcher: Any, drafted: Sequence[int], parents: Sequence[int], vocab_size: int,
                reset: Callable[[list[int]], Any]) -> list[Any]:  # fmt: skip
-    """Return the masks after the text and after each draft node; None for a node that the text cannot reach.
+    """Return the masks after the text and after each draft node; None for a node that cannot be reached.
 
     Args:
         matcher: a `jspec.engine.constraints.Matcher` at the end of the text.
         drafted: the token of each node.
         parents: the parent of each node: 0 for the text and i for node i - 1.
-        vocab_size: ids from here on are not text.
-        reset: returns a matcher after the text and the given draft tokens. It replaces a matcher that failed after a
-            draft token, because that is not a failure of the text. The mask of that node is b"", which allows nothing.
+        vocab_size: the vocabulary size. Ids at or above it are not text.
+        reset: a function that returns a matcher after the text and the given draft tokens. It replaces a matcher that
+            failed after a draft token, because the text itself has not failed. The mask of that node is b"", which
+            allows nothing.
     """
     masks: list[Any] = [None] * (len(drafted) + 1)
     children: list[list[int]] = [[] for _ in masks]
@@ -88,21 +90,21 @@ def tree_masks(matcher: Any, drafted: Sequence[int], parents: Sequence[int], voc
 
 
 class DeadEnd(Exception):
-    """An error: no token may follow, not even EOS."""
+    """An error raised if no token may follow, not even EOS."""
 
 
 class LLGuidance:
-    """A `jspec.engine.constraints.Matcher` of llguidance."""
+    """A `jspec.engine.constraints.Matcher` backed by llguidance."""
 
     def __init__(self, matcher: Any, num_bytes: int):
         self._matcher, self._num_bytes = matcher, num_bytes
 
     def copy(self) -> "LLGuidance":
-        """Return a copy in the same state. Both share the results of the lexer."""
+        """Return a copy in the same state. Both share the lexer's results."""
         return LLGuidance(self._matcher.deep_copy(), self._num_bytes)
 
     def allowed(self) -> bytes:
-        """Return one bit for each token.
+        """Return the allowed tokens, as one bit for each token.
 
         Raises:
             DeadEnd: no token may follow.
@@ -133,10 +135,10 @@ class LLGuidance:
 
 
 def compile_grammar(tokenizer: Any, kind: str, text: str, num_bytes: int) -> LLGuidance:
-    """Return a matcher at the start of a text.
+    """Compile a grammar, and return a matcher at the start of an output.
 
     Raises:
-        ValueError: llguidance refuses the grammar.
+        ValueError: llguidance rejects the grammar.
     """
     from llguidance import LLMatcher
 
@@ -154,7 +156,7 @@ def compile_grammar(tokenizer: Any, kind: str, text: str, num_bytes: int) -> LLG
 
 
 def _probe(first: LLGuidance) -> None:
-    """Follow a random text for a while, because some grammars hang or fail only after some tokens.
+    """Follow a random output for a while, because some grammars hang or fail only after some tokens.
 
     Raises:
         ValueError: the first mask cannot be computed.
@@ -166,7 +168,7 @@ def _probe(first: LLGuidance) -> None:
         raise ValueError(str(error)) from None
     except DeadEnd:
         raise ValueError("no text satisfies it") from None
-    with contextlib.suppress(RuntimeError, DeadEnd):  # later failures concern only the texts that meet them
+    with contextlib.suppress(RuntimeError, DeadEnd):  # later failures affect only the outputs that reach them
         for _ in range(_PROBE_STEPS):
             tokens = [8 * i + bit for i, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
             if time.monotonic() > begun + _PROBE_SECONDS or not matcher.consume(rng.choice(tokens)):
@@ -175,13 +177,13 @@ def _probe(first: LLGuidance) -> None:
 
 
 def sentence(error: str) -> str:
-    """Return llguidance's message without the state of its parser. For a panic, say only that it occurred."""
+    """Return llguidance's message without its parser state. For a panic, say only that it occurred."""
     message = " ".join(re.split("<(?:state|backtrace)>", error)[0].split())
     return "llguidance does not understand it" if "panic: " in message else message
 
 
 def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:
-    """Return llguidance's form of a tokenizer.json.
+    """Return an llguidance tokenizer made from the contents of a tokenizer.json file.
 
     Raises:
         ValueError: the tokenizer has more tokens than `vocab_size`.
@@ -194,7 +196,7 @@ def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:
 def _main(control: socket.socket) -> None:
     """Read the tokenizer, then fork a compiler for each socket that arrives."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a supervisor sends them to every process of a
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a supervisor sends them to every process in a
         signal.signal(number, signal.SIG_IGN)  # service; these end with their parent, which may have to finish first
     message = receive(control)
     if message is None:
@@ -216,7 +218,7 @@ def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None
         if not message:
             return
         parent = os.getpid()
-        if not descriptors:  # this process may not open more files
+        if not descriptors:  # this process cannot open more files
             continue
         with socket.socket(fileno=descriptors[0]) as connection:
             if _fork() == 0:
@@ -230,10 +232,10 @@ def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None
 
 
 def _fork() -> int | None:
-    """Return the child's process id, 0 in the child, or None if the system has no room for another process."""
+    """Return the child's process id, 0 in the child, or None if the system cannot start another process."""
     with contextlib.suppress(OSError):
         return os.fork()
-    return None  # the other end sees that the connection closes without an answer
+    return None  # the other end sees the connection close without an answer
 
 
 def _end_with(parent: int) -> None:
@@ -276,7 +278,7 @@ def _limit_memory() -> None:
 def _behind_others(compute: Callable[[], Any]) -> Any:
     """Return the result of `compute`, or its exception. After a moment, run it at the lowest priority.
 
-    The priority is set for a thread, because a process cannot raise its own again.
+    The priority is set for a thread, because a process cannot raise its own priority again.
     """
     results: list[Any] = []
 
@@ -297,7 +299,7 @@ def _behind_others(compute: Callable[[], Any]) -> Any:
 
 
 def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int) -> None:
-    """Answer with masks until the other end is closed. SIGPROF ends the process if they take too long."""
+    """Answer requests for masks until the other end is closed. SIGPROF ends the process if the masks take too long."""
     text: list[int] = []
     matcher, left = first.copy(), _BURST
     send(connection, str(os.getpid()).encode())

@@ -1,4 +1,4 @@
-"""Constraints from JSON schemas, regular expressions and grammars, by llguidance."""
+"""Constraints from JSON schemas, regular expressions and grammars, compiled with llguidance."""
 
 import json
 import os
@@ -13,20 +13,20 @@ from jspec.engine.schema_limits import check_regex, check_schema
 
 
 class Grammars:
-    """A factory of constraints for requests: ``Request(..., constraint=grammars.json_schema({...}))``.
+    """A factory of request constraints: ``Request(..., constraint=grammars.json_schema({...}))``.
 
-    Separate processes with limits on time and memory compile and follow grammars. A grammar that exceeds the limits is
-    refused, or ends its own request. (On Windows everything runs in this process, without limits.) The grammar ends a
-    text with an EOS token, which the request's `eos_ids` should include.
+    Grammars are compiled and followed in separate processes with time and memory limits. A grammar that exceeds the
+    limits is rejected, or ends only its own request. (On Windows, everything runs in this process, without limits.) A
+    grammar ends the output with an EOS token, which the request's `eos_ids` should include.
 
     Args:
-        tokenizer: the target's tokenizer, from jspec or a fast one from transformers.
-        vocab_size: the vocabulary size of the target.
-        eos_ids: tokens that may end a text. If empty, the tokenizer's EOS token.
+        tokenizer: the target's tokenizer: one from jspec, or a fast one from transformers.
+        vocab_size: the target's vocabulary size.
+        eos_ids: the tokens that may end an output. The default is the tokenizer's EOS token.
 
     Raises:
         ModuleNotFoundError: llguidance is not installed.
-        ValueError: no token ends a text, or the tokenizer has more tokens than the target.
+        ValueError: there is no EOS token, or the tokenizer has more tokens than the target.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int] = ()):
@@ -39,17 +39,17 @@ class Grammars:
         self._pool = make(tokenizer.backend_tokenizer.to_str(), vocab_size, ends)
 
     def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
-        """Constrain a text to a JSON value that satisfies `schema`, without unnecessary white space.
+        """Return a constraint that makes the output a JSON value satisfying `schema`, without unnecessary whitespace.
 
         Raises:
-            ValueError: `schema` is not a schema, demands what cannot be guaranteed, or is too complex.
+            ValueError: `schema` is not a schema, demands something that cannot be guaranteed, or is too complex.
             RuntimeError: the system cannot start a process for it; try again later.
         """
         check_schema(schema)
         return self._compiled("schema", json.dumps(schema))
 
     def regex(self, pattern: str) -> Constraint:
-        """Constrain a text to match `pattern` as a whole.
+        """Return a constraint that makes the whole output match `pattern`.
 
         Raises:
             ValueError: `pattern` is not a regular expression, or it is too complex.
@@ -58,10 +58,10 @@ class Grammars:
         return self._compiled("regular expression", pattern)
 
     def lark(self, grammar: str) -> Constraint:
-        """Constrain a text to a grammar in Lark's notation, as llguidance reads it.
+        """Return a constraint that makes the output follow `grammar`, in Lark notation as llguidance interprets it.
 
         Raises:
-            ValueError: `grammar` is not such a grammar, or it is too complex.
+            ValueError: `grammar` is not a valid grammar, or it is too complex.
         """
         return self._compiled("grammar", grammar)
 
@@ -72,7 +72,7 @@ class Grammars:
             raise ValueError(f"The {kind} cannot be used: {str(error).rstrip('.')}.") from None
 
     def close(self) -> None:
-        """End the processes at once. Constraints that still run fail."""
+        """End the processes immediately. Constraints that are still in use fail."""
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -83,7 +83,7 @@ class Grammars:
 
 
 class _InProcess:
-    """A `GrammarPool` for platforms that cannot fork."""
+    """A replacement for `GrammarPool` on platforms that cannot fork."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer = worker.make_tokenizer(tokenizer, vocab_size, eos_ids)
@@ -93,7 +93,7 @@ class _InProcess:
         """Compile a grammar.
 
         Raises:
-            ValueError: llguidance refuses the grammar.
+            ValueError: llguidance rejects the grammar.
         """
         return worker.compile_grammar(self._tokenizer, kind, text, self._num_bytes).copy
 

@@ -1,4 +1,4 @@
-"""Heartbeats, which show whether short pieces of work end in time."""
+"""Heartbeats, which show whether short pieces of work finish in time."""
 
 import time
 from collections.abc import Iterator

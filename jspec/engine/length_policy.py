@@ -1,39 +1,39 @@
-"""The choice of the number of draft tokens, from the cost of rounds and the recent acceptance at each position."""
+"""The choice of the number of draft tokens, from the cost of rounds and the recent acceptance rate at each position."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-RECENT = 32  # the last rounds of a request that estimate its acceptance
-_PRIOR = 4  # weight of the acceptance in all requests, in rounds of a request
+RECENT = 32  # the number of a request's last rounds that estimate its acceptance rate
+_PRIOR = 4  # weight of the acceptance rate across all requests, in rounds of one request
 _UNSEEN, _FEW = 0.9, 2  # prior acceptance rate, and its weight in rounds: tries unseen positions, soon drops bad ones
 _MEMORY = 0.99  # decay of the statistics, per call
-_MARGIN = 1.02  # factor by which another length must be better
-_TRIAL, _PERIOD = 4, 256  # calls: the length of a trial of another length, and the most between trials, fewer at first
+_MARGIN = 1.02  # factor by which another length must be better to replace the best one
+_TRIAL, _PERIOD = 4, 256  # in calls: how long another length is tried, and the longest interval between trials
 
 Rounds = Sequence[Sequence[int]]  # two lists, by round: accepted draft tokens, and the intended draft length
 
 
 class Choice:
-    """A policy that chooses between numbers of draft tokens.
+    """A policy that chooses the number of draft tokens.
 
-    The policy estimates, for each position, how often a draft token is accepted if all tokens before it were accepted.
-    These estimates are also right for a mix of easy and hard texts, for trees, and for drafters that stop early or
-    seldom draft. A single rate for all positions would be too high for these.
+    For each position, the policy estimates how often a draft token is accepted if all tokens before it were accepted.
+    These estimates also hold for a mix of easy and hard requests, for trees, and for drafters that stop early or
+    seldom draft. A single rate for all positions would be too high in these cases.
 
-    The policy tries each length at first, and sometimes a neighbour of the best length. It uses past rounds only,
-    never the noise of a future round, so its choices do not change the distribution of texts.
+    The policy tries each length at first, and later sometimes a neighbour of the best length. It uses past rounds
+    only, never the noise of a future round, so its choices do not change the output distribution.
     """
 
     def __init__(self, most: int):
-        self._reached, self._accepted = np.zeros(most), np.zeros(most)  # in all requests
+        self._reached, self._accepted = np.zeros(most), np.zeros(most)  # across all requests
         self._best: int | None = None
         self._steps = itertools.cycle((1, -1))
-        self._calls, self._period, self._trial = 0, 2 * _TRIAL, 0
+        self._calls, self._period, self._trial = 0, 2 * _TRIAL, 0  # the interval grows to `_PERIOD`
 
     def saw(self, accepted: Sequence[int], num_draft_tokens: int) -> None:
-        """Record how many draft tokens each round of each row accepted, if it was meant to draft `num_draft_tokens`."""
+        """Record how many draft tokens each row's rounds accepted, out of an intended `num_draft_tokens`."""
         reached, new = _by_place((accepted, [num_draft_tokens] * len(accepted)), len(self._reached))
         self._reached = np.where(reached > 0, _MEMORY, 1) * self._reached + reached
         self._accepted = np.where(reached > 0, _MEMORY, 1) * self._accepted + new

@@ -1,4 +1,4 @@
-"""The loop that the host runs between two device calls. One thread runs it, and it never waits for sockets."""
+"""The host's loop between device calls. It runs in one thread and never waits for sockets."""
 
 import dataclasses
 import itertools
@@ -15,20 +15,20 @@ from jspec.engine.slot_output import News, Packed, of_prompt, unpack
 from jspec.engine.slots import Needs
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 5  # failures that end a request, if it was alone at the last; three times as many in a row end all
+_PATIENCE = 5  # failures that end a request, if it ran alone at the last; three times as many in a row end all
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A dispatched call of rounds.
+    """A dispatched call that runs rounds.
 
     Attributes:
         writing: the decoding requests, by slot.
-        followed: the `followed` of each request at dispatch, by slot.
+        followed: each request's `followed` at dispatch, by slot.
         num_draft_tokens, needs, count: the draft length, the needs, and the number of slots.
         at_once: whether another call was running at dispatch.
-        alone: whether no prefill ran between the two calls.
-        rounds: how many rounds make a whole call.
+        alone: whether no prefill ran between the previous call and this one.
+        rounds: the number of rounds in a full call.
     """
 
     packed: Packed
@@ -48,21 +48,21 @@ class _Call:
 
 
 class Loop:
-    """A loop that admits, prefills, decodes and delivers. It never runs more than two calls ahead of their output."""
+    """A loop that admits, prefills, decodes and delivers. It never has more than two calls in flight."""
 
     def __init__(self, device: Device, read_tokens: int, call_seconds: float):
         self._device, self._sizes, self._read_tokens = device, device.sizes, read_tokens
         self.pace = Pace(self._sizes.rounds, call_seconds)
         self._choice = Choice(self._sizes.num_draft_tokens[-1])
         self._scheduler = Scheduler(self._sizes.slots)
-        self._reads = False  # whether it has prefilled since the last call of rounds
-        # Constraints of ended requests. A running call may still ask those that ended in this turn.
+        self._reads = False  # whether anything was prefilled since the last call that ran rounds
+        # Constraints of ended requests. A running call may still query those that ended in this turn.
         self._over: list[int] = []
         self._over_before: list[int] = []
         self._played: deque[_Call] = deque()
         self._stop = np.zeros(self._sizes.slots, bool)
         self._failures = 0
-        self.cancels = False  # all requests
+        self.cancels = False  # whether to cancel all requests
 
     def submit(self, tenant: Tenant) -> None:
         """Queue a request."""
@@ -109,7 +109,7 @@ class Loop:
         self._over_before, self._over = self._over, []
 
     def _drop_cancelled(self) -> None:
-        """End cancelled requests at once, and stop the rows of those with a slot in the next call."""
+        """End cancelled requests at once. If they have a slot, the next call stops their rows."""
         for tenant in [tenant for tenant in self._scheduler.waiting if tenant.cancelled or self.cancels]:
             self._scheduler.waiting.remove(tenant)
             self._finish(tenant, "cancelled")
@@ -133,10 +133,10 @@ class Loop:
                 self.fail(tenant, wrong, "constraint_failed")
                 continue
             self._device.seat(slot, tenant.row, len(tenant.given), tenant.read, tenant.constraint)
-            self._stop[slot] = False  # assigning the slot anew has stopped it
+            self._stop[slot] = False  # reassigning the slot has already stopped it
 
     def _read(self) -> None:
-        """Prefill texts, one piece of each in turn, for as long as other requests should wait."""
+        """Prefill requests in turn, one piece at a time, for as long as other requests should wait."""
         budget = self._read_tokens - self._take_over()
         ready = [one for one in self._scheduler.reading() if not self._waits_for_another(one[1])]
         budget -= self._read_several(dict(ready))
@@ -149,10 +149,10 @@ class Loop:
             if not tenant.is_written:
                 reading.append((slot, tenant))
         if reading and not self._scheduler.writing():
-            self._device.wait()  # nothing else waits, and new requests should not queue after all of a long text
+            self._device.wait()  # nothing else waits, and new requests should not queue behind an entire long text
 
     def _take_over(self) -> int:
-        """Copy prefixes that other slots hold, unless these soon hold more; return the approximate cost in tokens."""
+        """Copy prefixes from other slots, unless those will soon hold more. Return the approximate cost in tokens."""
         least, copied = self._sizes.chunks[0], 0
         for slot, tenant in self._scheduler.reading():
             count, source = self._scheduler.lender(tenant)
@@ -165,16 +165,16 @@ class Loop:
         return copied
 
     def _waits_for_another(self, tenant: Tenant) -> bool:
-        """Return whether another request prefills so much of this text that copying it later is better."""
+        """Return whether another request is prefilling so much of this text that copying it later is better."""
         worth = self._scheduler.will_be_read(tenant) - self._sizes.chunks[0]
         return worth >= tenant.read and worth >= self._scheduler.lender(tenant)[0]
 
     def _read_several(self, reading: dict[int, Tenant]) -> int:
-        """Prefill the short rests of texts in many slots at once; return the cost in tokens."""
+        """Prefill short remainders in many slots at once, and return the cost in tokens."""
         least, count = self._sizes.chunks[0], self._sizes.slots
         short = {slot: tenant for slot, tenant in reading.items()
                  if len(tenant.given) - 1 - tenant.read <= least and not tenant.request.prompt_logprobs}  # fmt: skip
-        if len(short) < max(2, count // 2):  # a pass over all slots costs as much as this many passes
+        if len(short) < max(2, count // 2):  # a pass over all slots costs as much as this many single passes
             return 0
         found = self._device.read_several({slot: (tenant.given, tenant.read) for slot, tenant in short.items()})
         for slot, piece in found.items():
@@ -183,7 +183,7 @@ class Loop:
         return least * count
 
     def _follow(self, writing: dict[int, Tenant], num_draft_tokens: int) -> None:
-        """Let drafters that lag read on, those with the least to read first."""
+        """Let lagging drafters catch up, starting with those that have the least to read."""
         budget, tolerated = self._read_tokens, self._device.tolerated(num_draft_tokens)
         for slot, tenant in sorted(writing.items(), key=lambda one: one[1].lag):
             if tenant.lag > tolerated and budget > 0:
@@ -192,9 +192,9 @@ class Loop:
                 budget, tenant.lag, tenant.followed = budget - read, tenant.lag - read, tenant.followed + read
 
     def _to_measure(self) -> int | None:
-        """Return the draft length of the running call, if it is time to repeat this call undisturbed, to measure it.
+        """Return the running call's draft length if it is time to repeat that call undisturbed, to measure its cost.
 
-        If requests always wait or prefill, no other call would ever measure the cost of a round.
+        Otherwise the cost of a round would never be measured while requests are always waiting or prefilling.
         """
         if not self._played or not (writing := self._scheduler.writing()):
             return None
@@ -212,14 +212,14 @@ class Loop:
         return self._sizes.shape(len(self._moving(writing)), needs)
 
     def _play(self, writing: dict[int, Tenant], again: int | None) -> None:
-        """Dispatch rounds for `writing`; if `again` is a draft length, with that length and undisturbed."""
+        """Dispatch rounds for `writing`. If `again` is a draft length, use that length and run undisturbed."""
         begins = not any(tenant.is_begun for tenant in writing.values())
         count, needs = self._shape(writing)
         k = self._length(writing, begins, needs, count) if again is None else again
         if k and self._device.lags and again is None:
             self._follow(writing, k)
         whole = self.pace.rounds((k, needs, count))
-        # Deliver a first token early, unless other requests decode: a short call would delay those.
+        # Deliver a first token early, unless other requests are decoding: a short call would delay them.
         rounds = (1 if begins else whole) if writing else 0
         for tenant in writing.values():
             tenant.is_begun = True
@@ -233,28 +233,28 @@ class Loop:
         self._reads = False
 
     def _length(self, writing: dict[int, Tenant], begins: bool, needs: Needs, count: int) -> int:
-        """Return the draft length of the next call; if possible 0 before the drafter has read any text."""
+        """Return the next call's draft length; 0, if possible, before the drafter has read any text."""
         lengths = self._device.lengths(needs, count)
         if self._device.lags and begins and 0 in lengths:
             return 0
-        # The warm-up has no constraints: use the costs without constraints until those with are known.
+        # The warm-up measures no constrained rounds: use unconstrained costs until constrained ones are known.
         kinds = [(k, its, count) for its in (min(needs, Needs.FULL), needs) for k in lengths]
         costs = {kind[0]: self.pace.costs[kind] for kind in kinds if self.pace.knows(kind)}
         rows = [(one.result.accepted[-RECENT:], one.lengths[-RECENT:]) for one in writing.values()]
         return self._choice.next(lengths, costs, rows)
 
     def _settle(self, call: "_Call") -> None:
-        """Deliver the output of a call to the requests that it was dispatched for."""
+        """Deliver a call's output to the requests that it was dispatched for."""
         wanted = [slot for slot, tenant in call.writing.items() if tenant.request.top_logprobs]
         news = unpack(call.packed, call.writing, self._sizes.top_logprobs if call.needs >= Needs.FULL else 0, wanted)
         rounds = max((len(new.accepted) for new in news.values()), default=0)
-        # A call that was cut short, because a request waits, spreads its fixed cost over fewer rounds.
+        # A call that was cut short for a waiting request spreads its fixed cost over fewer rounds.
         alone = call.alone and rounds == call.rounds
         self.pace.settled(call.kind, rounds, call.at_once, alone)
         self._judge(call, news)
         for slot, tenant in call.writing.items():
             if tenant.result.finish_reason is None:
-                # The output does not include tokens that the drafter has been given to read since dispatch.
+                # The lag in the output ignores tokens that the drafter has been given to read since dispatch.
                 tenant.lag = news[slot].lag - (tenant.followed - call.followed[slot])
                 self._tell(slot, tenant, news[slot], call.num_draft_tokens)
         for tenant in call.writing.values():
@@ -262,7 +262,7 @@ class Loop:
             tenant.failures = 0 if tenant.goes_well else tenant.failures
 
     def _judge(self, call: "_Call", news: dict[int, News]) -> None:
-        """Record the acceptance of drafts. Skip rounds in which the drafter lagged: they predict nothing."""
+        """Record how many draft tokens were accepted. Skip rounds in which the drafter lagged: they predict nothing."""
         seen: list[int] = []
         for new in news.values():
             seen += itertools.compress(new.accepted, self._lengths(new, 1))
@@ -284,7 +284,7 @@ class Loop:
             tenant.scored = []
         if num_top:
             result.top_logprobs.extend(one[:num_top] for one in new.top_logprobs)
-        # Tokens last: another thread that sees them then also finds the rest.
+        # Extend `tokens` last, so that another thread that sees the new tokens also finds the rest.
         for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
             getattr(result, name).extend(getattr(new, name))
         result.distortion += new.distortion
@@ -308,7 +308,7 @@ class Loop:
         return self._finish(tenant, "eos" if ended else "length")
 
     def fail(self, tenant: Tenant, error: str, code: str | None = None) -> None:
-        """End a request without a slot with an error, and with a `code` if its constraint cannot be kept."""
+        """End a request that has no slot with an error, and with a `code` if its constraint cannot be met."""
         _LOG.error("A request ends: %s", error)
         tenant.result.error, tenant.result.error_code = error, code
         self._finish(tenant, "error")
@@ -318,12 +318,12 @@ class Loop:
             self._over.append(tenant.constraint)
         tenant.result.finish_reason = reason
         tenant.tell()
-        tenant.listen = nobody  # the listener may hold the tenant, a cycle that would keep both alive
+        tenant.listen = nobody  # the listener may hold the tenant: a reference cycle that would keep both alive
 
     def failed(self, error: BaseException) -> None:
-        """Empty the slots after a failure. Requests with a key prefill their text so far, and continue it unchanged.
+        """Empty the slots after a failure. Requests with a key prefill their text again, and their output is the same.
 
-        End a request with repeated failures that was alone at the last. End all requests if every call fails.
+        End a request that failed repeatedly and ran alone the last time. End all requests if every call fails.
         """
         _LOG.error("A call of the engine has failed.", exc_info=error)
         self._failures += 1
@@ -342,7 +342,7 @@ class Loop:
         its_own = len(seated) == 1 and seated[0].failures >= _PATIENCE
         if hopeless or its_own:  # the failures are now explained
             self._failures = 0
-        # Queue first those that must be tried alone, while no slot is taken.
+        # Queue the requests that must be tried alone first, while no slot is taken.
         for tenant in sorted([*seated, *waiting], key=lambda one: -one.failures):
             if hopeless or (tenant in seated and (its_own or tenant.request.key is None)):
                 self.fail(tenant, f"{type(error).__name__}: {error}")

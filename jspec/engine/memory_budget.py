@@ -1,4 +1,4 @@
-"""Memory checks before slots are allocated, and the release of memory that compilation leaves allocated."""
+"""Memory checks before slots are allocated, and release of the memory that compilation leaves allocated."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and
 
 
 def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
-    """Raise ValueError, with what would fit, if `slots_bytes` exceed free memory. Pass if free memory is unknown."""
+    """Raise ValueError, with sizes that would fit, if `slots_bytes` exceeds free memory. Pass if that is unknown."""
     (device,) = jax.tree.leaves(target)[0].devices()
     free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
     if free is None or needed <= free:
@@ -34,7 +34,7 @@ def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
 
 
 def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
-    """Estimate the bytes of slots and of a round's temporaries, see `jspec.planning.memory.LAWS`."""
+    """Estimate the size of the slots and of a round's temporaries, in bytes. See `jspec.planning.memory.LAWS`."""
     slots = jax.eval_shape(lambda target, drafter: empty_slots(target, drafter, sizes), target, drafter)
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
     nodes = 0 if drafter is None else tree_of(drafter, sizes.num_draft_tokens[-1]).size
@@ -42,14 +42,14 @@ def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
 
 
 def free_bytes(device: Any) -> int | None:
-    """Return the free bytes of a device. For a CPU, of the machine or container. None if unknown."""
+    """Return a device's free memory in bytes; for a CPU, that of the machine or container. None if unknown."""
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
     told = re.search(r"MemAvailable: +(\d+) kB", _read(_MEMORY))
     group = [_read(_GROUP / name).strip() for name in ("memory.max", "memory.current")]
     found = [1024 * int(told[1])] if told else []
-    if all(map(str.isdecimal, group)):  # cached files in it can be dropped at once
+    if all(map(str.isdecimal, group)):  # the group's cached files can be dropped immediately
         files = re.findall(r"^(?:in)?active_file (\d+)$", _read(_GROUP / "memory.stat"), re.MULTILINE)
         found.append(int(group[0]) - int(group[1]) + sum(map(int, files)))
     return min(found, default=None)
@@ -60,6 +60,6 @@ def _read(file: Path) -> str:
 
 
 def give_back() -> None:
-    """Return freed memory of compilation to the system: gigabytes, which the allocator on Linux would keep."""
+    """Release memory that compilation has freed to the system: gigabytes that the allocator on Linux would keep."""
     with contextlib.suppress(OSError, AttributeError):  # other systems have no malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The programs of an engine. Each takes the slots and returns them; they are donated, and written in place."""
+"""An engine's programs. Each takes the slots and returns them; the slots are donated, and written in place."""
 
 import dataclasses
 from typing import Any, cast
@@ -30,9 +30,9 @@ def seat(
 
     Args:
         slot: an int.
-        row: the request, a batch of one.
-        given: how many tokens the request brings.
-        kept: how many of these have been prefilled already.
+        row: the request as a batch of one.
+        given: the number of tokens that the request brings.
+        kept: how many of these are already prefilled.
         source: the slot that holds the prefilled tokens. If it is another slot, they are copied.
     """
     state, is_other = slots.state, (source != slot).astype(jnp.int32)
@@ -74,11 +74,11 @@ def read(
     """Prefill a piece of a request's text. After the last piece, the request begins to decode.
 
     Args:
-        piece: ``int32[1, C + 1]``, tokens from position `start` on and the one after them, then any values.
+        piece: ``int32[1, C + 1]``, the tokens from position `start` on and the one after them, then any values.
         start: at most the number of prefilled tokens, and at most T - C.
-        count: how many tokens to prefill, in 0 .. C; not the text's last token, which the first round reads.
+        count: how many tokens to prefill, in 0 .. C. This excludes the text's last token, which the first round reads.
         scored: whether to compute scores. If false, a program with scores returns zeros. None for no scores.
-        num_top: how many of the likeliest tokens the scores include; -1 for no scores.
+        num_top: the number of most likely tokens that the scores include; -1 for no scores.
     """
     features = features_of(drafter)
     told, hidden, row = _read(target, features, piece[:, :-1], take(slots.state.cache, slot), start[None])
@@ -92,12 +92,12 @@ def read_several(
 ) -> Slots:
     """Prefill pieces of several slots in one pass over all slots.
 
-    The pass also writes into the KV caches of the other slots, after their texts, where there is room for a piece.
+    The pass also writes into the other slots' KV caches, after the end of their text, where there is room for a piece.
 
     Args:
         pieces: ``int32[S, C + 1]``, the `piece` of each slot, as in `read`.
         starts, counts: ``int32[S]``, the `start` and `count` of each slot, as in `read`.
-        which: ``int32[S]``, first the slots to prefill, then any.
+        which: ``int32[S]``, the slots to prefill, followed by any slots.
         number: how many slots to prefill.
     """
     state, features = slots.state, features_of(drafter)
@@ -120,7 +120,7 @@ def _with_cache(slots: Slots, cache: Any) -> Slots:
 def _with_read(
     target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array, told: Any
 ) -> Slots:
-    """Return the slots after the target has read a piece. `told` are the target's states, if the drafter needs them."""
+    """Return the slots after the target has read a piece. `told`: the target's features, if the drafter needs them."""
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
@@ -147,7 +147,7 @@ def _with_read(
 
 
 def _scores(target: Any, hidden: Array, piece: Array, scored: Array, num_top: int) -> Scores:
-    """Return the target's scores for the tokens of a piece after its first; zeros if not `scored`."""
+    """Return the target's scores for all tokens of a piece except the first; zeros if not `scored`."""
 
     def told() -> Scores:
         logits = target.logits(hidden)
@@ -163,14 +163,14 @@ def _scores(target: Any, hidden: Array, piece: Array, scored: Array, num_top: in
 
 
 def _counted(row: Array, prompt_length: Array, length: Array, vocab_size: int) -> TokenCounts:
-    """Return the token counts for penalties in a text ``int32[1, L]`` of `length` tokens."""
+    """Return the token counts, for penalties, of a text ``int32[1, L]`` with `length` tokens."""
     places = jnp.arange(row.shape[1])
     written = (places >= prompt_length) & (places < length)
     return add_tokens(count_prompt(row, jnp.minimum(prompt_length, length)[None], vocab_size), row, written[None])
 
 
 def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tuple[Any, Array, Any]:
-    """Return the requested states of the target (None if none were requested), its last states, and its KV cache."""
+    """Return the target's features (None if none were requested), its last hidden states, and its KV cache."""
     if features:
         hidden, told, row = target.forward_with_features(tokens, row, at, features)
         return told, hidden, row
@@ -178,11 +178,11 @@ def _read(target: Any, features: Any, tokens: Array, row: Any, at: Array) -> tup
 
 
 def _begun(target: Any, drafter: Any, mine: Any, text: Array, length: Array, anew: Array) -> Any:
-    """Return the drafter state ``mine`` of one row, or a new state if `anew`.
+    """Return one row's drafter state ``mine``, or a new state if `anew`.
 
-    A new state has read nothing yet; for a drafter that reads whole texts, it has read all of the text. During the
-    row's prefill, rounds ran for other rows, with this row's key as well. What they left in the row's state must not
-    influence its drafts, because the row's own first round uses the same noise.
+    A new state has read nothing yet. For a drafter that can only read whole texts, it has read all of the text. During
+    the row's prefill, rounds ran for other rows, and these rounds used this row's key as well. What they left in the
+    row's state must not influence its drafts, because the row's own first round uses the same noise.
     """
     positions = text.shape[1] - 1
     if can_read(drafter):
@@ -207,7 +207,7 @@ def _where(chosen: Array, one: Any, other: Any) -> Any:
 
 
 def follow(target: Any, drafter: Any, slots: Slots, slot: Array, pieces: Array, *, chunk: int) -> Slots:
-    """Let a drafter that `lags` read the next `pieces` pieces of `chunk` tokens of a slot's text, up to its end."""
+    """Let a drafter that `lags` read the next `pieces` pieces of a slot's text, `chunk` tokens each, up to its end."""
     state, positions = slots.state, slots.state.tokens.shape[1] - 1
 
     def read_one(_: Array, loop: tuple[Array, Any]) -> tuple[Array, Any]:
@@ -224,18 +224,18 @@ def follow(target: Any, drafter: Any, slots: Slots, slot: Array, pieces: Array, 
 
 
 def lags(drafter: Any) -> bool:
-    """Return whether a drafter reads texts by itself, so that it may lag. Others know what the target has read."""
+    """Return whether a drafter reads text by itself, and may therefore lag. Others know what the target has read."""
     return drafter is not None and not features_of(drafter) and can_read(drafter) and not keeps_nothing(drafter)
 
 
 def is_alone(drafter: Any) -> bool:
-    """Return whether a drafter is single, or a combination of two that have both read what it has drafted."""
+    """Return whether a drafter is a single one, or combines two drafters that have both read what it has drafted."""
     count = 0 if drafter is None else len(list(leaves_of(drafter)))
     return count == 1 or (count == 2 and isinstance(drafter, MixtureDrafter | CascadeDrafter))
 
 
 def tolerated_lag(drafter: Any, num_draft_tokens: int) -> int:
-    """Return by how many tokens a drafter may lag and still draft. It reads these tokens before it drafts.
+    """Return the number of tokens by which a drafter may lag and still draft. It reads these tokens first.
 
     In a combination, one drafter may not have read the tokens that a round gained from another.
     """
@@ -252,16 +252,16 @@ def play(
     rows: Array | None = None,
     **how: Any,
 ) -> tuple[Slots, Packed]:
-    """Run up to `rounds` rounds, until every row is done.
+    """Run up to `rounds` rounds. Stop early once every row is done.
 
     Args:
         stop: ``bool[S]``, rows to stop before the first round.
         rounds: an int up to `most`.
-        yields: ``bool[S]``, rows whose slots other requests wait for. No more rounds run after one in which one ends.
+        yields: ``bool[S]``, rows whose slots other requests are waiting for. No rounds run after one of them ends.
         rows: ``int32[B]``, the only rows to run and to stop, without duplicates; None for all.
-        rule, num_draft_tokens: the rule and the draft length of every round.
-        is_lean: omit all sampling parameters except temperature. No active row may need others.
-        num_top: how many of the likeliest tokens to find, if a row requests some.
+        rule, num_draft_tokens: the acceptance rule and the draft length of every round.
+        is_lean: whether to omit all sampling parameters except temperature. No active row may need others.
+        num_top: the number of most likely tokens to find, if a row requests any.
         constrain: as for `jspec.decoding.round.play_round`.
     """
     if rows is None:

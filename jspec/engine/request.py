@@ -20,22 +20,22 @@ Likeliest = list[tuple[int, float]]  # token ids and their raw log-probabilities
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text to continue.
+    """A request to continue a prompt.
 
     Attributes:
         tokens: the token ids of the prompt.
-        max_new_tokens: most tokens to add.
-        sampling: temperature, filters, penalties; numbers. The engine refuses a `max_tokens` in it.
-        key: a typed PRNG key. With a key, the text is that of `jspec.generate` with this key (rule "coupled"). It does
-            not depend on other requests, on draft lengths, or on where decoding was interrupted and resumed. None: any
-            key, and the engine's own rule, which accepts more.
-        eos_ids: tokens that end the text.
+        max_new_tokens: the maximum number of tokens to add.
+        sampling: temperature, filters and penalties, as numbers. The engine rejects a `max_tokens` set here.
+        key: a typed PRNG key. With a key, the output equals that of `jspec.generate` with this key (rule "coupled"). It
+            does not depend on other requests, on draft lengths, or on where decoding was interrupted and resumed. If
+            None, the engine uses a random key and its own rule, which accepts more.
+        eos_ids: the tokens that end the output.
         salt: requests with different salts share no prefilled tokens.
-        top_logprobs: how many of the likeliest tokens to report at every new token, with their raw log-probabilities;
+        top_logprobs: the number of most likely tokens to report for each new token, with their raw log-probabilities;
             at most 20.
-        prompt_logprobs: whether to report the same for the prompt. This prefills the whole prompt.
+        prompt_logprobs: whether to report the same for the prompt. If so, the whole prompt is prefilled.
         constraint: a function that returns a `jspec.engine.constraints.Matcher`, which masks the target's distribution
-            at every position. `jspec.engine.grammars.Grammars` makes such functions.
+            at every position. `jspec.engine.grammars.Grammars` creates such functions.
     """
 
     tokens: tuple[int, ...]
@@ -60,7 +60,7 @@ class Request:
         return Needs.LEAN if is_lean else Needs.FULL
 
     def row(self, num_eos_ids: int, vocab_size: int) -> RequestParams:
-        """Return the request as a batch of one for an engine's slots."""
+        """Return the request's parameters as a batch of one for an engine's slots."""
         eos = np.full((1, num_eos_ids), -1, np.int32)
         eos[0, : len(self.eos_ids)] = self.eos_ids
         key = _any_key() if self.key is None else self.key
@@ -96,7 +96,7 @@ def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
 
 
 def _entry(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return one request's value of a sampling field as a batch of one."""
+    """Return one request's value for a sampling field as a batch of one."""
     array = np.asarray(value, dtype)
     if array.shape != shape:
         raise ValueError(f"sampling has {name} of shape {array.shape}; expected {shape}, for one request.")
@@ -105,21 +105,22 @@ def _entry(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndar
 
 @dataclasses.dataclass
 class Result:
-    """The result of a request so far.
+    """A request's result so far.
 
     Attributes:
         tokens, origins, logprobs, raw_logprobs: values for each new token, as in `jspec.Output`.
         top_logprobs: the requested number of (id, raw log-probability) pairs for each new token, highest first.
         prompt_logprobs: the raw log-probability of each prompt token, if requested; NaN for the first token.
-        prompt_top_logprobs: the same as `top_logprobs` for the prompt tokens; empty for the first token.
-        accepted, judged, drafted: numbers of draft tokens in each round, as counted in `jspec.Stats`.
+        prompt_top_logprobs: like `top_logprobs`, but for the prompt tokens; empty for the first token.
+        accepted, judged, drafted: the number of accepted, verified and drafted tokens in each round, as in
+            `jspec.Stats`.
         distortion: the distortion that a lossy rule reports, as in `jspec.Stats`.
-        finish_reason: "eos", "length", "cancelled" or "error"; None before the end.
+        finish_reason: "eos", "length", "cancelled" or "error"; None until the request ends.
         error: the error message.
-        error_code: a machine-readable code if the constraint cannot be kept: "constraint_failed",
+        error_code: a machine-readable code if the constraint cannot be met: "constraint_failed",
             "constraint_too_complex", "constraint_conflict" (with the request's own settings) or "constraint_dead_end"
             (not the request's fault).
-        cached: how many prompt tokens were reused and not prefilled.
+        cached: the number of prompt tokens that were reused and not prefilled.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -140,10 +141,10 @@ class Result:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the error is the request's own fault: the constraint cannot be kept."""
+        """Whether the error is the request's own fault: its constraint cannot be met."""
         return self.error_code not in (None, "constraint_dead_end")
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens over verified ones (`judged`); NaN if none were verified."""
+        """The fraction of verified draft tokens (`judged`) that were accepted; NaN if none were verified."""
         return sum(self.accepted) / sum(self.judged) if any(self.judged) else float("nan")

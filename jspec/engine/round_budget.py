@@ -5,10 +5,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from time import perf_counter
 
-_KEPT = 9  # calls of a kind. Their median counts, so that a single disturbed call decides nothing
+_KEPT = 9  # recent calls of a kind. Their median counts, so that a single disturbed call has no effect
 _PATIENCE = 8  # calls after which a disturbed measurement counts
-_GLANCE = 0.25  # fraction of a call's time
-_OLD = 32  # calls of a kind, none of them alone, after which its cost is stale
+_GLANCE = 0.25  # fraction of a call's time that may pass without a check for its end
+_OLD = 32  # consecutive calls of a kind, none of them alone, after which its cost is stale
 
 
 class Pace:
@@ -33,13 +33,13 @@ class Pace:
         return max(1, min(self._most, round(self._wanted / self.costs[kind]))) if kind in self.costs else 1
 
     def knows(self, kind: Hashable) -> bool:
-        """Return whether the cost of a kind was measured alone, or so often that this seems unattainable."""
+        """Return whether a kind's cost was measured alone, or so often that measuring it alone seems impossible."""
         return kind in self._clean or self._tries[kind] >= _PATIENCE
 
     def is_stale(self, kind: Hashable) -> bool:
-        """Return whether the known cost of a kind is stale, because many calls in a row did not run alone.
+        """Return whether a kind's known cost is stale, because many calls in a row did not run alone.
 
-        This is true for one call, and again after as many calls, because that call may also not run alone.
+        This is true for one call, and again after the same number of calls, because that call may not run alone either.
         """
         return kind in self._clean and self._since[kind] % _OLD == _OLD - 1
 
@@ -63,7 +63,7 @@ class Pace:
         self._last = now
 
     def learn(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """Record the cost of a round of a kind. If it did not run `alone`, it counts only until one has run alone."""
+        """Record the cost of one round of a kind. A round that did not run `alone` counts only until one has."""
         if not alone and kind in self._clean:
             return
         if alone:

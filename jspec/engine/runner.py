@@ -23,7 +23,7 @@ from jspec.engine.weights import check_exist, check_unchanged
 
 Number = np.int32
 _MARGIN = 1.1  # factor by which a larger piece must be cheaper
-Key = tuple[Any, ...]  # the name of a program, and its static options
+Key = tuple[Any, ...]  # a program's name and its static options
 
 
 @functools.lru_cache(maxsize=8)
@@ -33,7 +33,7 @@ def _programs(structure: Any, shapes: Any, rule: Rule, sizes: Sizes) -> dict[Key
 
 
 class Device:
-    """The slots on a device. Calls are dispatched in order and return at once; only reading the output of `play` waits.
+    """The slots on a device. Calls are dispatched in order and return at once; only reading `play`'s output waits.
 
     Args:
         journal: whether to record every call.
@@ -43,7 +43,7 @@ class Device:
         costs: the cost of prefilling a piece, by size; all equal until measured.
         compiling: seconds spent on compiling programs at their first use.
         is_compiling: whether a program is being compiled at its first use.
-        is_lazy: whether all programs are compiled at their first use, so that few of them should be needed.
+        is_lazy: whether all programs are compiled at their first use, in which case few of them should be used.
         is_compiled: whether `compile` has been called.
     """
 
@@ -65,10 +65,10 @@ class Device:
         self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # others compile while slots change
 
     def reset(self) -> None:
-        """Empty the slots. A failed call has lost its donated slots.
+        """Empty the slots. A failed call loses the slots that were donated to it.
 
         Raises:
-            RuntimeError: weights were deleted, so that every later call would fail, too.
+            RuntimeError: weights were deleted, so every later call would fail too.
         """
         check_exist(self._weights)
         self._do("reset")
@@ -81,24 +81,24 @@ class Device:
         return jax.tree.unflatten(self._structure, weights)
 
     def constrain(self, make: Constraint | None) -> int:
-        """Follow another constraint, and return its number in `constraints`; 0 for none."""
+        """Start following a constraint, and return its number in `constraints`; 0 for none."""
         return 0 if make is None else self._do("constrain", make)
 
     def release(self, number: int) -> None:
-        """Release a constraint that no call asks any more."""
+        """Release a constraint that no call queries any more."""
         self._do("release", number)
 
     def seat(
         self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: int = 0, source: int | None = None
     ) -> None:
-        """Assign `slot` to a request, the batch of one `row`, that brings `given` tokens.
+        """Assign `slot` to the request `row`, a batch of one that brings `given` tokens.
 
-        The slot holds the first `kept` of them already. If `source` is another slot, they are copied from it.
+        The slot already holds the first `kept` of them. If `source` is another slot, they are copied from it.
         """
         self._do("seat", slot, row, given, kept, constraint, slot if source is None else source)
 
     def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
-        """Prefill the next piece of `text`, of which `start` tokens are prefilled already."""
+        """Prefill the next piece of `text`, whose first `start` tokens are already prefilled."""
         chunk = self.chunk(len(text) - start, scored)
         begin = max(0, min(start, self.positions - chunk))  # near the end some tokens are prefilled again
         piece = np.zeros((1, chunk + 1), np.int32)
@@ -109,7 +109,10 @@ class Device:
         return Piece(begin, count, scores)
 
     def read_several(self, texts: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Piece]:
-        """Prefill pieces of the smallest size at once. `texts` has the text of each slot, and how much is prefilled."""
+        """Prefill pieces of the smallest size in several slots at once.
+
+        `texts` maps each slot to its text and to the number of tokens that are already prefilled.
+        """
         chunk, count = self.sizes.chunks[0], self.sizes.slots
         pieces, (starts, counts) = np.zeros((count, chunk + 1), np.int32), np.zeros((2, count), np.int32)
         found: dict[int, Piece] = {}
@@ -123,23 +126,23 @@ class Device:
         return found
 
     def tolerated(self, num_draft_tokens: int) -> int:
-        """Return by how many tokens the drafter may lag and still draft `num_draft_tokens`."""
+        """Return the number of tokens by which the drafter may lag and still draft `num_draft_tokens`."""
         return programs.tolerated_lag(self.drafter, num_draft_tokens)
 
     def follow(self, slot: int, lag: int) -> int:
-        """Let the drafter read on in a slot in which it lags by at most `lag` tokens; return how many it reads."""
+        """Let the drafter catch up in a slot where it lags by at most `lag` tokens. Return how many tokens it reads."""
         least, most = self.sizes.chunks[0], self.sizes.chunks[-1]
         pieces = max(1, -(-min(lag - 1, most) // least))
         self._do("follow", slot, pieces)
         return pieces * least
 
     def chunk(self, behind: int, scored: bool = False) -> int:
-        """Return the size of the next piece if `behind` tokens are unread. The last token always is.
+        """Return the size of the next piece if `behind` tokens are unread. The last token is always unread.
 
-        Choose the size for which all needed pieces cost least; a larger size only if it is clearly cheaper.
+        Choose the size with the lowest total cost for the remaining pieces. A larger size must be clearly cheaper.
         """
         if scored:
-            return self.sizes.chunks[0]  # few requests need scores, so one size has them
+            return self.sizes.chunks[0]  # few requests need scores, so only one size supports them
         left = max(1, min(behind - 1, self.sizes.chunks[-1]))
         cost = {size: math.ceil(left / size) * self.costs[size] for size in self.sizes.chunks}
         least = min(cost.values())
@@ -154,7 +157,7 @@ class Device:
             num_draft_tokens, rounds, stop: as for `programs.play`.
             needs: the maximum of the needs of all active rows.
             yields: as for `programs.play`; None for no row.
-            rows: as for `programs.play`, in a number that `Sizes.shapes` has; None for all slots.
+            rows: as for `programs.play`. Their number must be one of those in `Sizes.shapes`. None for all slots.
         """
         yields = np.zeros_like(stop) if yields is None else yields
         return self._do("play", num_draft_tokens, rounds, stop, needs, yields, rows)
@@ -208,18 +211,18 @@ class Device:
         return packed
 
     def replay(self, commands: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Packed]:
-        """Repeat the calls of another device, and return the outputs of all calls of `play`."""
+        """Replay another device's calls and return the outputs of every `play` call."""
         found: list[Packed] = []
         for name, arguments in commands:
             if name in ("release", "reset"):
-                self.wait()  # for running calls that ask the constraints, as the original device did
+                self.wait()  # for running calls that query the constraints, as the original device did
             done = self._do(name, *arguments)
             if name == "play":
                 found.append(done)
         return found
 
     def compile(self) -> None:
-        """Compile all programs except those of `later`, several at a time, because XLA compiles without Python's lock.
+        """Compile all programs except those of `later`, in parallel, because XLA compiles without Python's lock.
 
         Without this call, each program is compiled at its first use.
         """
@@ -236,9 +239,9 @@ class Device:
             give_back()
 
     def later(self) -> list[Callable[[], Any]]:
-        """Return functions that each compile a program of constrained requests, short drafts first.
+        """Return functions that each compile one program for constrained requests, short drafts first.
 
-        Few requests need these programs, and JAX's persistent cache keeps no program that asks the host.
+        Few requests need these programs, and JAX's persistent cache stores no program that calls back to the host.
         """
         self._awaited = sorted(key for key in self._plays(Needs.CONSTRAINED) if key not in self._programs)
         return [functools.partial(self._program, *key) for key in self._awaited]
@@ -257,7 +260,7 @@ class Device:
 
     @property
     def can_constrain(self) -> bool:
-        """Whether constrained requests need not wait for programs that are compiled `later`."""
+        """Whether constrained requests can run without waiting for programs that are compiled `later`."""
         return all(self._lengths(needs, count) for count, needs in self.sizes.shapes if needs is Needs.CONSTRAINED)
 
     def _plays(self, *needs: Needs) -> list[Key]:
@@ -279,7 +282,7 @@ class Device:
         return self._programs[key]
 
     def _lowered(self, key: Key) -> Any:
-        """Lower a program of flat weights, donated slots and other arguments; or the program that makes the slots."""
+        """Lower a program that takes flat weights, donated slots and other arguments, or one that creates the slots."""
         if key == ("empty",):
             return jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes)).lower(self._weights)
         function, shapes = self._function(*key)
@@ -290,7 +293,7 @@ class Device:
         return jax.jit(program, donate_argnums=1).lower(self._weights, self._shapes, *shapes)
 
     def _function(self, name: str, *options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the function of models, slots and other arguments, and the shapes of the other arguments."""
+        """Return a function that takes models, slots and other arguments, and the shapes of these other arguments."""
         one, sizes = Number(0), self.sizes
         if name == "seat":
             return programs.seat, (one, jax.eval_shape(take, self._shapes.params, one), one, one, one)

@@ -1,4 +1,4 @@
-"""The assignment of slots, and the order of prefill: plain Python on host data. Nothing here touches a device."""
+"""Slot assignment and prefill order, in plain Python on host data. Nothing here touches a device."""
 
 import dataclasses
 import itertools
@@ -26,18 +26,18 @@ class Tenant:
         row: the request as arrays for the device.
         listen: the function that the engine calls whenever the result has grown.
         given: the tokens that it brought to its slot; more than its prompt if it continues after a failure.
-        seat: its number in the order of assigning slots.
+        seat: its number in the order of slot assignment.
         seated_at: when it got its first slot, by `time.monotonic`; None before that.
         read: how many tokens of `given` have been prefilled.
-        pieces: in how many pieces these were prefilled since it was seated. Decoding begins with the last piece, so
-            there is at least one, which may be empty.
+        pieces: the number of pieces in which these were prefilled since it was seated. Decoding begins with the last
+            piece, so there is at least one, which may be empty.
         is_begun: whether a round has been dispatched for it since it was seated.
-        lag: by how many tokens its drafter may lag.
+        lag: the most tokens by which its drafter may lag.
         followed: how many tokens its drafter has been given to read.
         lengths: how many tokens each of its rounds was meant to draft; 0 if its drafter lagged.
         constraint: the number that the device has assigned to its constraint, or 0.
-        scored: its prefilled pieces with their scores, until the result has them.
-        alike: requests seated before it whose texts begin alike: the request, its slot, and the number of such tokens.
+        scored: its prefilled pieces with their scores, until these are in the result.
+        alike: earlier seated requests: each request, its slot, and the length of the prefix that both texts share.
         calls: how many calls have delivered output to it since it was seated.
         failures: how many calls have failed while it had a slot, since it last went well.
     """
@@ -64,12 +64,12 @@ class Tenant:
 
     @property
     def goes_well(self) -> bool:
-        """Whether it causes no failures. The first calls prove less: they are shorter than others, and draft less."""
+        """Whether it seems to cause no failures. The first calls prove less: they are shorter and draft less."""
         return self.calls >= 3
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what makes calls fail."""
+        """Whether it may be the cause of failed calls."""
         return self.failures > 1
 
     @property
@@ -91,7 +91,7 @@ class Tenant:
         if piece.scores is not None:
             self.scored.append(piece)
         if self.is_written:
-            self.alike = []  # else it would keep them alive, and they in turn those before them
+            self.alike = []  # otherwise it would keep them alive, and they in turn earlier ones
 
     @property
     def is_written(self) -> bool:
@@ -100,12 +100,12 @@ class Tenant:
 
 
 class Scheduler:
-    """A first-come, first-served assignment of requests to a fixed number of slots.
+    """A first-come, first-served scheduler for a fixed number of slots.
 
     Attributes:
         waiting: requests without a slot, in order.
         tenants: the request in each slot, or None.
-        residents: for each slot, the tokens in its KV cache and the salt of their request.
+        residents: for each slot, the tokens in its KV cache and their request's salt.
     """
 
     def __init__(self, slots: int):
@@ -119,10 +119,10 @@ class Scheduler:
         self.waiting.append(tenant)
 
     def admit(self) -> tuple[int, Tenant] | None:
-        """Assign a slot to the next request, and set ``tenant.read`` to the tokens that its slot holds already.
+        """Assign a slot to the next request. Set ``tenant.read`` to the number of tokens that the slot already holds.
 
-        Return the slot and the request, or None if no request can be seated. A suspect, which may make calls fail,
-        first runs only beside requests that go well, and then alone.
+        Return the slot and the request, or None if no request can be seated. A suspect request, which may cause calls
+        to fail, first runs only beside requests that go well, and then alone.
         """
         free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
         if not free or not self.waiting:
@@ -131,7 +131,7 @@ class Scheduler:
         if not self._may_join(tenant):
             return None
         tenant.given = tenant.text
-        # The slot that holds most of its text; among equals, the one that has been free for longest.
+        # The slot that holds the most of its text; among ties, the one that has been free for longest.
         slot = max(free, key=lambda slot: (_kept(tenant, *self.residents[slot]), -self._left[slot]))
         tenant.read = _kept(tenant, *self.residents[slot])
         tenant.result.cached = min(tenant.read, len(tenant.request.tokens))
@@ -155,29 +155,29 @@ class Scheduler:
         return tenant.failures == 2 and all(other.goes_well for other in others)
 
     def lender(self, tenant: Tenant) -> tuple[int, int]:
-        """Return how many tokens of a text the best other slot holds, and that slot."""
+        """Return how many tokens of a request's text the best other slot holds, and which slot that is."""
         given = len(tenant.given)
         left = [(_kept(tenant, *held), slot) for slot, held in enumerate(self.residents) if self.tenants[slot] is None]
         there = [(_most(alike, other.read + 1, given), slot) for other, slot, alike in self._alike(tenant)]
         return max([*left, *there], default=(0, 0))
 
     def will_be_read(self, tenant: Tenant) -> int:
-        """Return how many tokens of a text other requests will prefill. Ignore those that prefill for prompt scores."""
+        """Return how many tokens of a text other requests will prefill. Ignore requests that need prompt scores."""
         given = len(tenant.given)
         return max((_most(alike, len(other.given), given) for other, _, alike in self._alike(tenant)
                     if not other.request.prompt_logprobs), default=0)  # fmt: skip
 
     def _alike(self, tenant: Tenant) -> list[tuple[Tenant, int, int]]:
-        """Return those of ``tenant.alike`` that still have their slots."""
+        """Return the entries of ``tenant.alike`` whose requests still have their slots."""
         return [one for one in tenant.alike if self.tenants[one[1]] is one[0]]
 
     def reading(self) -> list[tuple[int, Tenant]]:
-        """Return the slots in prefill with their requests, in order of seating."""
+        """Return the slots in prefill with their requests, in the order in which these were seated."""
         found = [(slot, tenant) for slot, tenant in self._seated() if not tenant.is_written]
         return sorted(found, key=lambda one: one[1].seat)
 
     def writing(self) -> list[tuple[int, Tenant]]:
-        """Return the slots in decoding with their requests."""
+        """Return the decoding slots with their requests."""
         return [(slot, tenant) for slot, tenant in self._seated() if tenant.is_written]
 
     def _seated(self) -> list[tuple[int, Tenant]]:

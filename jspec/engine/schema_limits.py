@@ -15,7 +15,7 @@ MAX_PATTERN_LENGTH = 10_000
 MAX_MULTIPLE = 100_000
 MAX_COMBINED_PATTERNS = 8
 MAX_REFERENCED_VALUES = 200_000
-_REPEAT = re.compile(r"\{(\d*+),?(\d*+)\}")  # possessive, because a run of digits would take quadratic time
+_REPEAT = re.compile(r"\{(\d*+),?(\d*+)\}")  # possessive, because a run of digits would otherwise take quadratic time
 _MAX_REPEAT = 10_000
 
 
@@ -23,7 +23,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     """Check that a schema is within the limits. Its meaning is not checked.
 
     Raises:
-        ValueError: the schema exceeds a limit; the message has the first one.
+        ValueError: the schema exceeds a limit; the message names the first one.
     """
     nodes = [value for value in _values(schema) if isinstance(value, Mapping)]
     patterns = [pattern for node in nodes for pattern in _patterns(node)]
@@ -80,7 +80,7 @@ def _patterns(node: Mapping[str, Any]) -> list[str]:
 
 
 def _check_combination(node: Mapping[str, Any]) -> None:
-    """Check what a schema and the parts of its allOf demand together, because their automata multiply."""
+    """Check the combined demands of a schema and its allOf parts, because their automata multiply."""
     parts = node.get("allOf")
     together = [node, *(part for part in parts if isinstance(part, Mapping))] if isinstance(parts, list) else [node]
     if (count := sum("pattern" in part for part in together)) > MAX_COMBINED_PATTERNS:
@@ -127,9 +127,9 @@ def _longest_chain(schema: Mapping[str, Any]) -> int:
 
 
 def _references_of_parts() -> Callable[[Any], list[str]]:
-    """Return a function that lists the distinct $ref of a part of a schema. It reads each part once.
+    """Return a function that lists the distinct $ref values in a part of a schema. It reads each part once.
 
-    Many names can stand for one part, and parts can contain one another, so the limit is on the total that it reads.
+    Many names can stand for one part, and parts can contain one another, so the limit applies to all values read.
     """
     known: dict[int, list[str]] = {}
     count = 0

@@ -1,4 +1,4 @@
-"""The output of a call for every slot, packed into two arrays, because fewer copies to the host are faster."""
+"""A call's output for every slot, packed into two arrays, because fewer copies to the host are faster."""
 
 import dataclasses
 from collections.abc import Container, Iterable
@@ -17,9 +17,9 @@ _NUMBERS = ("count", "drafted", "judged", "accepted", "invalid", "strange")
 
 @pytree
 class Packed:
-    """``int32[R + 1, S, W]`` and ``float32[R, S, W]`` for up to R rounds: tokens, numbers, and the likeliest tokens.
+    """``int32[R + 1, S, W]`` and ``float32[R, S, W]`` for up to R rounds: new tokens, numbers, and top tokens.
 
-    One more row of integers has the state after the last round: whether each slot is done, and its `lag`.
+    One more row of integers holds the state after the last round: whether each slot is done, and its `lag`.
     """
 
     integers: Array
@@ -28,11 +28,11 @@ class Packed:
 
 @pytree
 class Scores:
-    """The target's scores for a piece of a text.
+    """The target's scores for a piece of text.
 
     Attributes:
         logprobs: ``float32[C]``, the raw log-probabilities of the tokens after the first.
-        top_ids, top_logprobs: ``int32[C, n]`` and ``float32[C, n]``, the likeliest tokens at each position, highest
+        top_ids, top_logprobs: ``int32[C, n]`` and ``float32[C, n]``, the most likely tokens at each position, highest
             first, and their raw log-probabilities.
     """
 
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 def pack(new: RoundOutput) -> Packed:
-    """Pack the output of one round, ``[S, ...]``."""
+    """Pack one round's output, ``[S, ...]``."""
     numbers = jnp.stack([getattr(new, name).astype(jnp.int32) for name in _NUMBERS], axis=1)
     top_ids, tops = (part.reshape(len(part), -1) for part in (new.top_ids, new.top_logprobs))
     integers = jnp.concatenate([new.tokens, new.origins.astype(jnp.int32), numbers, top_ids], axis=1)
@@ -95,11 +95,12 @@ class News:
 
     Attributes:
         tokens, origins, logprobs, raw_logprobs: values for each new token, as in `jspec.Output`.
-        top_logprobs: the likeliest tokens at each new token, as ids and raw log-probabilities, in the number that the
-            call looked for. Only for a slot that wants them.
-        accepted, judged, drafted: numbers of draft tokens in each round, as counted in `jspec.Stats`.
+        top_logprobs: the most likely tokens for each new token, as ids and raw log-probabilities; as many as the call
+            computed. Empty for a slot that does not want them.
+        accepted, judged, drafted: the number of accepted, verified and drafted tokens in each round, as in
+            `jspec.Stats`.
         done: whether the row is inactive: its text has ended or was stopped, or it is still in prefill.
-        lag: how many of the last tokens of the text the drafter may not have read.
+        lag: how many of the text's last tokens the drafter may not have read.
         invalid, strange: as in `jspec.decoding.state.RoundOutput`.
         distortion: as in `jspec.Stats`.
     """
@@ -120,11 +121,11 @@ class News:
 
 
 def unpack(packed: Any, slots: Iterable[int], num_top: int = 0, wanted: Container[int] = ()) -> dict[int, News]:
-    """Wait for the output of a call, and return the news of some slots.
+    """Wait for a call's output, and return the `News` of the given slots.
 
     Args:
-        num_top: how many of the likeliest tokens the call looked for.
-        wanted: slots that want the likeliest tokens.
+        num_top: the number of most likely tokens that the call computed.
+        wanted: the slots that want the most likely tokens.
     """
     integers, floats = jax.device_get((packed.integers, packed.floats))
     integers, last = integers[:-1], integers[-1]
@@ -167,7 +168,7 @@ def _likeliest(flat: np.ndarray, kept: np.ndarray) -> list[list[Any]]:
 
 
 def of_prompt(pieces: Iterable[Piece], length: int, num_top: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Wait for the scores of a prompt; return each token's log-probability and the `num_top` likeliest tokens there."""
+    """Wait for a prompt's scores. Return each token's log-probability and the `num_top` most likely tokens."""
     logprobs, tops = [float("nan")] * length, [[] for _ in range(length)]
     for piece in pieces:
         scores, ids, highest = (part.tolist() for part in jax.device_get(tuple(vars(piece.scores).values())))

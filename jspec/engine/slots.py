@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Slots: the rows of one endless batch, allocated once, which requests join and leave."""
+"""Slots: the rows of one endless batch. They are allocated once, and requests join and leave them."""
 
 import dataclasses
 import enum
@@ -30,8 +30,8 @@ class Needs(enum.IntEnum):
     """The features that a round must support for a row; for several rows, their maximum."""
 
     LEAN = 0  # temperature
-    FULL = 1  # also filters, penalties, and log-probabilities of the likeliest tokens
-    CONSTRAINED = 2  # also ask the host which tokens may follow
+    FULL = 1  # also filters, penalties, and log-probabilities of the most likely tokens
+    CONSTRAINED = 2  # also a callback to the host for the allowed tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Sizes:
 
     Attributes:
         slots: S, the number of requests at once.
-        length: the longest text, prompt included.
-        eos_ids: the most EOS tokens of a request.
-        chunks: C, the chunk sizes of prefill, ascending.
+        length: the maximum sequence length, including the prompt.
+        eos_ids: the maximum number of EOS tokens per request.
+        chunks: C, the prefill chunk sizes, ascending.
         num_draft_tokens: K, the possible numbers of draft tokens per round, ascending; 0 is plain decoding.
-        rounds: the most rounds of one call.
-        top_logprobs: the most likeliest tokens that a request may ask for, at most the vocabulary size.
-        fewer: smaller numbers of slots that a call may run alone, ascending; for devices where idle rows cost time.
+        rounds: the maximum number of rounds per call.
+        top_logprobs: the maximum number of top tokens that a request may ask for; at most the vocabulary size.
+        fewer: smaller numbers of slots that a call may run, ascending; for devices on which idle rows cost time.
     """
 
     slots: int
@@ -60,9 +60,9 @@ class Sizes:
 
     @property
     def shapes(self) -> list[tuple[int, Needs]]:
-        """The possible numbers of slots in a call, with the needs; each pair adds two programs.
+        """The possible pairs of a call's number of slots and its needs; each pair adds two programs.
 
-        Constrained requests have only calls of one slot and of all, because every start compiles their programs.
+        Calls with constrained requests run one slot or all slots, because every start compiles their programs.
         """
         return [(count, needs) for count in (*self.fewer, self.slots) for needs in Needs
                 if count in (1, self.slots) or needs is not Needs.CONSTRAINED]  # fmt: skip
@@ -72,21 +72,21 @@ class Sizes:
         return min(shape for shape in self.shapes if shape[0] >= moving and shape[1] >= needs)
 
     def rows(self, moving: Sequence[int], count: int) -> list[int] | None:
-        """Return the `moving` slots, filled up with others to the `count` of a call; None for all slots."""
+        """Return the `moving` slots, filled up with others to `count`; None for all slots."""
         if count == self.slots:
             return None
         others = (slot for slot in range(self.slots) if slot not in moving)
         return [*moving, *itertools.islice(others, count - len(moving))]
 
     def kinds(self, *needs: Needs) -> list[tuple[int, Needs, int]]:
-        """Return the kinds of calls for some needs: the draft length, the needs, and the number of slots."""
+        """Return the kinds of calls for the given needs, as (draft length, needs, number of slots)."""
         return [(k, its, count) for count, its in self.shapes if its in needs for k in self.lengths(its, count)]
 
     def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
-        """Return the draft lengths of a call of `count` slots.
+        """Return the possible draft lengths for a call with `count` slots.
 
-        For requests that need more than a temperature, and for fewer slots than all, there are at most two lengths, to
-        compile fewer programs.
+        There are at most two if requests need more than a temperature, or if the call does not run all slots. This
+        keeps the number of compiled programs small.
         """
         if (needs is Needs.LEAN and count == self.slots) or len(self.num_draft_tokens) < 3:
             return self.num_draft_tokens
@@ -94,9 +94,9 @@ class Sizes:
         return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM, second))
 
     def positions(self, drafter: Any) -> int:
-        """Return T, the length of a slot's KV cache: the longest text and what is written after it, at least a chunk.
+        """Return T, the length of a slot's KV cache: the longest text plus what is written after it, at least a chunk.
 
-        A round writes its draft after the text. A prefill pass of other slots writes an unused piece there.
+        A round writes its draft after the text. A prefill pass for other slots writes an unused piece there.
         """
         behind = tree_of(drafter, self.num_draft_tokens[-1]).size + 1 if drafter is not None else 1
         return whole_tiles(max(self.length + max(behind, self.chunks[0]), self.chunks[-1]))
@@ -104,16 +104,16 @@ class Sizes:
 
 @pytree
 class Slots:
-    """S rows, each of which holds a request or the remains of one.
+    """S rows, each of which holds a request or what remains of one.
 
     A row that is done is inactive: it is empty, it is still in prefill, or its text has ended. Its KV cache always
     holds ``lengths - 1`` tokens, so that another request may reuse them as its prefix.
 
     Attributes:
         params, state: as in a generation, with S rows; ``state.tokens`` has T + 1 columns.
-        given: ``int32[S]``, how many tokens a request brought: its prompt, and then the tokens that it had decoded
-            before it got this slot.
-        read: ``int32[S]``, how many tokens of its text the drafter has certainly read. Counted only for a drafter that
+        given: ``int32[S]``, how many tokens a request brought: its prompt, plus the tokens that it had decoded before
+            it got this slot.
+        read: ``int32[S]``, how many tokens of its text the drafter has certainly read. Kept only for a drafter that
             reads by itself; others know what the target knows.
     """
 
@@ -159,12 +159,12 @@ def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
 
 
 def lean(transforms: LogitsTransforms) -> LogitsTransforms:
-    """Return `transforms` with the temperature only, for calls in which no row needs more."""
+    """Return `transforms` with only the temperature, for calls in which no row needs more."""
     return LogitsTransforms(transforms.temperature, None, None, None, None, None, None, None)
 
 
 def some(held: Any, rows: Array) -> Any:
-    """Return some ``rows[B]`` of `held` as a batch. A KV cache keeps all rows, and its `rows` field selects some."""
+    """Return the given ``rows[B]`` of `held` as a batch. A KV cache keeps all rows; its `rows` field selects some."""
 
     def one(leaf: Any) -> Any:
         return dataclasses.replace(leaf, rows=rows) if isinstance(leaf, KVCache) else leaf[rows]
@@ -173,7 +173,7 @@ def some(held: Any, rows: Array) -> Any:
 
 
 def with_some(held: Any, batch: Any, rows: Array) -> Any:
-    """Return `held` with `batch`, the update of `some` of its rows, written back."""
+    """Return `held` with `batch`, an updated result of `some`, written back."""
 
     def one(leaf: Any, new: Any) -> Any:
         return dataclasses.replace(new, rows=None) if isinstance(leaf, KVCache) else leaf.at[rows].set(new)

@@ -1,4 +1,4 @@
-"""Validation of an engine's arguments, and their defaults: text lengths, draft lengths and slots."""
+"""Validation of an engine's arguments, and their defaults: sequence lengths, draft lengths and slots."""
 
 import numbers
 from typing import Any
@@ -19,9 +19,9 @@ _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
 def fewer(target: Llama, slots: int) -> tuple[int, ...]:
-    """Return smaller numbers of slots that a call may run alone: on CPUs one, and half of four or more.
+    """Return smaller numbers of slots that a call may run: on CPUs, one slot, and half the slots of four or more.
 
-    Idle slots cost as much as used ones on CPUs.
+    On CPUs, idle slots cost as much as used ones.
     """
     if slots == 1 or any(device.platform != "cpu" for device in _devices(target)):
         return ()

@@ -1,4 +1,4 @@
-"""Warm-up before the first request: measurement of the costs of pieces and rounds, one by one, on dummy texts."""
+"""Warm-up before the first request, which measures the costs of pieces and rounds, one by one, on dummy text."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,19 +13,19 @@ from jspec.engine.runner import Device
 from jspec.engine.slot_output import unpack
 from jspec.engine.slots import Needs
 
-_TURNS, _SECONDS = 5, 2.0  # turns; after the second, none begins later than this many seconds
-_READINGS = 2  # readings of each piece; the fastest counts
+_TURNS, _SECONDS = 5, 2.0  # number of turns; after the second, none begins later than this many seconds
+_READINGS = 2  # measurements of each piece; the fastest counts
 _TEXT = (0, 0)
 
 _Kind = tuple[int, Needs, int]
 
 
 def rehearse(device: Device, pace: Pace) -> None:
-    """Measure pieces for `device`, and rounds of all lengths without constraints for `pace`. Empty the slots.
+    """Measure the cost of pieces for `device`, and of unconstrained rounds of all lengths for `pace`. Empty the slots.
 
     Measure only if there is a choice. Without a warm-up, the first requests would pay for the measurements, and one
-    disturbed call would decide for many. If texts are too short for a call of each length, later requests measure the
-    remaining lengths.
+    disturbed call would affect many others. If sequences are too short for a call of each length, later requests
+    measure the remaining lengths.
     """
     sizes = device.sizes
     if len(sizes.chunks) > 1:
@@ -36,7 +36,7 @@ def rehearse(device: Device, pace: Pace) -> None:
 
 
 def _cost_of_piece(device: Device, size: int) -> float:
-    """Return the seconds that a piece takes. While all costs are equal, the device reads it as one piece."""
+    """Return how many seconds a piece takes. While all costs are equal, the device reads it as one piece."""
     times = [perf_counter()]
     for _ in range(_READINGS):
         device.read(0, (0,) * (size + 1), 0)
@@ -57,7 +57,7 @@ def _rehearse_rounds(device: Device, pace: Pace) -> None:
 
 
 def _costs(device: Device, pace: Pace, kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, float]]:
-    """Yield seconds per round of each kind, as the loop measures them: from call to call, with one more running."""
+    """Yield the seconds per round of each kind, measured as in the loop: from call to call, while another call runs."""
     sizes, under_way, ended = device.sizes, None, None
     room = (sizes.length - len(_TEXT)) // (len(kinds) + 2)  # tokens per call, few enough that no text ends
     for kind in (kinds[0], *kinds, kinds[0]):  # the first times the start of the second, the last only runs
@@ -76,7 +76,7 @@ def _costs(device: Device, pace: Pace, kinds: Sequence[_Kind]) -> Iterator[tuple
 
 
 def _fill(device: Device) -> None:
-    """Put a text into every slot, with as many tokens to decode as there is room for."""
+    """Put a request into every slot, with as many tokens to decode as there is room for."""
     sizes = device.sizes
     request = Request(_TEXT, sizes.length - len(_TEXT), key=jax.random.key(0, impl="threefry2x32"))
     row = request.row(sizes.eos_ids, device.target.config.vocab_size)

@@ -35,7 +35,7 @@ def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
 
 
 def _are_equal(leaves: list[Any], weights: list[Any]) -> bool:
-    """Return whether a program may read `leaves` for `weights`. Compare values only if the objects differ."""
+    """Return whether a program may read `leaves` in place of `weights`. Compare values only if the objects differ."""
     if len(leaves) != len(weights):
         return False
     pairs = [(leaf, weight) for leaf, weight in zip(leaves, weights, strict=True) if leaf is not weight]
@@ -43,7 +43,7 @@ def _are_equal(leaves: list[Any], weights: list[Any]) -> bool:
 
 
 def _are_alike(leaf: Any, weight: Any) -> bool:
-    """Return whether two leaves are existing arrays of one type on the same devices."""
+    """Return whether two leaves are existing arrays of the same type on the same devices."""
     if not (isinstance(leaf, jax.Array) and isinstance(weight, jax.Array)):
         return False
     is_deleted = leaf.is_deleted() or weight.is_deleted()

@@ -1,1 +1,1 @@
-"""The public functions: token ids to token ids, texts to texts, and streams."""
+"""Public generation functions for token ids, for text and for streaming."""

@@ -1,4 +1,4 @@
-"""`complete`: prompts to texts in one call, with the result of each prompt."""
+"""`complete`: batched completion of prompts in one call, with a result for each prompt."""
 
 import dataclasses
 import itertools
@@ -25,23 +25,23 @@ from jspec.models.sampling_defaults import recommended
 from jspec.text import eos_ids, request_keys
 from jspec.text.chat_template import Batch, Prompt, encode, listed, room
 
-_DRAFTED = 4  # draft tokens per round, by default
+_DRAFTED = 4  # default number of draft tokens per round
 _Lookup = NGramDrafter | RetrievalDrafter
-_SURE = 0.6  # pays off on CPUs, because each verified row costs time there (bench/NOTES.md)
+_SURE = 0.6  # confidence threshold that pays off on CPUs, where each verified row costs time (bench/NOTES.md)
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One prompt and its continuation or answer.
+    """A prompt and its generated continuation or reply.
 
     Attributes:
         prompt: the prompt as it was passed.
-        pieces: the text that each new token added.
+        pieces: the text added by each new token.
         tokens: the new tokens. `tokens`, `logprobs` and `origins` are as in `jspec.Output`, without the padding.
         logprobs: the log-probability of each new token under the distribution that it was sampled from.
         origins: the origin of each new token.
-        finish_reason: "eos"; "stop", at a string or special token of `stop`; or "length". None if the text continues.
-        stats: the counts of the request, see `statistics`.
+        finish_reason: "eos"; "stop", at a string or special token in `stop`; or "length". None if decoding goes on.
+        stats: the request's statistics. See `statistics`.
     """
 
     prompt: Any
@@ -54,13 +54,13 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The new text."""
+        """The generated text."""
         return "".join(self.pieces)
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Prompts as one batch, before decoding, and the strings and special tokens that end their texts."""
+    """A batch of encoded prompts, with the strings and special tokens that end their output."""
 
     prompts: list[Prompt]
     batch: Batch
@@ -74,12 +74,12 @@ class Task:
         return tuple(self.batch.tokens[0, : self.batch.lengths[0]].tolist())
 
     def ends(self, target: Any) -> tuple[int, ...]:
-        """Return the token ids that end a text."""
+        """Return the token ids that end decoding."""
         possible = {i for i in self.stop_ids if i < target.config.vocab_size}
         return tuple(sorted({*eos_ids(target, self.tokenizer), *possible}))
 
     def check_length(self, target: Any, draft: Any, max_new_tokens: int) -> None:
-        """Raise ValueError if a prompt and `max_new_tokens` more tokens are too long for a model."""
+        """Raise ValueError if a prompt plus `max_new_tokens` tokens is too long for a model."""
         drafter = None if draft is None else as_drafter(draft)
         check_positions(target, drafter, self.batch.lengths, max_new_tokens, np.zeros(1, np.int32))
 
@@ -88,8 +88,8 @@ class Task:
     ) -> Output:
         """Call `jspec.speculative_generate`, or `jspec.generate` if `draft` is None, with `options`.
 
-        If `sampling` is None, the target's recommended parameters are used. The key of request i depends on `seed`
-        and i. Sizes are rounded up, so that a new `max_new_tokens` seldom compiles again.
+        If `sampling` is None, the target's recommended parameters are used. Request i's key depends on `seed` and i.
+        Sizes are rounded up, so that a new `max_new_tokens` seldom causes recompilation.
         """
         check_target(target)
         check_count("max_new_tokens", max_new_tokens)
@@ -104,16 +104,16 @@ class Task:
             return speculative_generate(target, draft, *request, **options)
 
     def _limited(self, sampling: SamplingParams, most: int) -> SamplingParams:
-        """Return `sampling` with limits of at most `most` tokens; unchanged if invalid, for later checks to reject."""
+        """Return `sampling` with `max_tokens` capped at `most`. Leave an invalid value for later checks to reject."""
         wanted = as_array("max_tokens", getattr(sampling, "max_tokens", None))
         if not isinstance(sampling, SamplingParams) or np.asarray(wanted).dtype.kind not in "iuf":
             return sampling
         limits = np.where(np.equal(wanted, 0), most, np.minimum(wanted, most))
-        limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # one program for scalars and arrays
+        limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # same program for scalars and arrays
         return dataclasses.replace(sampling, max_tokens=limits)
 
     def completions(self, target: Any, out: Output) -> list[Completion]:
-        """Return the completion of each prompt from `out`, which `target` decoded.
+        """Return each prompt's completion from `out`, the output of `target`.
 
         Raises:
             ValueError: the target's logits are not finite.
@@ -124,7 +124,7 @@ class Task:
         return [self._completion(target, out, row) for row in range(len(self.prompts))]
 
     def reason(self, target: Any, stopped: Any, last: int) -> str:
-        """Return why a text ended. `last` is its last token; `stopped` is None if no string of `stop` ended it."""
+        """Return the finish reason. `last` is the last token; `stopped` is None if no string in `stop` was found."""
         if stopped is not None:
             return "stop"
         return "eos" if last in eos_ids(target, self.tokenizer) else "stop" if last in self.stop_ids else "length"
@@ -167,37 +167,38 @@ def complete(
     stop: str | Sequence[str] = (),
     template: Mapping[str, Any] | None = None,
 ) -> list[Completion]:
-    """Continue texts and answer conversations as one batch.
+    """Complete text prompts and answer conversations in one batch.
 
-    Texts end at the EOS tokens of the model and the tokenizer, including those in generation_config.json.
+    Decoding ends at the EOS tokens of the model and the tokenizer, including those in generation_config.json.
 
     Args:
         target, accept: as for `jspec.speculative_generate`.
         draft: as for `jspec.speculative_generate`. None decodes without a draft.
         tokenizer: the target's tokenizer, from `jspec.pretrained` or transformers.
-        prompts: one prompt or a list of prompts: texts, lists of token ids, or conversations. A conversation is a list
-            of messages such as ``{"role": "user", "content": "Hello"}``. The chat template turns it into one text.
-        max_new_tokens: the limit for each prompt.
-        num_draft_tokens: as for `jspec.speculative_generate`; by default 4. Lookup and retrieval draft at most this
-            many. By default, a drafter that they fall back to drafts while it is confident (`jspec.WhileConfident`),
-            because that pays off on CPUs.
-        sampling: as for `jspec.speculative_generate`. It replaces all defaults of the model. The default is the
-            target's recommendation in its generation_config.json, and `SamplingParams()` for fields not named there.
-        seed: the key of request i depends on `seed` and i.
-        stop: one or several strings. A text ends before them. The completion keeps tokens up to the one that completes
-            a string. Decoding continues after that token, and `Completion.stats` counts it. A special token, such as
-            "<|im_end|>", ends decoding as the model's own EOS tokens do.
-        template: variables of the chat template for every conversation, such as ``{"enable_thinking": False}``. The
-            template ignores names that it does not use.
+        prompts: one prompt or a list of prompts. A prompt is a string, a list of token ids, or a conversation. A
+            conversation is a list of messages such as ``{"role": "user", "content": "Hello"}``, which the chat template
+            turns into one string.
+        max_new_tokens: the maximum number of new tokens for each prompt.
+        num_draft_tokens: as for `jspec.speculative_generate`. The default is 4. Lookup and retrieval drafters draft at
+            most this many tokens. By default, a drafter that they fall back to drafts while it is confident
+            (`jspec.WhileConfident`), because that pays off on CPUs.
+        sampling: as for `jspec.speculative_generate`. It replaces all of the model's defaults. The default is the
+            recommendation in the target's generation_config.json, and `SamplingParams()` for fields not set there.
+        seed: the random seed. Request i's key depends on `seed` and i.
+        stop: one or several stop strings. The text ends before the first match. The completion keeps tokens up to the
+            one that completes the match. Decoding continues after that token, and `Completion.stats` counts the extra
+            tokens. A special token, such as "<|im_end|>", ends decoding as the model's own EOS tokens do.
+        template: chat template variables for every conversation, such as ``{"enable_thinking": False}``. The template
+            ignores names that it does not use.
 
     Returns:
         A `Completion` for each prompt.
 
     Raises:
-        ValueError: a prompt is empty or malformed, there is no template for a conversation, or the template rejects it;
-            `template` is malformed, or no prompt is a conversation; `stop` has an empty string; a drafting argument
-            was passed without a draft; or as `jspec.speculative_generate`.
-        TypeError: `tokenizer` is not a tokenizer; or as `jspec.speculative_generate`.
+        ValueError: a prompt is empty or malformed; there is no template for a conversation, or the template rejects it;
+            `template` is malformed, or was passed without a conversation; `stop` contains an empty string; a drafting
+            argument was passed without a draft; or for any reason listed under `jspec.speculative_generate`.
+        TypeError: `tokenizer` is not a tokenizer; or for any reason listed under `jspec.speculative_generate`.
     """
     options = {"num_draft_tokens": num_draft_tokens, "accept": accept}
     options = {name: value for name, value in options.items() if value is not None}
@@ -212,7 +213,7 @@ def complete(
 def prepare(
     tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (), template: Mapping[str, Any] | None = None
 ) -> Task:
-    """Validate and encode the prompts without a model. Arguments are as for `complete`."""
+    """Validate and encode the prompts without a model. The arguments are the same as for `complete`."""
     if not callable(tokenizer):
         raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}; pass that of jspec.pretrained, "
                         "jspec.text.load_tokenizer or transformers.")  # fmt: skip
@@ -225,9 +226,9 @@ def prepare(
 
 
 def how_far(draft: Any, num_draft_tokens: Any) -> Any:
-    """Return `num_draft_tokens`, or the default. Lookup drafts at most this many tokens, and none without a match.
+    """Return `num_draft_tokens`, or the default. A lookup drafts at most this many tokens, and none without a match.
 
-    By default, a drafter that a lookup falls back to drafts while it is confident, if it reports confidence.
+    By default, a lookup's fallback drafter drafts while it is confident, if it reports its confidence.
     """
     wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
     if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):
@@ -237,27 +238,28 @@ def how_far(draft: Any, num_draft_tokens: Any) -> Any:
 
 
 def of_engine(draft: Any) -> Any:
-    """Return the default of an engine, which accepts numbers of draft tokens but not `DraftLength` objects.
+    """Return an engine's default number of draft tokens. An engine does not accept `DraftLength` objects.
 
-    For a lookup with a fallback this is "auto", which pays off because the two draft different numbers of tokens.
+    The default is "auto" for a lookup with a fallback drafter, because the two draft different numbers of tokens.
     """
     return "auto" if _is_behind_lookup(draft) else usual(draft)
 
 
 def _is_behind_lookup(draft: Any) -> bool:
-    """Return whether a drafter that reports its confidence drafts if a lookup has no match."""
+    """Return whether `draft` is a lookup that falls back to a drafter that reports its confidence."""
     return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and says_how_sure(draft.second)
 
 
 def usual(draft: Any) -> Any:
-    """Return the default number of draft tokens: four, or the drafter's maximum if less; `DEFAULT` for a tree."""
+    """Return the default number of draft tokens: four, or the drafter's maximum if lower; `DEFAULT` for a tree."""
     return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, reach_of(draft)))
 
 
 def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
-    """Return the pieces up to the one that completes the first of `stop`, without that string; None without a match.
+    """Return the pieces up to the first match of `stop`, without the matched string; None if there is no match.
 
-    A decoder that stops gives the same result. If one piece completes several strings, the earliest start counts.
+    A decoder that stops at the match gives the same result. If one piece completes several strings, the match that
+    starts earliest counts.
     """
     text = ""
     for count, piece in enumerate(pieces, 1):
@@ -272,15 +274,15 @@ def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
 def statistics(
     rounds: int, drafted: int, judged: int, accepted: int, accepted_at: list[int], origins: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the counts of one request, as in `jspec.Stats`, and the number that theory predicts from them.
+    """Return one request's counts, as in `jspec.Stats`, and the tokens per round that theory predicts from them.
 
-    ``acceptance_rate`` is over the verified draft tokens (`judged`). Draft tokens after a rejection are not verified.
-    ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. It is None if a round had fewer
-    draft tokens than the equation assumes. The measured number is lower if the end of the text cuts off the last
-    round. It differs if acceptance comes in streaks.
+    ``acceptance_rate`` is the fraction of verified draft tokens (`judged`) that were accepted. Draft tokens after a
+    rejection are not verified. ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. It
+    is None if a round had fewer draft tokens than the equation assumes. The measured value is lower if the end of the
+    text cuts off the last round. It also differs if acceptances come in streaks.
     """
     rate = accepted / judged if judged else None
-    # A bonus token follows a draft that was accepted whole.
+    # A bonus token follows a fully accepted draft.
     whole = origins.count(BONUS) <= sum(accepted_at[-1:]) and NO_DRAFT not in origins
     predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
     return {
@@ -297,10 +299,10 @@ def statistics(
 
 
 def _special(tokenizer: Any, string: str) -> int | None:
-    """Return the id of a special token, which texts never show. Return None if `string` is ordinary text.
+    """Return the id of a special token, which decoded text never shows. Return None if `string` is ordinary text.
 
     Raises:
-        ValueError: the special token is only a part of `string`.
+        ValueError: `string` contains a special token and other text.
     """
     ids = tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
     shown, whole = (

@@ -1,4 +1,4 @@
-"""`generate` and `speculative_generate`: one XLA program each, from prompts to tokens."""
+"""`generate` and `speculative_generate`: each is one XLA program, from prompts to tokens."""
 
 from typing import Any
 
@@ -31,8 +31,9 @@ def generate(
 ) -> Output:
     """Decode one token per forward pass of `target`.
 
-    This is the baseline of `speculative_generate` in speed, and the distribution that its output must match.
-    Arguments, result and errors are those of `speculative_generate`. ``stats.accepted_at`` has no columns.
+    This is the speed baseline for `speculative_generate`, and it defines the distribution that the output of
+    `speculative_generate` must match. The arguments, the result and the errors are the same, except that
+    ``stats.accepted_at`` has no columns.
     """
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, eos_ids, sampling)
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, pad_id)
@@ -55,44 +56,44 @@ def speculative_generate(
     pad_id: int = 0,
     record: bool = False,
 ) -> Output:
-    """Decode with a draft. Under an exact rule, the text has exactly the distribution of `generate`.
+    """Decode with a draft. Under an exact rule, the output has exactly the distribution of `generate`.
 
-    This is speculative decoding, after Leviathan et al. 2023 and Chen et al. 2023. You can call it inside your own
-    `jax.jit`. Only shapes are checked there, and for arguments that are still being computed, because there are no
-    values yet. Arguments may lie on any mesh of devices, see docs/sharding.md.
+    The algorithm is speculative decoding, as in Leviathan et al. 2023 and Chen et al. 2023. You can call this function
+    inside your own `jax.jit`. Only shapes are checked in that case, because there are no values yet. The same holds for
+    arguments that are still being computed. Arguments may lie on any device mesh. See docs/sharding.md.
 
     Args:
-        target: the model whose distribution the text has.
+        target: the model whose distribution the output follows.
         draft: a smaller `Llama` with the same vocabulary, or any drafter (`jspec.drafters.base`).
-        tokens: ``int32[B, P]``, prompts, padded on the right with any values; an array or a list of lists.
-        lengths: ``int32[B]`` in 1..P, the lengths of the prompts.
-        keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). In float32 a request's text
+        tokens: ``int32[B, P]``, the prompts, padded on the right with any values; an array or a list of lists.
+        lengths: ``int32[B]`` in 1..P, the prompt lengths.
+        keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). In float32, a request's output
             depends on its own prompt, key and parameters, not on the rest of the batch.
-        max_new_tokens: most tokens to add to each prompt; fixes shapes, so each value compiles once.
-        num_draft_tokens: K, draft tokens per round, by default 4; fixes shapes. Omit it for a drafter with a tree. An
-            object such as ``jspec.UpTo(8)`` lets each row decide, round by round (`jspec.drafters.draft_length`).
-            "auto" is the K that `tune` measures at the first call, which takes a while. The process remembers it by
-            the models' shapes, whatever their weights, batch size, sampling and bucketed length
-            (`jspec.tuning.tune_chain`). K then depends on timing, so with one key the text may differ between
-            processes. The distribution does not differ. If drafting does not pay off, "auto" decodes as `generate`
-            does, and ``stats.accepted_at`` has no columns.
-        sampling: temperature, filters, penalties; values for all or per request, as numbers, lists or arrays.
-        accept: the acceptance rule. Exact rules are "rejection"; "block", which accepts as much or more in expectation;
-            "traversal", the same for trees; "k-seq", for trees whose children are drawn independently; and "coupled",
-            whose text is that of `generate` with the same keys, except for rounding. An object such as
-            ``jspec.Lenient(0.5)`` is not exact, see `jspec.rules`.
-        eos_ids: tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default
-            rows run to their limits. A model's own ids are in ``target.config.eos_token_ids``.
-        pad_id: fills ``out.tokens`` after a row's end.
-        record: keep all draft tokens in ``out.record``, for ``out.show(tokenizer)``. This compiles a different program,
-            which is as fast.
+        max_new_tokens: the maximum number of tokens to add to each prompt. It fixes shapes: each value compiles once.
+        num_draft_tokens: K, the number of draft tokens per round; 4 by default. It fixes shapes. Omit it for a tree
+            drafter. An object such as ``jspec.UpTo(8)`` lets each row choose its number in every round
+            (`jspec.drafters.draft_length`). "auto" uses the K that `tune` measures at the first call, which takes a
+            while. The process reuses it for models of the same shapes, whatever their weights, with the same batch
+            size, sampling and bucketed length (`jspec.tuning.tune_chain`). Because this K depends on timing, the output
+            for one key may differ between processes. The distribution does not differ. If drafting does not pay off,
+            "auto" decodes as `generate` does, and ``stats.accepted_at`` has no columns.
+        sampling: temperature, filters and penalties: numbers for all requests, or lists or arrays with one per request.
+        accept: the acceptance rule. The exact rules are "rejection"; "block", which accepts at least as much in
+            expectation; "traversal", its counterpart for trees; "k-seq", for trees whose children are drawn
+            independently; and "coupled", whose output equals that of `generate` with the same keys, except for
+            rounding. An object such as ``jspec.Lenient(0.5)`` is not exact. See `jspec.rules`.
+        eos_ids: the tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default,
+            rows run to their limits. The model's own EOS ids are in ``target.config.eos_token_ids``.
+        pad_id: the token id that fills ``out.tokens`` after a row's end.
+        record: whether to keep all draft tokens in ``out.record``, for ``out.show(tokenizer)``. This compiles a
+            different program, which is equally fast.
 
     Returns:
         The `Output`.
 
     Raises:
-        ValueError: an argument is out of range, and the message says what was expected. Or a drafter from outside jspec
-            drafted ids that are not tokens. A call with such a drafter waits for its result to check that.
+        ValueError: an argument is out of range (the message says what was expected), or a drafter from outside jspec
+            drafted invalid token ids. To check the ids, a call with such a drafter waits for its result.
         TypeError: keys are raw, or an argument has the wrong type.
     """
     rule = check_rule(accept)

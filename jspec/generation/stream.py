@@ -1,4 +1,4 @@
-"""`stream`: the text of one prompt as it is decoded."""
+"""`stream`: the output for one prompt, part by part as it is decoded."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,23 +29,24 @@ def stream(
     stop: str | Sequence[str] = (),
     template: Mapping[str, Any] | None = None,
 ) -> Iterator[Completion]:
-    """Continue a text, or answer a conversation, and yield each new part as soon as it is decoded.
+    """Complete a text prompt, or answer a conversation, and yield each new part as soon as it is decoded.
 
-    The text is that of `complete` without a draft and with the same seed. It does not depend on the draft, because the
-    rule "coupled" verifies drafts. Each step of the iterator decodes a few rounds; leaving the iterator ends decoding.
+    The output equals that of `complete` without a draft and with the same seed. It does not depend on the draft,
+    because drafts are verified with the rule "coupled". Each step of the iterator decodes a few rounds. Breaking out of
+    the iterator ends decoding.
 
     Args:
         target, draft, tokenizer, max_new_tokens, sampling, seed, stop, template: as for `complete`.
         prompt: one prompt, as for `complete`.
-        num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`. The default is 4, or "auto" for a drafter with a
-            fallback after lookup.
+        num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`. The default is 4, or "auto" for a lookup
+            with a fallback drafter.
 
     Yields:
-        A `Completion` for each part, with the pieces, tokens, log-probabilities and origins of the part, and the
-        statistics of the whole text so far. The `finish_reason` is None except in the last part.
+        A `Completion` for each part, with the part's pieces, tokens, log-probabilities and origins, and statistics of
+        the whole output so far. The `finish_reason` is None except in the last part.
 
     Raises:
-        ValueError, TypeError: as `complete`, before decoding begins.
+        ValueError, TypeError: as for `complete`; raised before decoding begins.
         RuntimeError: the device failed.
     """
     check_count("max_new_tokens", max_new_tokens)
@@ -56,7 +57,7 @@ def stream(
         raise ValueError("num_draft_tokens is for drafting, and draft is None; leave it out.")
     far = of_engine(draft) if num_draft_tokens is None else num_draft_tokens
     how = {} if draft is None else {"num_draft_tokens": far}
-    # One slot, with one of few lengths, so that other prompts reuse the compiled programs.
+    # One slot, with one of a few possible lengths, so that other prompts reuse the compiled programs.
     engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
     sampling = recommended(target) if sampling is None else sampling
     with explicit_transfers():
@@ -66,7 +67,7 @@ def stream(
 
 
 def parts(target: Any, task: Task, request: Request, results: Iterator[Result]) -> Iterator[Completion]:
-    """Yield each new part of the text of a task's only prompt, as its result grows."""
+    """Yield each new part of the output for a task's only prompt, as its result grows."""
     writer, sent = Writer(task.tokenizer, request.tokens, task.stop), 0
     for result in results:
         for token in result.tokens[len(writer.pieces) :]:

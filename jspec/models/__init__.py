@@ -1,1 +1,1 @@
-"""The Llama decoder in Flax NNX: layers, attention, KV cache, quantisation and loading."""
+"""The Llama decoder in Flax NNX: layers, attention, KV cache, quantisation and checkpoint loading."""

@@ -1,17 +1,17 @@
-"""The memory layouts of weights that differ from the default layout of a device."""
+"""Memory layouts for weights that should not have a device's default layout."""
 
 import jax
 from jax.experimental.layout import Format, Layout
 
 from jspec.models.llama import Llama
 
-# The layout of an embedding, ``[E, V]``, on a TPU: a token's numbers are side by side. With the default layout, every
-# call would begin with a copy into this one.
+# The layout of an embedding ``[E, V]`` on a TPU, with each token's values contiguous. With the default layout, every
+# call would start with a copy into this layout.
 BY_TOKEN = Layout(major_to_minor=(1, 0))
 
 
 def lay_out(model: Llama) -> None:
-    """Convert the weights of `model`, on their devices, to the layouts in which programs read them."""
+    """Convert the weights of `model` on their devices to the layouts that programs read them in."""
     if jax.default_backend() == "tpu":
         embedding = model.embed_tokens.weight
         embedding.set_value(jax.device_put(embedding[...], Format(BY_TOKEN, embedding[...].sharding)))

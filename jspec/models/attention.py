@@ -1,4 +1,4 @@
-"""Grouped-query attention over a cache of a fixed shape, limited to the part that has been written."""
+"""Grouped-query attention over a fixed-shape KV cache, limited to the part that has been written."""
 
 import functools
 import math
@@ -17,13 +17,13 @@ from jspec.models.kv_cache import own_rows, visible, visible_branches, write
 from jspec.models.layers import Linear, RMSNorm, einsum
 from jspec.models.rope import rotate
 
-_LEAST = 256  # slots; reading fewer saves less time than the choice costs
+_LEAST = 256  # slots; reading fewer saves less time than choosing costs
 
 Past = tuple[Array, Array, Array | None, Array]
 
 
 class _Part(NamedTuple):
-    """A cache that attention reads: its keys and values, its rows, and ``bool[B, S, T]``, the visible slots."""
+    """A KV cache that attention reads: keys, values, rows, and the mask of visible slots, ``bool[B, S, T]``."""
 
     keys: Array
     values: Array
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over a preallocated cache. The q, k and v projections are one matrix."""
+    """Grouped-query attention over a preallocated KV cache. The q, k and v projections share one matrix."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
@@ -57,15 +57,15 @@ class Attention(nnx.Module):
         """Write this pass's keys and values, then attend.
 
         Args:
-            x: ``[B, R, E]``; rows beyond S are padding, and their results are arbitrary.
+            x: ``[B, R, E]``. Rows beyond S are padding, and their results are arbitrary.
             keys: ``[B, G, D, T]``, this layer's part of the cache.
             values: ``[B, G, T, D]``, this layer's part of the cache.
-            slots: ``int32[B, S]``, consecutive in each row; the numbers include the slots of `past`.
+            slots: ``int32[B, S]``, consecutive in each row. Slot numbers include those of `past`.
             tables: from `jspec.models.rope.rope_tables`.
-            past: a read-only cache, whose positions come before those of `keys` and `values`: its keys, values and
-                rows, and ``int32[B]``, how many of its slots count.
-            branches: the structure of tokens that do not simply follow one another.
-            cache_rows: the batch's rows of `keys` and `values`, see `jspec.models.kv_cache.KVCache`.
+            past: a read-only cache whose positions come before those of `keys` and `values`: its keys, values and rows,
+                and ``int32[B]``, the number of its slots in use.
+            branches: the tree structure of the tokens, if they are not a simple sequence.
+            cache_rows: the batch's rows in `keys` and `values`. See `jspec.models.kv_cache.KVCache`.
 
         Returns:
             The input of `o_proj`, ``[B, R, H D]``, and the updated keys and values.
@@ -92,7 +92,7 @@ def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
 def _attend_projected(
     qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, slots: Array, sizes: tuple[int, int, int]
 ) -> tuple[Array, Array, Array]:
-    """Compute `jspec.models.kernels.decode_attention.decode_attention` for any shape and dtype."""
+    """Compute the same as `jspec.models.kernels.decode_attention.decode_attention`, for any shape and dtype."""
     q, k, v = _split(qkv, sizes)
     return _write_and_attend(q, k, v, tables, keys, values, slots, None, None, None)
 
@@ -109,7 +109,7 @@ def _write_and_attend(
     branches: Branches | None,
     cache_rows: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """Run `Attention` between its projections: from ``[B, heads, R, D]`` to the results of `Attention`."""
+    """Run the part of `Attention` between its projections: from ``[B, heads, R, D]`` to the results of `Attention`."""
     (batch, tokens), rows = slots.shape, q.shape[2]
     q, k, v = (part[:, :, :tokens] for part in (q, k, v))
     # A token whose value is not finite must affect only the queries that see it, but 0 * NaN is NaN. So the NaN is
@@ -135,9 +135,9 @@ def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:
 
 
 def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
-    """Run `_attend` for queries that see no slot of the first part after their `last`.
+    """Run `_attend` for queries that see no slots of the first part after their `last` slot.
 
-    On CPU it reads the shortest sufficient prefix of the slots, from lengths that each are about twice the one before.
+    On CPU, it reads the shortest sufficient prefix of the slots. Each candidate length is about twice the previous one.
     GPUs without a kernel read all slots, because they would have to wait for the host to choose.
     """
     lengths = _prefixes(parts[0].keys.shape[3])
@@ -159,7 +159,7 @@ def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
 
 
 def _prefixes(slots: int) -> list[int]:
-    """Return lengths of prefixes in ascending order; the last length is `slots`."""
+    """Return the candidate prefix lengths in ascending order. The last one is `slots`."""
     lengths = [_LEAST]
     while lengths[-1] * 3 < slots * 2:  # a length close to `slots` is left out
         lengths.append(lengths[-1] * 2)
@@ -179,7 +179,7 @@ def _attend(q: Array, parts: list[_Part]) -> Array:
     scores = [score(own_rows(part.keys, part.rows), part.mask) for part in parts]
     ends = np.cumsum([part.shape[-1] for part in scores])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    # Keep float32 until the sum; also, XLA's CPU kernels cannot multiply into bfloat16, see `_product_of_halves`.
+    # Keep float32 until the sum. XLA's CPU kernels also cannot multiply into bfloat16. See `_product_of_halves`.
     mixed = [einsum("bgrst,bgtd->bgrsd", weight, own_rows(part.values, part.rows), jnp.float32)
              for weight, part in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)]  # fmt: skip
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(batch, heads, steps, size)

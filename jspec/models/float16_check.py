@@ -1,4 +1,4 @@
-"""A check that a model's activations fit into float16, whose limit is 65,504: a float32 pass over a probe prompt."""
+"""A check that a model's activations fit into float16, whose limit is 65,504, by a float32 pass over a probe prompt."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,11 @@ _NAMES = ("self_attn.qkv_proj's output", "self_attn.o_proj's output", "mlp.gate_
 
 
 def check_fits_float16(model: Llama) -> None:
-    """Raise ValueError if an activation is larger than `LARGEST`; the message names the activation.
+    """Raise ValueError if an activation exceeds `LARGEST`. The message names the activation.
 
-    Only one layer at a time is widened. Another prompt may have larger activations, so the bound leaves a tenth of the
-    range. A text whose logits are not finite ends and is marked in ``out.stats.invalid``.
+    Only one layer at a time is widened to float32. Other prompts may have larger activations, so the bound leaves a
+    tenth of the range as headroom. At run time, a row with non-finite logits stops and is marked in
+    ``out.stats.invalid``.
     """
     for name, largest in activations(model):
         if not largest <= LARGEST:
@@ -30,7 +31,7 @@ def check_fits_float16(model: Llama) -> None:
 
 
 def activations(model: Llama) -> Iterator[tuple[str, float]]:
-    """Yield the name and the largest magnitude on the probe prompt, for products and for the outputs of layers."""
+    """Yield the name and the largest magnitude on the probe prompt of each product and each layer output."""
     config = model.config
     tokens = np.linspace(0, config.vocab_size - 1, min(PROBE_TOKENS, config.max_position_embeddings)).astype(np.int32)
     slots = jnp.arange(tokens.size)[None]
@@ -48,7 +49,7 @@ def activations(model: Llama) -> Iterator[tuple[str, float]]:
 def _through(
     layer: DecoderLayer, x: Array, keys: Array, values: Array, slots: Array, tables: tuple[Array, Array]
 ) -> tuple[Array, list[Array]]:
-    """Return the output of a layer in float32, and the largest magnitude of each of `_NAMES`."""
+    """Return a layer's output in float32, and the largest magnitude of each of `_NAMES`."""
     layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.float16 else leaf, layer)
     normed = layer.input_layernorm(x)
     projected = layer.self_attn.qkv_proj(normed)

@@ -1,13 +1,14 @@
-"""The KV cache: allocated once, at a fixed shape, and never moved.
+"""The KV cache, which is allocated once with a fixed shape and never moved.
 
-Slot t holds position t. One number describes a row's valid part: its length. A query at position t sees slots 0..t, and
-later slots are overwritten before a query sees them. So rolling back only keeps the smaller length.
+Slot t holds position t. A single number, the length, describes a row's valid part. A query at position t sees slots
+0..t, and later slots are overwritten before any query sees them. Rolling back therefore only means keeping the smaller
+length.
 
-The draft tokens of a tree are written in the order of its nodes, and a query sees only those on its own branch. `keep`
-then moves the accepted path together, so that slot t holds position t again.
+A tree's draft tokens are written in node order, and a query sees only those on its own branch. `keep` then compacts the
+accepted path, so that slot t holds position t again.
 
 A write must not reach past the last slot, because the effect differs between platforms. Callers allocate K + 1 spare
-slots, so that no write does.
+slots to ensure this.
 """
 
 import functools
@@ -30,8 +31,8 @@ class KVCache:
     """Keys ``[B, G, D, T]`` and values ``[B, G, T, D]`` of every layer, in the layout that attention reads.
 
     Attributes:
-        rows: ``int32[B]``, all different: the batch's own rows, if the cache has more rows than the batch. The other
-            rows do not change. None if all rows are the batch's.
+        rows: ``int32[B]``, the batch's own rows, if the cache has more rows than the batch. They must be distinct. The
+            other rows do not change. None if all rows belong to the batch.
     """
 
     keys: tuple[Array, ...]
@@ -40,21 +41,21 @@ class KVCache:
 
 
 def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
-    """Return a cache of zeros; `shape` is that of the values, ``(B, G, T, D)``."""
+    """Return a cache of zeros. `shape` is the shape of the values, ``(B, G, T, D)``."""
     batch, groups, slots, size = shape
     keys = tuple(jnp.zeros((batch, groups, size, slots), dtype) for _ in range(num_layers))
     return KVCache(keys, tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
 
 
 def whole_tiles(positions: int) -> int:
-    """Return the slots for `positions`, in whole tiles; GPUs would else copy and pad all values at every pass."""
+    """Round `positions` up to whole tiles of slots. Otherwise, GPUs would copy and pad all values at every pass."""
     return -(-positions // _TILE) * _TILE
 
 
 def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
-    """Prefill ``tokens[B, P]`` from position 0 and return the cache of `model`, with room for `num_slots` positions.
+    """Prefill ``tokens[B, P]`` from position 0, and return the model's cache with room for `num_slots` positions.
 
-    The prefill uses a cache of P slots, which is then copied into the larger one. Attention thus costs P x P and not
+    The prefill uses a cache of P slots, which is then copied into the larger one. Attention therefore costs P x P, not
     P x `num_slots`.
     """
     batch, width = tokens.shape
@@ -63,7 +64,7 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
 
 
 def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: Sequence[int]) -> tuple[Any, Array]:
-    """Run `prefill` and also return the features of `jspec.Llama.forward_with_features`, ``[B, P, F, E]``."""
+    """Run `prefill`, and also return the features from `jspec.Llama.forward_with_features`, ``[B, P, F, E]``."""
     batch, width = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
     _, told, read = model.forward_with_features(tokens, model.new_cache(batch, width), start, features)
@@ -71,35 +72,36 @@ def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: S
 
 
 def enlarged(rooms: Any, read: Any) -> Any:
-    """Return the larger cache `rooms` with the cache `read` at its beginning."""
+    """Return the larger cache `rooms` with the cache `read` copied to its beginning."""
     return jax.tree.map(lambda room, part: lax.dynamic_update_slice(room, part, (0,) * room.ndim), rooms, read)
 
 
 def own_rows(slots: Array, rows: Array | None) -> Array:
-    """Return the batch's rows of a layer's keys or values, see `KVCache.rows`."""
+    """Return the batch's rows of a layer's keys or values. See `KVCache.rows`."""
     if rows is None:
         return slots
     return jnp.concatenate([lax.dynamic_slice_in_dim(slots, row, 1) for row in rows])
 
 
 def write(slots: Array, new: Array, start: Array, axis: int, rows: Array | None = None) -> Array:
-    """Return `slots` with `new` written to every row from index ``start[b]`` of `axis` on; the other axes are alike.
+    """Return `slots` with `new` written to every row, starting at index ``start[b]`` of `axis`.
 
-    With `rows`, the batch has only some rows of the cache, see `KVCache.rows`.
+    The other axes of `slots` and `new` must match. With `rows`, the batch owns only some rows of the cache. See
+    `KVCache.rows`.
     """
     new = new.astype(slots.dtype)
-    if rows is not None:  # write nothing to the other rows: a write that is out of bounds is dropped
+    if rows is not None:  # leave the other rows alone: an out-of-bounds write is dropped
         start = jnp.full(len(slots), slots.shape[axis], start.dtype).at[rows].set(start)
         return _put(slots, jnp.zeros((len(slots), *new.shape[1:]), new.dtype).at[rows].set(new), start, axis)
-    if new.shape[axis] == slots.shape[axis]:  # as in a prefill; only one position fits
+    if new.shape[axis] == slots.shape[axis]:  # as in a prefill; only one start is possible
         return new
     return update_rows(slots, new, start, axis, functools.partial(_put, axis=axis))
 
 
 def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """Write all rows at once, see `write`.
+    """Write all rows at once. See `write`.
 
-    XLA's CPU kernels cannot scatter bfloat16: they would convert all slots to float32 and back at every pass.
+    XLA's CPU kernels cannot scatter bfloat16. They would convert all slots to float32 and back at every pass.
     """
     scatter, select = functools.partial(_scatter, axis=axis), functools.partial(_select, axis=axis)
     if slots.dtype == jnp.bfloat16:
@@ -108,7 +110,7 @@ def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
 
 
 def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """Rebuild all slots: the written ones are new, the others stay as they were."""
+    """Rebuild all slots: written slots get their new values, and the others stay the same."""
     size, count = slots.shape[axis], new.shape[axis]
     start = jnp.where((start >= 0) & (start + count <= size), start, size)  # drop it as a whole, as `_scatter` does
     at = jnp.expand_dims(jnp.arange(size)[None] - start[:, None], [i for i in (1, 2, 3) if i != axis])
@@ -119,9 +121,9 @@ def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
 def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:
     """Scatter row by row.
 
-    XLA would turn a single update into a `dynamic_update_slice`. On CPU it would fuse that twice, into the cache and
-    into the product that reads the cache, each time with a copy of all slots. So each row has one more update, which is
-    out of bounds and is dropped. It belongs to the row, so that a batch can be sharded.
+    XLA would turn a single update into a `dynamic_update_slice`. On CPU, it would fuse that twice, into the cache and
+    into the product that reads the cache, and copy all slots each time. Each row therefore has a second update, which
+    is out of bounds and is dropped. It is part of the row, so that a batch can be sharded.
     """
     dims = lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2, 3), inserted_window_dims=(), scatter_dims_to_operand_dims=(axis - 1,)
@@ -135,7 +137,7 @@ def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:
 
 
 def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
-    """Return `cache` with the slots of `new` written from position ``start[b]`` of row b on."""
+    """Return `cache` with the slots of `new` written to each row b, starting at position ``start[b]``."""
     return KVCache(
         tuple(write(room, part, start, 3, cache.rows) for room, part in zip(cache.keys, new.keys, strict=True)),
         tuple(write(room, part, start, 2, cache.rows) for room, part in zip(cache.values, new.values, strict=True)),
@@ -144,7 +146,10 @@ def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
 
 
 def copy_slots(cache: KVCache, source: Array, target: Array, start: Array, count: int) -> KVCache:
-    """Return `cache` with `count` slots of row `source`, from `start` on or else the last, copied to row `target`."""
+    """Return `cache` with `count` slots of row `source` copied to row `target`.
+
+    The slots start at `start`, or are the last `count` slots if fewer remain from there.
+    """
 
     def copied(room: Array, axis: int) -> Array:
         at = [jnp.minimum(start, room.shape[axis] - count) if i == axis else jnp.zeros_like(start) for i in range(4)]
@@ -162,7 +167,7 @@ def visible(positions: Array, num_slots: int) -> Array:
 
 
 def visible_branches(start: Array, branches: Branches, num_slots: int) -> Array:
-    """Return ``bool[B, S, T]``: all slots before ``start[b]``, the slot of node 0, then those visible in `branches`."""
+    """Return ``bool[B, S, T]``: all slots before ``start[b]``, the slot of node 0, and those visible in `branches`."""
     seen = jnp.asarray(branches.visible)
     seen = jnp.broadcast_to(seen, (start.size, *seen.shape[-2:]))
     index = jnp.arange(num_slots)[None] - start[:, None]
@@ -172,12 +177,13 @@ def visible_branches(start: Array, branches: Branches, num_slots: int) -> Array:
 
 
 def keep(cache: KVCache, start: Array, path: Array) -> KVCache:
-    """Return the cache with the nodes of a path in the order of their depths.
+    """Return the cache with a path's nodes moved into consecutive slots, in order of depth.
 
     Args:
-        cache: its slot ``start[b] + n`` holds node n of a tree.
-        start: ``int32[B]``.
-        path: ``int32[B, K]``, a node of each depth from 1 on; nodes that a row did not accept are arbitrary.
+        cache: the KV cache, whose slot ``start[b] + n`` holds node n of a tree.
+        start: ``int32[B]``, the slot of node 0.
+        path: ``int32[B, K]``, one node per depth, starting at depth 1. Entries past a row's accepted path are
+            arbitrary.
     """
     slots = start[:, None] + path
 

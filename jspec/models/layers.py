@@ -1,4 +1,4 @@
-"""The parts of a Llama besides its attention: projections, norm, gated MLP. Norms are computed in float32."""
+"""The parts of a Llama other than attention: projections, norm and gated MLP. Norms are computed in float32."""
 
 import functools
 import math
@@ -16,20 +16,20 @@ from jspec.models.kernels import dispatch as choice
 
 
 def einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
-    """Run `jnp.einsum` with a result of `dtype`. Keep float32 in full; GPUs and TPUs would round it by default."""
+    """Run `jnp.einsum` with a result of `dtype`, at full float32 precision. GPUs and TPUs would round by default."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
 
 
 def _project(weight: Array, scale: nnx.Param | Array | None, x: Array, dtype: Any = None) -> Array:
-    """Return ``[B, S, out]`` from ``weight[in, out]`` and ``x[B, S, in]``, in `dtype` or else the dtype of x.
+    """Return the product ``[B, S, out]`` of ``x[B, S, in]`` and ``weight[in, out]``, in `dtype` or the dtype of x.
 
     An int8 weight has a ``scale[out]``. The scale multiplies the product and not the weight, so that XLA can read int8
     in the product itself. The product is float32 until it is scaled, because an unscaled sum can overflow float16.
 
-    Float32 weights are stored as ``[in, out]`` and come first in the product. XLA's CPU kernels then read them at
-    nearly the memory's speed, for one row as well as for a few. In half precision that order does not run on CPU. On
-    other devices the order does not matter.
+    Float32 weights are stored as ``[in, out]`` and are the first operand of the product. XLA's CPU kernels then read
+    them at almost full memory bandwidth, for one row or a few. In half precision, that order does not run on CPU. On
+    other devices, the order does not matter.
     """
     if scale is not None:
         product = _project(weight.astype(x.dtype), None, x, jnp.float32)
@@ -60,7 +60,7 @@ def _product_of_halves(dtype: Any, x: Array, weight: Array) -> Array:
 
 
 def _gradients_of_halves(dtype: Any, known: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
-    """Compute the gradients as products of bfloat16; by default they would be products of float32."""
+    """Compute the gradients as bfloat16 products. By default, they would be float32 products."""
     x, weight = known
     given = given.astype(x.dtype)
     of_x = einsum("bso,io->bsi", given, weight, jnp.float32)
@@ -74,18 +74,18 @@ _product_of_halves.defvjp(
 
 
 def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Array) -> Array:
-    """Return ``product(weight, x)`` for the one row of x, computed with a second row of zeros.
+    """Return ``product(weight, x)`` for an x with one row, computed with a second row of zeros.
 
-    On GPUs XLA turns a product with a single row into a sum over a matrix, which it may write out first: all of a small
-    weight times the row, or all of a head in float32. On CPUs that sum is slower, in bfloat16.
+    On GPUs, XLA turns a single-row product into a sum over a matrix, which it may first write to memory: a whole small
+    weight times the row, or a whole head in float32. On CPUs, that sum is slower in bfloat16.
     """
     return product(weight, jnp.pad(x, ((0, 0), (0, 1), (0, 0))))[:, :1]
 
 
 class Linear(nnx.Module):
-    """A linear layer ``y = x W + b``, with W stored as ``[in, out]``: the transpose of Hugging Face's layout.
+    """A linear layer ``y = x W + b``, with W stored as ``[in, out]``, the transpose of Hugging Face's layout.
 
-    Fused projections are stored side by side. `scale` is the scale of an int8 weight, ``float32[out]``; see
+    Fused projections are stored side by side. `scale` is the scale of an int8 weight, ``float32[out]``. See
     `jspec.models.quantize`.
     """
 
@@ -102,8 +102,8 @@ class Linear(nnx.Module):
 class Embed(nnx.Module):
     """A token embedding, an output head, or both if the two are tied.
 
-    The weight is stored as ``[E, V]``, the layout of the head, which reads all of it at every pass. Looking up a few
-    columns costs little in comparison. `scale` is the scale of an int8 weight, ``float32[V]``; see
+    The weight is stored as ``[E, V]``, the layout that suits the head, which reads the whole weight at every pass.
+    Looking up a few columns costs little in comparison. `scale` is the scale of an int8 weight, ``float32[V]``. See
     `jspec.models.quantize`.
     """
 
@@ -119,27 +119,27 @@ class Embed(nnx.Module):
         return columns.astype(jnp.float32) * jnp.take(self.scale[...], tokens, mode="clip")[..., None]
 
     def wide(self, tokens: ArrayLike | None = None) -> Array:
-        """Return the weight as ``float32[E, V]``, even if it is int8; for ``tokens[D]`` only, ``float32[E, D]``."""
+        """Return the weight as ``float32[E, V]``, even if it is int8, or as ``float32[E, D]`` for ``tokens[D]``."""
         weight, scale = self._of(tokens)
         return weight.astype(jnp.float32) if scale is None else weight.astype(jnp.float32) * scale
 
     def _of(self, tokens: ArrayLike | None) -> tuple[Array, Array | None]:
-        """Return the weight and scale of all tokens, or of `tokens` if given."""
+        """Return the weight and scale for all tokens, or only for `tokens` if given."""
         parts = self.weight[...], None if self.scale is None else self.scale[...]
         if tokens is None:
             return parts
         return jnp.take(parts[0], tokens, axis=1), None if parts[1] is None else jnp.take(parts[1], tokens)
 
     def logits(self, x: Array, tokens: ArrayLike | None = None) -> Array:
-        """Return ``float32[B, S, V]`` for hidden states ``[B, S, E]``; for ``tokens[D]`` only, ``float32[B, S, D]``."""
+        """Return logits ``float32[B, S, V]`` for hidden states ``[B, S, E]``; ``[B, S, D]`` for ``tokens[D]``."""
         return _project(*self._of(tokens), x, jnp.float32)
 
 
 class RMSNorm(nnx.Module):
     """A root mean square norm, computed in float32.
 
-    The norm rounds to the dtype of x before it multiplies by the weight, as in transformers. `nnx.RMSNorm` rounds
-    after the multiplication.
+    The normalised value is rounded to the dtype of x before it is multiplied by the weight, as in transformers.
+    `nnx.RMSNorm` rounds after the multiplication.
     """
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype):
@@ -157,7 +157,7 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 class MLP(nnx.Module):
-    """A SwiGLU feed-forward block up to its last projection, `down_proj`; gate and up projections are one matrix."""
+    """A SwiGLU feed-forward block, called up to its last projection, `down_proj`. Gate and up share one matrix."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -170,7 +170,7 @@ class MLP(nnx.Module):
 
 
 def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -> tuple[Array, Array]:
-    """Return x plus a block's output ``linear(inner)``, and the norm of that sum (the sum itself without a norm)."""
+    """Return x plus a block's output ``linear(inner)``, and that sum's norm (the sum itself if `norm` is None)."""
     if norm is None:
         x = x + linear(inner)
         return x, x
@@ -182,11 +182,11 @@ def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -
 
 
 def _project_add_norm(x: Array, inner: Array, weight: Array, gamma: Array, eps: float) -> tuple[Array, Array]:
-    """Compute `jspec.models.kernels.add_norm.project_add_norm` for any shape and dtype."""
+    """Compute the same as `jspec.models.kernels.add_norm.project_add_norm`, for any shape and dtype."""
     x = x + _project(weight, None, inner)
     return x, _rms_norm(x, gamma, eps)
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Return random weights with the standard deviation of the initial weights of Llama models."""
+    """Return random weights with the standard deviation of Llama's initial weights."""
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

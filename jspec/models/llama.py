@@ -1,4 +1,4 @@
-"""The Llama decoder as a Flax NNX module. It is a pytree: pass it to `jax.jit`, shard it, close over it."""
+"""The Llama decoder as a Flax NNX module. It is a pytree, so it can be passed to `jax.jit`, sharded or closed over."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ class DecoderLayer(nnx.Module):
         """Return the residual stream and its norm, ``[B, R, E]`` each, and the layer's updated keys and values.
 
         Args:
-            normed: the norm of x by `input_layernorm`. Each layer ends with the norm that the next layer begins with.
+            normed: x normed by `input_layernorm`. Each layer ends with the norm that the next layer starts from.
             keys, values, slots, tables, past, branches, cache_rows: as for `Attention`.
-            following: the next layer's `input_layernorm`; None skips the norm.
+            following: the next layer's `input_layernorm`, or None to skip the norm.
         """
         mixed, keys, values = self.self_attn(normed, keys, values, slots, tables, past, branches, cache_rows)
         x, normed = add_and_norm(x, mixed, self.self_attn.o_proj, self.post_attention_layernorm)
@@ -54,26 +54,26 @@ class DecoderLayer(nnx.Module):
 
 @jax.jit
 def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array, Array]:
-    """Return ``layer(*arguments)``, traced once for all layers alike; XLA sees the same program either way."""
+    """Return ``layer(*arguments)``, traced once for all identical layers. XLA sees the same program either way."""
     return layer(*arguments)
 
 
 def _with_a_row_of_zeros(through: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``through(x, ...)`` with a second row added to the one of x, which takes a GPU no more time.
+    """Return a version of `through` that adds a row of zeros to the single row of x, at no extra cost on a GPU.
 
     XLA turns a single row into a vector. Norms then take two kernels, and products become sums over matrices that XLA
-    may write out first.
+    may first write to memory.
     """
     return lambda x, *rest: through(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), *rest)
 
 
 class Llama(nnx.Module):
-    """A LlamaForCausalLM, or a model that differs from one only in details: Mistral, Qwen2, Qwen3.
+    """A LlamaForCausalLM, or a model that differs from it only in details: Mistral, Qwen2 or Qwen3.
 
     Args:
-        config: sizes and constants, from `convert.read_config`.
-        dtype: the dtype of weights, activations and cache.
-        rngs: the source of random initial weights, with the initialisation of Hugging Face.
+        config: the model's sizes and constants, from `convert.read_config`.
+        dtype: the dtype of weights, activations and KV cache.
+        rngs: the random source for initial weights, which follow Hugging Face's initialisation.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
@@ -85,22 +85,22 @@ class Llama(nnx.Module):
         self.lm_head = None if tied else Embed(config.vocab_size, config.hidden_size, dtype, rngs)
 
     def __call__(self, tokens: Array) -> Array:
-        """Return logits ``float32[B, S, V]`` for ``tokens int32[B, S]``, plain causal, without a cache."""
+        """Return logits ``float32[B, S, V]`` for tokens ``int32[B, S]``, using causal attention without a cache."""
         hidden, _ = self.forward(tokens, self.new_cache(*tokens.shape), jnp.zeros(tokens.shape[0], jnp.int32))
         return self.logits(hidden)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of activations and cache: that of the norms, which are never quantised."""
+        """The dtype of activations and KV cache, which is that of the norms, because norms are never quantised."""
         return self.norm.weight.dtype
 
     @property
     def head(self) -> Embed:
-        """The module that maps normed states to logits: `lm_head`, or `embed_tokens` if the two are tied."""
+        """The module that maps normed hidden states to logits: `lm_head`, or `embed_tokens` if the two are tied."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """Return an empty cache of `slots` positions for `batch` rows."""
+        """Return an empty KV cache with `slots` positions for each of `batch` rows."""
         config = self.config
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
         return empty_cache(config.num_hidden_layers, shape, self.dtype)
@@ -116,18 +116,18 @@ class Llama(nnx.Module):
         branches: Branches | None = None,
         embeddings: Array | None = None,
     ) -> tuple[Array, KVCache]:
-        """Run ``tokens[B, S]`` at positions ``start[b] ..`` of their rows, and store their keys and values.
+        """Run ``tokens[B, S]`` at positions ``start[b]`` onward in each row, and store their keys and values.
 
         Args:
             tokens: ``int32[B, S]``.
-            cache: holds positions ``0 .. start[b] - 1`` of row b, or those from ``past[1][b]`` on. It may have more
-                rows than the batch, see `jspec.models.kv_cache.KVCache`.
+            cache: the KV cache. It holds positions ``0 .. start[b] - 1`` of row b, or only those from ``past[1][b]`` if
+                `past` is given. It may have more rows than the batch. See `jspec.models.kv_cache.KVCache`.
             start: ``int32[B]``; ``start[b] + S`` must not exceed the cache's slots.
             layers: the layers to run, in this order; None for all.
-            past: a read-only cache, and ``int32[B]``: it holds the positions before ``past[1][b]``.
-            branches: the structure of a tree whose node 0 has position ``start[b]``; node n is stored in slot
-                ``start[b] + n``. None: each token follows the one before.
-            embeddings: ``[M, E]``; row i is used as the embedding of token V + i.
+            past: a read-only cache and ``int32[B]``. The cache holds the positions before ``past[1][b]``.
+            branches: the structure of a tree whose node 0 has position ``start[b]``. Node n is stored in slot
+                ``start[b] + n``. None means that each token follows the previous one.
+            embeddings: ``[M, E]``, where row i is the embedding of token V + i.
 
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.
@@ -148,14 +148,14 @@ class Llama(nnx.Module):
         branches: Branches | None = None,
         embeddings: Array | None = None,
     ) -> tuple[Array, Array, KVCache]:
-        """Run `forward` and also return the hidden states between its layers.
+        """Run `forward` and also return hidden states between its layers.
 
         Args:
-            features: which states to return: i is the input of layer i; the number of layers, or -1, is the output of
-                the last layer.
+            features: the hidden states to return. i selects the input of layer i. The number of layers, or -1, selects
+                the output of the last layer.
 
         Returns:
-            Hidden states ``[B, S, E]``, the states of `features` ``[B, S, F, E]``, and the cache.
+            Hidden states ``[B, S, E]``, the selected hidden states ``[B, S, F, E]``, and the cache.
         """
         slots, positions = Branches.places(start, tokens.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)

@@ -1,4 +1,4 @@
-"""Loading of checkpoints: the arrays that `convert` reads become a `Llama`."""
+"""Checkpoint loading, which turns the arrays that `convert` reads into a `Llama`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,16 +28,16 @@ def load(
     """Load a model from a checkpoint.
 
     Args:
-        source: a Hugging Face directory (config.json and safetensors), a Hugging Face hub id such as
-            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file, whose weights are
+        source: a Hugging Face directory (config.json and safetensors), a Hugging Face Hub id such as
+            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file. GGUF weights are
             dequantised.
-        dtype: the dtype of weights, activations and cache. The default is float32 on CPU, bfloat16 on GPU and TPU, and
-            float16 on a GPU without bfloat16, such as a T4.
-        quantize: "int8" stores every matrix as int8, see `quantize`, without ever holding the model unquantised.
-            Norms, biases, activations and cache keep `dtype`.
-        sharding: the placement of the weights: a `jax.sharding.Sharding` for all of them, or a function that returns
-            one for a weight's name and shape, such as ``jspec.tensor_parallel(mesh)``. No device ever holds more than
-            its part. The scales of an int8 matrix are placed with its columns.
+        dtype: the dtype of weights, activations and KV cache. The default is float32 on CPU, bfloat16 on GPU and TPU,
+            and float16 on a GPU without bfloat16, such as a T4.
+        quantize: "int8" stores every matrix as int8 and never holds the whole model unquantised. See `quantize`. Norms,
+            biases, activations and KV cache keep `dtype`.
+        sharding: the placement of the weights, either a `jax.sharding.Sharding` for all of them, or a function that
+            returns one for a weight's name and shape, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
+            more than its own part. An int8 matrix's scales are placed with its columns.
 
     Returns:
         The model. Its weights are on the default device unless `sharding` is given.
@@ -47,7 +47,7 @@ def load(
             what was found and what was expected.
         ValueError: `quantize` is unknown, a weight is not finite and so cannot be quantised, `sharding` cannot divide a
             weight, or the dtype is float16 and activations exceed 60,000 on a probe prompt.
-        TypeError: `sharding` is not a sharding or a function, or the function returns another type.
+        TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
     """
     if quantize is not None:
         check_kind(quantize)
@@ -69,7 +69,7 @@ def default_dtype() -> Any:
 
 
 def as_stored(arrays: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.ndarray]:
-    """Return `arrays` in the dtype of their source files, if there is one and no value changes by it."""
+    """Return `arrays` in the dtype of their source files, if it is known and the conversion changes no value."""
     if dtype is None:
         return arrays
     with np.errstate(over="ignore"):
@@ -85,7 +85,7 @@ def from_arrays(
     quantize: str | None = None,
     sharding: Placement | None = None,
 ) -> Llama:
-    """Return a `Llama` of `config` from (name, array) pairs, named and shaped as in `convert`.
+    """Return a `Llama` built from `config` and (name, array) pairs, named and shaped as in `convert`.
 
     Arrays are moved to their devices one by one, and quantised if `quantize` is given. Matrices are ``[out, in]`` in
     `convert` and ``[in, out]`` in the model (see `jspec.models.layers`).
@@ -107,7 +107,7 @@ def from_arrays(
 
 
 def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) -> Path:
-    """Save a model, see `jspec.ModelDrafter.save`."""
+    """Save a model. See `jspec.ModelDrafter.save`."""
     if model.embed_tokens.scale is not None:
         raise ValueError("The model is int8, and files of it are not written; save it without quantising.")
     state = nnx.to_flat_state(nnx.state(model))

@@ -1,8 +1,8 @@
-"""Quantisation: every matrix is stored as int8, with one float32 scale per column.
+"""Quantisation, which stores every matrix as int8 with one float32 scale per column.
 
-Decoding reads all weights at every pass, so their size in bytes sets its cost. A draft model may be rounded freely,
-because the target's distribution does not depend on the quality of the draft. On CPU, int8 saves memory between calls
-but no time, because XLA widens the weights once per call, before the loop.
+Decoding reads all weights at every pass, so their size in bytes determines its cost. A draft model can be rounded
+freely, because the output distribution does not depend on the quality of the draft. On CPU, int8 saves memory between
+calls but no time, because XLA widens the weights once per call, before the loop.
 """
 
 import jax
@@ -18,8 +18,8 @@ from jspec.models.llama import Llama
 def quantize(model: Llama, kind: str = "int8") -> Llama:
     """Return a copy of `model` with int8 matrices: ``W ~ W8 scale`` with ``scale[out] = max |W[:, out]| / 127``.
 
-    A weight changes by at most ``scale / 2``. The copy shares norms, biases and matrices that are already int8 with
-    `model`. `jspec.load` quantises a checkpoint in the same way, one array after another.
+    Each weight changes by at most ``scale / 2``. The copy shares with `model` its norms, biases and any matrices that
+    are already int8. `jspec.load` quantises a checkpoint in the same way, one array at a time.
 
     Args:
         model: any Llama.
@@ -44,7 +44,7 @@ def check_kind(kind: str) -> None:
 
 
 def matrices(model: Llama) -> dict[str, Linear | Embed]:
-    """Return the name of each matrix and the module that holds it."""
+    """Return a dict that maps the name of each matrix to the module that holds it."""
     modules = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Linear | Embed))
     return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
 
@@ -53,7 +53,7 @@ def pack(module: Linear | Embed, weight: Array, name: str) -> None:
     """Store ``weight[in, out]`` in `module` as int8 with its scale.
 
     Raises:
-        ValueError: the weight is not finite; its column would become noise.
+        ValueError: the weight is not finite, so its column would become noise.
     """
     rounded, scale = _int8(weight)
     if not jnp.isfinite(scale).all():
@@ -67,6 +67,6 @@ def _int8(weight: Array) -> tuple[Array, Array]:
     """Return ``int8[in, out]`` and ``float32[out]`` for ``weight[in, out]``, computed in float32."""
     weight = weight.astype(jnp.float32)
     scale = jnp.abs(weight).max(axis=0) / 127
-    # A column may hold zeros, or numbers so small that a device may flush them to zero. NaN stays, to be detected.
+    # A column may hold zeros, or values so small that a device may flush them to zero. NaN is kept, so it is detected.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
     return jnp.round(weight / scale).astype(jnp.int8), scale

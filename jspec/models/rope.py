@@ -1,4 +1,4 @@
-"""The rotary embedding: the rotation frequency of each pair of dimensions, and the rotation."""
+"""Rotary position embeddings: the frequency of each pair of dimensions, and the rotation itself."""
 
 import math
 
@@ -10,7 +10,7 @@ from convert.config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Return ``float32[D / 2]``, the rotation per position, as in transformers; the kinds are those of `RopeConfig`."""
+    """Return ``float32[D / 2]``, the rotation per position, as in transformers. See `RopeConfig` for the kinds."""
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     frequencies = frequencies.astype(np.float32)
     if rope.kind == "default":
@@ -19,7 +19,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         return frequencies / np.float32(rope.factor)
     if rope.kind == "yarn":
         return _yarn_frequencies(frequencies, rope)
-    # llama3: the factor slows long waves, keeps short ones, and blends those between.
+    # llama3: the factor slows long wavelengths, keeps short ones, and blends those in between.
     wavelengths = 2 * math.pi / frequencies
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (rope.original_max_position_embeddings / wavelengths - low) / (high - low)
@@ -28,11 +28,11 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Return the frequencies of YaRN (Peng et al. 2023, section 3.2): keep fast dimensions and slow the slow ones."""
+    """Return YaRN's frequencies (Peng et al. 2023, section 3.2), which slow only the slow dimensions."""
     size = 2 * frequencies.size
 
     def dimension(turns: float) -> float:
-        """Return the dimension that makes this number of turns within the original context."""
+        """Return the dimension that makes this many turns within the original context length."""
         ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(rope.theta))
 
@@ -55,7 +55,7 @@ def rope_tables(positions: Array, rope: RopeConfig, head_dim: int) -> tuple[Arra
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotate ``x[B, heads, S, D]``; the pairs are the two halves of D (Hugging Face's layout)."""
+    """Rotate ``x[B, heads, S, D]``. Each pair has one dimension from each half of D, as in Hugging Face's layout."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

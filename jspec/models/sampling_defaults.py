@@ -11,17 +11,17 @@ _LOG = logging.getLogger("jspec")
 
 
 def default_sampling(target: Any, **given: Any) -> SamplingParams:
-    """Return the sampling parameters that `target` recommends; its other fields are those of `SamplingParams()`.
+    """Return the sampling parameters that `target` recommends, with all other fields as in `SamplingParams()`.
 
     Args:
-        given: fields that take the place of the model's own, unless they are None.
+        given: fields that override the model's own, unless they are None.
     """
     values = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(**_defaults(target).values() | values)
 
 
 def described(target: Any, **given: Any) -> str | None:
-    """Return a sentence about the defaults that `default_sampling` takes from the model; None if there are none."""
+    """Return a sentence about the defaults that `default_sampling` takes from the model, or None if there are none."""
     defaults = _defaults(target)
     used = [f"{name} {value:g}" for name, value in defaults.values().items() if given.get(name) is None]
     ignored = f"{', '.join(defaults.unsupported)} ignored, because not supported" if defaults.unsupported else ""
@@ -30,7 +30,7 @@ def described(target: Any, **given: Any) -> str | None:
 
 
 def recommended(target: Any) -> SamplingParams:
-    """Return `default_sampling`, and log the model's own defaults once per process."""
+    """Return `default_sampling(target)`, and log the model's own defaults once per process."""
     _log_once(described(target), bool(_defaults(target).unsupported))
     return default_sampling(target)
 
@@ -42,6 +42,6 @@ def _log_once(sentence: str | None, is_warning: bool) -> None:
 
 
 def _defaults(target: Any) -> SamplingDefaults:
-    """Return the model's defaults; a model that jspec's loaders did not load may have none."""
+    """Return the model's defaults. A model that was not loaded by jspec may have none."""
     own = getattr(getattr(target, "config", None), "sampling", None)
     return own if isinstance(own, SamplingDefaults) else SamplingDefaults()

@@ -1,1 +1,1 @@
-"""Predict memory and speed on a device from published facts, without running anything."""
+"""Prediction of memory and speed on a device from published specifications, without running anything."""

@@ -1,6 +1,6 @@
-"""Memory of models and of decoding with them, computed from configurations; nothing is loaded or run.
+"""The memory that models and decoding need, computed from configurations without loading or running a model.
 
-Weights and caches are counted, temporaries are estimated. The letters of shapes are those of `jspec.core.types`.
+Weights and caches are counted exactly, and temporaries are estimated. Shapes use the letters of `jspec.core.types`.
 """
 
 import dataclasses
@@ -11,20 +11,20 @@ from convert.keymap import shapes
 from jspec.models.kv_cache import whole_tiles
 
 _FLOAT32 = 4
-# Temporaries that XLA keeps at once, by its own account (`memory_analysis`); tests hold these to within a factor of
-# two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A layer in prefill keeps the
-# scores in float32 and again in the dtype of the weights, ``[B, H, P, P]`` each, or else the MLP's gate, up and
-# product, ``[B, P, 3 F]``.
+# Temporaries that XLA keeps alive simultaneously, as its `memory_analysis` reports them. Tests check that these numbers
+# are within a factor of two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A prefill
+# layer keeps the scores ``[B, H, P, P]`` twice, in float32 and in the dtype of the weights, or otherwise the MLP's
+# gate, up and product, ``[B, P, 3 F]``.
 LAWS, MLP_ROWS = 3, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The weights of a model on a device.
+    """A model's weights on a device.
 
     Attributes:
-        itemsize: bytes per number in weights, activations and cache.
-        quantized: whether matrices are int8 with a float32 scale for each output channel, see `jspec.models.quantize`.
+        itemsize: the number of bytes per value in weights, activations and cache.
+        quantized: whether matrices are int8 with a float32 scale per output channel. See `jspec.models.quantize`.
     """
 
     config: LlamaConfig
@@ -33,30 +33,30 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all weights."""
+        """The size of all weights, in bytes."""
         return sum(map(self._bytes, shapes(self.config).values()))
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of the weights that a pass reads.
+        """The size of the weights that a pass reads, in bytes.
 
-        An embedding that is not also the head does not count, because a pass looks up only a few of its columns.
+        An embedding that is not also the output head does not count, because a pass reads only a few of its columns.
         """
         return sum(self._bytes(shape) for shape in self._read())
 
     @property
     def parameters_read(self) -> int:
-        """The number of weights that a pass reads; each is multiplied once for every row of the pass."""
+        """The number of weights that a pass reads. Each is multiplied once for every row of the pass."""
         return sum(map(math.prod, self._read()))
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """Return the bytes of keys and values of all layers."""
+        """Return the size of the KV cache across all layers, in bytes."""
         config = self.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return batch * slots * numbers * self.itemsize
 
     def prefill_bytes(self, batch: int, prompt: int) -> int:
-        """Return the estimated bytes of temporaries during prefill, beside the weights and caches; see `MLP_ROWS`."""
+        """Return the estimated size of prefill temporaries, excluding weights and caches, in bytes. See `MLP_ROWS`."""
         scores = self.config.num_attention_heads * prompt * (_FLOAT32 + self.itemsize)
         return batch * prompt * max(scores, MLP_ROWS * self.config.intermediate_size * self.itemsize)
 
@@ -72,7 +72,10 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """The bytes of decoding: `weights` and `caches` of target and draft are counted, `temporaries` are estimated."""
+    """The memory that decoding needs, in bytes, for both target and draft.
+
+    `weights` and `caches` are counted exactly, and `temporaries` are estimated.
+    """
 
     weights: int
     caches: int
@@ -84,20 +87,20 @@ class Footprint:
 
 
 def slots_of(length: int, num_draft_tokens: int) -> int:
-    """Return the cache slots of a row, as decoding allocates them.
+    """Return the number of cache slots that decoding allocates for a row.
 
-    They hold `length` positions and the tokens that a round may write past them.
+    The slots hold `length` positions and the tokens that a round may write past them.
     """
     return whole_tiles(length + num_draft_tokens + 1)
 
 
 def footprint(models: tuple[Weights, ...], batch: int, length: int, prompt: int, num_draft_tokens: int) -> Footprint:
-    """Return the memory of decoding with the target ``models[0]`` and the draft ``models[1]``.
+    """Return the memory needed to decode with the target ``models[0]`` and the draft ``models[1]``.
 
     If `num_draft_tokens` is 0, the target decodes alone.
 
     Args:
-        length: the number of positions of a text, of which `prompt` are prefilled at once.
+        length: the number of positions in a sequence, of which `prompt` are prefilled at once.
     """
     slots = slots_of(length, num_draft_tokens)
     laws = LAWS * _FLOAT32 * batch * (num_draft_tokens + 2) * models[0].config.vocab_size

@@ -1,6 +1,6 @@
-"""The `plan` function: it predicts the memory, speed and best draft length of a pair before either model is there.
+"""The `plan` function, which predicts a pair's memory use, speed and best draft length before it is downloaded.
 
-Configurations and published facts go in, predictions come out; nothing here is measured or runs on a device.
+It computes predictions from configurations and published specifications. Nothing is measured or run on a device.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ MOST = 16  # the largest K to consider
 _LENGTH = 4096
 _WORTHWHILE = 1.05  # an int8 draft is advised only if it is this many times faster
 _ROUNDING = 1e-9  # a gain below this does not count
-# The verdicts of a plan.
+# The possible verdicts of a plan.
 SPECULATE, PLAIN, QUANTIZE, NO_ROOM = "speculate", "do not speculate", "quantise the draft", "does not fit"
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """Predicted decoding with one draft.
+    """The predicted performance of decoding with one draft.
 
     Attributes:
-        num_draft_tokens: K, the fastest unless one was given; 0 if drafting does not pay.
-        speedup: speed with that K over plain decoding.
-        best: the fastest K.
-        round_seconds, expected_tokens, speedups: the seconds of a round, a row's tokens in it, and the speedup, for K =
-            1, 2, ..., 16.
-        footprint: memory with `num_draft_tokens`, or with K = 1 if that is 0.
-        fits: whether the device's memory holds the footprint.
+        num_draft_tokens: K, which is the fastest unless one was given; 0 if drafting does not pay.
+        speedup: the speed with that K, relative to plain decoding.
+        best: the fastest K; 0 if drafting does not pay.
+        round_seconds, expected_tokens, speedups: the duration of a round in seconds, the number of tokens per row in a
+            round, and the speedup, each for K = 1, 2, ..., 16.
+        footprint: the memory needed with `num_draft_tokens`, or with K = 1 if that is 0.
+        fits: whether the footprint fits in the device's memory.
     """
 
     num_draft_tokens: int
@@ -54,18 +54,18 @@ class Drafting:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The prediction of `jspec.plan`.
+    """The prediction returned by `jspec.plan`.
 
     Attributes:
         verdict: "speculate", "do not speculate", "quantise the draft" or "does not fit".
         device: the device that the prediction is for.
         batch, length, prompt, acceptance: the assumptions.
-        plain_seconds: the seconds of one step of plain decoding, which yields one token per row.
-        plain_footprint, plain_fits: the memory of decoding without a draft, and whether it fits.
-        draft: decoding with the draft as given.
-        int8: decoding with the draft in int8, which is assumed to have the same acceptance rate.
-        largest_batch: the largest batch that fits with the draft as given, at this length; 0 if none does.
-        largest_length: the largest length that fits with the draft as given, in this batch; 0 if none does.
+        plain_seconds: the duration of one plain decoding step in seconds. A step yields one token per row.
+        plain_footprint, plain_fits: the memory needed to decode without a draft, and whether it fits.
+        draft: the prediction for the draft as given.
+        int8: the prediction for the draft in int8, which is assumed to have the same acceptance rate.
+        largest_batch: the largest batch that fits with the draft as given, at this length; 0 if none fits.
+        largest_length: the largest length that fits with the draft as given, at this batch size; 0 if none fits.
     """
 
     verdict: str
@@ -95,33 +95,33 @@ def plan(
     num_draft_tokens: int | None = None,
     quantize: str | None = None,
 ) -> Plan:
-    """Predict from configurations alone what fits into a device, how fast it decodes and how far to draft.
+    """Predict from configurations alone what fits on a device, how fast it decodes, and how many tokens to draft.
 
-    A pass takes the longer of two times, plus the launches of its kernels. One is its bytes (weights and the whole
-    cache) over the bandwidth. The other is its products over the peak; those of attention are left out.
+    A pass takes the longer of its memory time and its compute time, plus its kernel launches. Memory time is its bytes
+    (weights and the whole cache) over the bandwidth. Compute time is its products over the peak rate; attention
+    products are left out.
 
-    A round of K is a draft pass of two rows, K - 1 draft passes of one row and a verification of K + 1 rows. It yields
-    ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan et al. 2023.
+    A round with K draft tokens has one two-row draft pass, K - 1 single-row draft passes and a verification of K + 1
+    rows. It yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan et al. 2023.
 
-    Real devices reach less than their published bandwidth, in plain decoding and in drafting, so the speedup is the
-    better prediction. `jspec.tune` measures.
+    Real devices do not reach their published bandwidth, in plain decoding or drafting, so the speedup is more reliable
+    than the times. Use `jspec.tune` to measure.
 
     Args:
-        target, draft: configurations (`convert.read_config`), models, or sources of models, as for `load`. Only the
-            configuration of a source is read or downloaded. A model counts as int8 if it is quantised.
-        device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the present device.
+        target, draft: configurations (`convert.read_config`), models, or model sources, as for `load`. Only a source's
+            configuration is read or downloaded. A model counts as int8 if it is quantised.
+        device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have its dtype.
-        batch: the number of texts at once.
-        length: the number of positions of each text, prompt and new tokens. The default is 4096, or as many as the
-            models have.
-        prompt: how many of them are prefilled at once. The default is half.
+        batch: the number of sequences decoded at once.
+        length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
+        prompt: the number of these positions that are prefilled at once. The default is half of `length`.
         acceptance: alpha, the probability that a draft token is accepted, in 0..1.
-        num_draft_tokens: K, in 1..16. The default is the fastest.
+        num_draft_tokens: K, in 1..16. The default is the fastest K.
         quantize: "int8" for a draft in int8.
 
     Raises:
         ValueError: an argument is out of range, the vocabularies differ, the models have fewer positions, or no device
-            of that name is known or present.
+            with that name is known or present.
         TypeError: `device` is not a device, or a source is not a model.
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
@@ -176,9 +176,9 @@ def _verdict(plain_fits: bool, draft: Drafting, int8: Drafting) -> str:
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number in 1..most that `fits`, or 0 if 1 does not.
+    """Return the largest number in 1..most for which `fits` is true, or 0 if 1 does not fit.
 
-    All numbers below one that fits must fit, too.
+    If a number fits, all smaller numbers must fit, too.
     """
     low, high = 0, most + 1
     while high - low > 1:
@@ -200,7 +200,7 @@ def _weights(source: Any, device: Device) -> Weights:
 
 
 def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
-    """Return the number of positions that both models have; raise ValueError if their vocabularies differ."""
+    """Return the number of positions that both models support; raise ValueError if their vocabularies differ."""
     if not same_but_for_padding(draft.vocab_size, target.vocab_size):
         raise ValueError(f"The draft's vocabulary has {draft.vocab_size} tokens and the target's {target.vocab_size}; "
                          "use a draft that shares the target's tokenizer.")  # fmt: skip
@@ -208,7 +208,7 @@ def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
 
 
 def _check(batch: Any, length: Any, prompt: Any, limit: int, acceptance: Any, num_draft_tokens: Any) -> None:
-    """Raise ValueError for an argument that is out of range."""
+    """Raise ValueError if an argument is out of range."""
     for name, value in (("batch", batch), ("length", length), ("prompt", prompt)):
         check_count(name, value)
     if length > limit:

@@ -1,30 +1,30 @@
-"""Best-case times of passes and rounds on a device, from published facts: bytes, products and launches."""
+"""Best-case times of passes and rounds on a device, from published bandwidth, peak rate and launch time."""
 
 import dataclasses
 
 from jspec.core.devices import Device
 from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 
-# Kernels that a GPU launches, as `python -m bench compiled` counts them for an H100 and a T4: for each layer of a pass,
-# in a pass outside its layers (embedding, head, sampling), and in a round outside its passes (acceptance, commit).
+# The number of kernels that a GPU launches, as counted by `python -m bench compiled` for an H100 and a T4: per layer in
+# a pass, per pass outside its layers (embedding, head, sampling), per round outside its passes (acceptance, commit).
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 9, "float16": 18}, 14, 26
-# Additional kernels of a layer: the fused kernel does not include norms of queries and keys, nor scales.
+# Additional kernels per layer: the fused kernel does not include query and key norms, or scales.
 KERNELS_OF = {"bfloat16": {"quantized": 2, "qk_norm": 10, "attention_bias": 1, "mlp_bias": 1},
               "float16": {"quantized": 4, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0}}  # fmt: skip
 
 
 def kernels_a_layer(model: Weights, dtype: str) -> int:
-    """Return the number of kernels of one layer of `model` on a device of that dtype."""
+    """Return the number of kernels per layer of `model` on a device that computes in `dtype`."""
     more = KERNELS_OF[dtype]
     has = {"quantized": model.quantized} | {name: getattr(model.config, name) for name in more if name != "quantized"}
     return KERNELS_A_LAYER[dtype] + sum(more[name] for name, there in has.items() if there)
 
 
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:
-    """Return the seconds of a pass of `model` over ``batch x rows`` tokens.
+    """Return the duration of a pass of `model` over ``batch x rows`` tokens, in seconds.
 
-    They are the longer of its bytes and its products, plus its launches. The pass reads all `slots` of the cache. The
-    products of attention are left out.
+    It is the longer of the memory time and the compute time, plus the time of the kernel launches. The pass reads all
+    `slots` of the cache. Attention products are left out.
     """
     moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.read_bandwidth
     multiplied = 2 * model.parameters_read * batch * rows / device.flops
@@ -34,12 +34,12 @@ def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: i
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The work that a device is to do: decoding texts of one length.
+    """The work of a device: decoding a batch of sequences of equal length.
 
     Attributes:
-        batch: the number of texts at once.
-        length: the number of positions of each text, prompt and new tokens.
-        prompt: how many of them are prefilled at once.
+        batch: the number of sequences decoded at once.
+        length: the number of positions in each sequence, both prompt and new tokens.
+        prompt: the number of these positions that are prefilled at once.
     """
 
     device: Device
@@ -48,20 +48,23 @@ class Load:
     prompt: int
 
     def plain_seconds(self, target: Weights) -> float:
-        """Return the seconds of one step of plain decoding."""
+        """Return the duration of one plain decoding step, in seconds."""
         return self._seconds(target, 1, 0) + KERNELS_A_ROUND * self.device.launch
 
     def round_seconds(self, target: Weights, draft: Weights, k: int) -> float:
-        """Return the seconds of a round: K = `k` draft steps, the first of two rows, and verification of K + 1 rows."""
+        """Return the duration of a round, in seconds.
+
+        A round has K = `k` draft steps, the first of which has two rows, and a verification of K + 1 rows.
+        """
         drafting = self._seconds(draft, 2, k) + (k - 1) * self._seconds(draft, 1, k)
         return drafting + self._seconds(target, k + 1, k) + KERNELS_A_ROUND * self.device.launch
 
     def footprint(self, k: int, *models: Weights) -> Footprint:
-        """Return the memory of decoding with target and draft, or with the target alone for K = 0."""
+        """Return the memory needed to decode with target and draft, or with the target alone if K = 0."""
         return footprint(models, self.batch, self.length, self.prompt, k)
 
     def fits(self, k: int, *models: Weights) -> bool:
-        """Return whether the device's memory holds the footprint."""
+        """Return whether the footprint fits in the device's memory."""
         return self.footprint(k, *models).total <= self.device.memory
 
     def _seconds(self, model: Weights, rows: int, k: int) -> float:

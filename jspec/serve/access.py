@@ -12,7 +12,7 @@ from jspec.serve.errors import Refusal
 from jspec.serve.hosts import Names, is_same, name_of, origin_of
 
 ANY = "*"
-_PROBED = "/health"  # probes may name any host
+_PROBED = "/health"  # health probes may use any host name
 _PAGE = "/"  # other sites may link to it
 _ADVICE = "start it with --allow-origin for them"
 
@@ -23,8 +23,8 @@ class Access:
 
     Attributes:
         host: the address that the server listens on.
-        hosts: further host names that clients may use for the server, or `*`.
-        origins: origins of pages on other sites that may use the server, or `*`. They apply with a key, too.
+        hosts: additional host names under which clients may reach the server, or `*`.
+        origins: origins on other sites whose pages may use the server, or `*`. They also apply to a server with a key.
 
     Raises:
         ValueError: an entry of `hosts` is not a host, or an entry of `origins` is not an origin.
@@ -42,11 +42,11 @@ class Access:
 
 
 class Guard:
-    """Middleware that refuses foreign hosts and pages with 403 before it reads a body.
+    """Middleware that rejects foreign hosts and pages with status 403 before it reads the request body.
 
     Without this guard, any web page could use a server on its visitor's machine. The page could use the server's
-    address, or a domain name that it points at this machine (DNS rebinding). If the server has a key, only the key
-    counts. Pages of allowed origins get the CORS headers that they need, on errors and streams as well.
+    address, or a domain name that resolves to that machine (DNS rebinding). If the server has a key, only the key
+    is checked. Responses to pages from allowed origins carry CORS headers, including on errors and streams.
 
     Args:
         app: the application to guard.
@@ -88,7 +88,7 @@ class Guard:
             return None
         if foreign := [origin for origin in origins if not is_same(origin, hosts[0])]:
             return Refusal(403, f"Pages of {foreign[0]!r} may not use this server; {_ADVICE}.", code="cross_origin")
-        # Browsers send some requests without an origin, but Sec-Fetch-Site says if they are for a page of another site.
+        # Browsers send some requests without an origin, but Sec-Fetch-Site shows if another site's page sent them.
         is_link = scope["method"] in ("GET", "HEAD") and scope["path"] == _PAGE
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link:
             return Refusal(403, f"Pages of other sites may not use this server; {_ADVICE}.", code="cross_origin")
@@ -96,7 +96,7 @@ class Guard:
 
 
 def _hosts(scope: Scope, headers: Headers) -> list[str]:
-    """Return the hosts that a request is for: from its header, and from its target if that is a whole URL."""
+    """Return the hosts that a request names: in its Host header, and in its target if that is an absolute URL."""
     _, is_url, rest = scope["path"].partition("://")
     target = [rest.partition("/")[0]] if is_url and not scope["path"].startswith("/") else []
     return headers.getlist("host") + target

@@ -1,4 +1,4 @@
-"""The routes, and the life of a request from its arrival to its end."""
+"""The HTTP routes, and the lifecycle of a request."""
 
 import asyncio
 import contextlib
@@ -35,20 +35,20 @@ from jspec.text import eos_ids
 _LOG = logging.getLogger("jspec")
 _HERE = Access()
 _T = TypeVar("_T")
-_MORE_CONSTRAINTS = 4  # more constraints than slots: these compile while others are in use
-_UNREAD = 4  # times `room`: the limit on choices that are under way, or have ended and are not read to their end
+_MORE_CONSTRAINTS = 4  # constraints beyond the number of slots: these compile while others are in use
+_UNREAD = 4  # times `room`: the limit on choices that are in progress, or have ended but are not fully read
 
 
 class Server:
-    """An application for `uvicorn`, or any other ASGI server, on a running engine.
+    """An application for `uvicorn`, or any other ASGI server, backed by a running engine.
 
     Args:
-        engine: a running engine, to which nothing else submits requests. Its queue has room for `slots` requests more
-            than `max_waiting`.
+        engine: a running engine to which nothing else submits requests. Its queue has room for `max_waiting` plus
+            `slots` requests.
         tokenizer: the target's tokenizer.
         name: the model name that clients use.
         version: the version that /version returns.
-        max_waiting: how many requests may wait; a request for n choices counts n times.
+        max_waiting: the maximum number of waiting requests. A request for n choices counts n times.
         api_key: the key that clients must send; None requires no key.
         metrics_prefix: the prefix of metric names.
         max_body: the largest request body, in bytes.
@@ -56,10 +56,11 @@ class Server:
 
     Attributes:
         app: the application.
-        room: how many choices may run or wait.
-        is_draining: whether new requests are refused.
-        open: how many choices the engine has not ended.
-        checks: functions that return a sentence about what keeps requests from making progress, or an empty string.
+        room: the maximum number of choices that run or wait.
+        is_draining: whether the server rejects new requests because it is shutting down.
+        open: the number of choices that the engine has not finished.
+        checks: functions that each describe, in a sentence, what keeps requests from making progress. They return an
+            empty string if nothing does.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Server:
         self._constraints = ConstraintCompiler(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self._unread, self.is_draining = 0, 0, False
-        self._reading = Heartbeat()  # times the reading of requests, until they are queued
+        self._reading = Heartbeat()  # times how long requests take to be parsed and queued
         self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
         app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
         app.router.redirect_slashes = False  # a redirect would go to the host name that the client sent
@@ -92,7 +93,7 @@ class Server:
     def warm_up(self) -> None:
         """Serve one request, so that the first client does not wait for programs that compile on first use.
 
-        The programs of constrained requests compile in parallel with the requests that arrive meanwhile.
+        The programs for constrained requests compile in parallel with incoming requests.
         """
         body = understood(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
         self._served.engine.generate(understand(self._served, body).requests)
@@ -100,7 +101,7 @@ class Server:
             self._served.engine.expect_constraints()
 
     def trouble(self) -> str:
-        """Return a sentence about what keeps requests from making progress, or an empty string."""
+        """Describe, in a sentence, what keeps requests from making progress. Return an empty string if nothing does."""
         return next(filter(None, (check() for check in self.checks)), "")
 
     def _reading_trouble(self) -> str:
@@ -135,7 +136,7 @@ class Server:
                 with self._reading.beat():
                     await job.begin(body, constraint, self._one_at_a_time)
                 if body.stream:
-                    ends.pop_all()  # the stream calls these when it ends
+                    ends.pop_all()  # the stream runs these callbacks when it ends
                     return Stream(job)
                 await _unless_gone(request, job.done())
                 whole = await to_thread.run_sync(Answer(job).whole)  # an echo may be large
@@ -146,13 +147,13 @@ class Server:
         return answer
 
     async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
-        """Compile the response format. Its processes end with the job."""
+        """Compile the response format. The processes that it needs end with the job."""
         if body.response_format is None or not body.is_formatted:
             return None
         return await _unless_gone(request, self._constraints.compile(job, body.response_format))
 
     def _enter(self, body: Body) -> Job:
-        """Count the request's choices before any work on it, or refuse it."""
+        """Reserve capacity for the request's choices before any work on it. Reject the request if there is none."""
         count = number_of_choices(body)
         if self.is_draining:
             raise draining()
@@ -177,7 +178,7 @@ class Server:
         return job
 
     def close(self) -> None:
-        """End the processes of constraints. Constraints that still run fail."""
+        """End the constraint processes. Constraints that are still running fail."""
         self._constraints.close()
 
     async def _models(self, request: Request) -> Response:
@@ -260,11 +261,11 @@ def _json(value: Any, status: int = 200, headers: Any = None) -> Response:
 async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
         return _json(error.as_json(), error.status, error.headers)
-    if isinstance(error, HTTPException):  # Starlette raises it: no such path or method
+    if isinstance(error, HTTPException):  # Starlette raises it if there is no such path or method
         refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
         return _json(refusal.as_json(), error.status_code, error.headers)
     if isinstance(error, ClientDisconnect):
-        return PlainTextResponse("", 400)  # the client has gone and does not read it
+        return PlainTextResponse("", 400)  # the client has disconnected and does not read this
     refusal = Refusal(500, "The server has failed; its log says why.", code="internal_error")
     return _json(refusal.as_json(), 500)
 

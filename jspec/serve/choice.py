@@ -1,4 +1,4 @@
-"""One choice of an answer: the engine's output so far, as text."""
+"""One choice in a response: the engine's output so far, as text."""
 
 import time
 
@@ -13,19 +13,19 @@ class Choice:
     """One engine request in progress.
 
     Attributes:
-        index: the index of the choice in the answer.
+        index: the index of the choice in the response.
         prompt: the index of its prompt.
         result: the engine's result, which grows in another thread.
-        count: how many tokens of the result are delivered.
+        count: the number of delivered tokens.
         finish_reason: "stop", "length", "abort" or "error"; None while the choice is in progress.
-        stop_reason: the string or token that ended the text, if the client asked for it.
-        arrived, first, last: the times of the request's arrival, its first and its last token, by `time.monotonic`.
+        stop_reason: the stop string or stop token that ended the text, if the client specified it.
+        arrived, first, last: the `time.monotonic` times of the request's arrival, its first token and its last token.
     """
 
     def __init__(self, served: Served, asked: Asked, index: int, arrived: float):
         self.index, self.prompt, self._asked = index, index // asked.body.n, asked
         body, prompt = asked.body, asked.prompts[self.prompt]
-        # If echoed token ids end with an incomplete character, the text after them shows it.
+        # If echoed token ids end with an incomplete character, the generated text shows that character.
         shows_prompt = not asked.echoes or isinstance(getattr(body, "prompt", ())[self.prompt], str)
         options = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
         self.writer = Writer(served.tokenizer, prompt, asked.stop, **options, shows_prompt=shows_prompt)
@@ -48,7 +48,10 @@ class Choice:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that needed no new prefill, without tokens of the text, which is prefilled after a failure."""
+        """The number of prompt tokens that needed no new prefill.
+
+        Generated tokens, which are prefilled again after a failure, do not count.
+        """
         return min(self.result.cached, len(self.request.tokens))
 
     def figures(self) -> Figures:
@@ -56,11 +59,11 @@ class Choice:
         return Figures.of(self.result, self.count)
 
     def advance(self, result: Result) -> int:
-        """Take in the new tokens of the engine's result, and return their number."""
+        """Add the new tokens in the engine's result to the text, and return their number."""
         if self.finish_reason is not None:
             return 0
         self.result, before = result, self.count
-        ended = result.finish_reason  # read before the tokens, because none come after it
+        ended = result.finish_reason  # read before the tokens, because no token follows it
         for token in result.tokens[self.count : self._asked.most]:
             self.count += 1
             self._write(token)
@@ -75,7 +78,7 @@ class Choice:
         return self.count - before
 
     def stop(self, reason: str) -> None:
-        """End the choice where it is."""
+        """End the choice at its current length."""
         if self.finish_reason is None:
             self._finish(reason)
 
@@ -87,7 +90,7 @@ class Choice:
             self.writer.add(token)
 
     def _end(self, reason: str) -> None:
-        if reason == "eos" and self._asked.most != 0:  # an echo alone drops the engine's token
+        if reason == "eos" and self._asked.most != 0:  # a request for an echo alone drops the engine's token
             self._finish("stop", self._asked.ends.get(self.tokens[-1]) if self.count else None)
         else:
             self._finish({"cancelled": "abort", "eos": "length"}.get(reason, reason))

@@ -1,4 +1,4 @@
-"""Connections: their limit, the time that each may keep the server waiting, and the ones that make room for others."""
+"""Connections: limits on their number and on how long each may keep the server waiting, and eviction of the slowest."""
 
 import asyncio
 import errno
@@ -15,23 +15,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jspec.serve.errors import wrong
 
-_HEAD = 30.0  # seconds for the head of a request to arrive in full, once it has begun
-_FLUSH = 60.0  # seconds for the client to take the last answer, once a connection ends
-_TAKE = 600.0  # seconds for the client to take a part of an answer
+_HEAD = 30.0  # seconds for a request head to arrive in full, once it has begun
+_FLUSH = 60.0  # seconds for the client to read the last response, once a connection closes
+_TAKE = 600.0  # seconds for the client to read a part of a response
 _MOST = 4096
 _NEW = 1.0  # seconds that every new connection has to send its request
 _LOG = logging.getLogger(__name__)
 
 
 class Seldom(logging.Filter):
-    """A filter that passes each warning once a minute. Clients can cause warnings as often as they like."""
+    """A log filter that passes each warning at most once a minute, because clients can cause any number of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to show the record."""
+        """Return whether to log the record."""
         now, message = time.monotonic(), str(record.msg)
         if record.levelno > logging.WARNING or now - self._last.get(message, -60.0) >= 60:
             self._last[message] = now
@@ -43,7 +43,7 @@ _LOG.addFilter(Seldom())
 
 
 class Connection(H11Protocol):
-    """A connection that ends if its client is idle for too long, or sends the head of a request too slowly."""
+    """A connection that closes if its client is idle for too long or sends a request head too slowly."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start waiting for the first request."""
@@ -79,20 +79,20 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Start waiting for the client to read."""
+        """Start the timeout for a client that is not reading."""
         super().pause_writing()
         self.waits_since = time.monotonic()
         self._unread = self.loop.call_later(_TAKE, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Continue, because the client reads again."""
+        """Cancel the timeout, because the client is reading again."""
         self._has_read()
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP, in the format of all errors."""
+        """Respond to a request that is not valid HTTP, in the same format as all other errors."""
         answer = JSONResponse(wrong("The request is not valid HTTP/1.1.").as_json(), 400, {"Connection": "close"})
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else another answer is under way
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise another response is in progress
             head = h11.Response(status_code=400, headers=answer.raw_headers)
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
@@ -103,7 +103,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server waits for the client: for a request, for the rest of one, or to read its answer."""
+        """Whether the server is waiting for the client to send a request, send the rest of one, or read a response."""
         owes = self._is_idle or self.cycle.more_body or self._unread is not None
         return owes and not self.transport.is_closing()
 
@@ -112,7 +112,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _has_begun(self) -> None:
-        """Note that a request is complete except for its body, whose time the application limits."""
+        """Record that the request head is complete. The application limits the time for the body."""
         if not self._is_idle:
             self.waits_since = time.monotonic()
             self._end_after(None)
@@ -137,8 +137,8 @@ async def accept(
 ) -> None:
     """Accept connections forever, at most `most` at once.
 
-    If another connection arrives, the connections whose clients have owed the server a request for longest make room.
-    If all clients have sent their requests, further connections wait in the operating system's queue.
+    If another connection arrives, the connections that have kept the server waiting longest are closed. If no client
+    keeps the server waiting, further connections wait in the operating system's queue.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -146,13 +146,13 @@ async def accept(
             client, _ = await loop.sock_accept(listener)
         except OSError as error:
             _LOG.warning("A connection cannot be accepted: %s", error)
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # something else needs more files than usual
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # something else has more files open than usual
                 _make_room(connections)
             await asyncio.sleep(0.1)
             continue
         try:
             _, newest = await loop.connect_accepted_socket(make, client)
-        except OSError as error:  # the client has already gone
+        except OSError as error:  # the client has already disconnected
             _LOG.debug("A connection is lost: %s", error)
             client.close()
             continue
@@ -161,7 +161,7 @@ async def accept(
 
 
 def _make_room(connections: Collection[Connection], newest: Connection | None = None) -> bool:
-    """End the connections that have waited longest, several at once, because the search for them takes time."""
+    """Close the connections that have kept the server waiting longest, several at once because each search is slow."""
     waiting = (connection for connection in connections if connection.is_waiting and connection is not newest)
     oldest = heapq.nsmallest(max(1, len(connections) // 16), waiting, key=lambda connection: connection.waits_since)
     if not oldest and newest is not None and newest.is_waiting and time.monotonic() - newest.waits_since > _NEW:
@@ -176,7 +176,7 @@ def _make_room(connections: Collection[Connection], newest: Connection | None = 
 
 
 def most_connections() -> int:
-    """Return the number of connections that leaves the process enough file descriptors for everything else."""
+    """Return the most connections that leave the process enough file descriptors for everything else."""
     try:
         import resource
     except ImportError:  # Windows, where sockets are not files

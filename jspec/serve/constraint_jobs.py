@@ -1,4 +1,4 @@
-"""The constraints of requests: their limit, and their compilation in parallel with everything else."""
+"""Request constraints: their limit, and their compilation in parallel with other work."""
 
 import asyncio
 import functools
@@ -15,13 +15,13 @@ from jspec.serve.schemas import ResponseFormat
 
 
 class ConstraintCompiler:
-    """A compiler of response formats.
+    """A compiler for response formats.
 
-    Each format takes processes, so only a limited number exist at once. The other requests wait here.
+    Each format needs its own processes, so only a limited number of formats exist at once. Other requests wait.
 
     Args:
-        grammars: compiles the formats; None if texts of this model cannot be constrained.
-        limit: how many requests may hold a constraint at once; three times as many may wait for one.
+        grammars: compiles the formats; None if this model's output cannot be constrained.
+        limit: the maximum number of requests that hold a constraint. Three times as many may wait for one.
     """
 
     def __init__(self, grammars: Grammars | None, limit: int):
@@ -30,10 +30,10 @@ class ConstraintCompiler:
         self._held: dict[Any, asyncio.Future[Constraint]] = {}
 
     async def compile(self, holder: object, wanted: ResponseFormat) -> Constraint:
-        """Compile the format that `holder` asks for. The caller must `release` the holder in the end.
+        """Compile the format that `holder` requests. The caller must eventually `release` the holder.
 
         Raises:
-            Refusal: too many requests wait for a constraint, or this one cannot be enforced.
+            Refusal: too many requests are waiting for a constraint, or the server cannot enforce this format.
         """
         grammars = self._grammars
         if grammars is None:
@@ -51,10 +51,10 @@ class ConstraintCompiler:
             raise Refusal(503, str(error), "response_format", "no_process", {"Retry-After": "1"}) from None
 
     def release(self, holder: object) -> None:
-        """End the constraint that `holder` has compiled, if any.
+        """Release the constraint that was compiled for `holder`, if any.
 
-        A compilation that still runs keeps its place until it ends. Otherwise clients that disconnect could start ever
-        more processes.
+        A compilation that is still running keeps its place until it ends. Otherwise, clients that disconnect could
+        start an unlimited number of processes.
         """
         if compiled := self._held.pop(holder, None):
             compiled.add_done_callback(functools.partial(self._leave, holder))

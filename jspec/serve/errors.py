@@ -9,14 +9,14 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 @dataclasses.dataclass
 class Refusal(Exception):
-    """The refusal of a request, with the reason in one sentence.
+    """The rejection of a request, with the reason in one sentence.
 
     Attributes:
         status: the HTTP status.
-        message: the sentence.
-        param: the field that the error is about.
-        code: a word for programs.
-        headers: headers of the response.
+        message: the reason.
+        param: the request field that caused the error.
+        code: a machine-readable code.
+        headers: the response headers.
     """
 
     status: int
@@ -26,7 +26,7 @@ class Refusal(Exception):
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the body of the response, or the data of a stream's event."""
+        """Return the response body, which is also the data of a stream event."""
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, usual)
         param = self.param and _short(self.param)
@@ -34,26 +34,26 @@ class Refusal(Exception):
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> Refusal:
-    """Return the refusal of an invalid request. The message may quote the request; it is made one short sentence."""
+    """Return a `Refusal` for an invalid request. The message may quote the request; it is cut to one short sentence."""
     message = _short(" ".join(message.split()))
     return Refusal(400, message if message.endswith(".") else f"{message}.", param, code)
 
 
 def _short(text: str) -> str:
-    """Cut the text to a line, because it may quote what a client has sent."""
+    """Truncate the text to 300 characters, because it may quote client input."""
     return text if len(text) < 300 else f"{text[:297]}..."
 
 
 def busy(message: str) -> Refusal:
-    """Return the refusal of a request that the client may send again soon."""
+    """Return a `Refusal` for a request that the client may soon send again."""
     return Refusal(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def draining() -> Refusal:
-    """Return the refusal of a request that arrives too late, while the server shuts down."""
+    """Return a `Refusal` for a request that arrives while the server is shutting down."""
     return Refusal(503, "The server is shutting down; send the request to another one.", code="shutting_down")
 
 
 def failed() -> Refusal:
-    """Return the refusal of a request whose text cannot continue. Only the log says why, not the response."""
+    """Return a `Refusal` for a request whose output cannot continue. Only the log gives the reason."""
     return Refusal(500, "The engine failed while the request was running; send it again.", code="engine_failed")

@@ -1,4 +1,4 @@
-"""Hosts and origins as browsers write them, and the names of a server."""
+"""Hosts and origins in the form that browsers use, and a server's names."""
 
 import ipaddress
 import re
@@ -15,19 +15,19 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 class Names:
     """The hosts that a server answers to, on any port, because a proxy in front of it may use another port.
 
-    A name must be known, because its owner can make it mean this machine. An address must be one that the server
-    listens on. If the server listens on all addresses, any address is allowed.
+    A name must be listed, because the owner of any other name can make it resolve to this machine. An address must be
+    one that the server listens on. If the server listens on all addresses, any address is allowed.
 
     Args:
         host: the address that the server listens on.
-        others: further names.
+        others: additional names.
 
     Raises:
         ValueError: one of `others` is not a host.
     """
 
     def __init__(self, host: str, others: Iterable[str] = ()):
-        self._address = _address(host.partition("%")[0])  # clients leave out a link's name, as in fe80::1%eth0
+        self._address = _address(host.partition("%")[0])  # clients leave out a zone id, as in fe80::1%eth0
         self._names = {"localhost", host.lower(), *map(name_of, others)}
         if self._address is None or not self._address.is_loopback:
             self._names.add(socket.gethostname().lower())
@@ -44,7 +44,7 @@ class Names:
 
 
 def name_of(host: str) -> str:
-    """Return a host in lower case and ASCII, without the root's dot. Return an address in its shortest form.
+    """Return a host name in lower-case ASCII without its trailing dot, or an IP address in its shortest form.
 
     Raises:
         ValueError: `host` is not a host.
@@ -61,7 +61,7 @@ def name_of(host: str) -> str:
 
 
 def split(authority: str) -> tuple[str, int | None]:
-    """Return the host of ``host:port`` as `name_of` does, and the port, which is None if it is left out.
+    """Split ``host:port`` into the host, normalised as by `name_of`, and the port, which is None if it is left out.
 
     Raises:
         ValueError: `authority` is not a host, or has more than a host and a port.
@@ -73,7 +73,7 @@ def split(authority: str) -> tuple[str, int | None]:
 
 
 def origin_of(text: str) -> str:
-    """Return an origin as browsers send it: in lower case and ASCII, without the usual port of its scheme.
+    """Return an origin as browsers send it: in lower-case ASCII, without its scheme's default port.
 
     Raises:
         ValueError: `text` is not an origin.
@@ -90,7 +90,7 @@ def origin_of(text: str) -> str:
 
 
 def is_same(origin: str, authority: str) -> bool:
-    """Return whether a page of `origin` came from this ``host:port``; a proxy may have added TLS."""
+    """Return whether a page from `origin` came from this ``host:port``. Both schemes match; a proxy may add TLS."""
     match = _ORIGIN.fullmatch(origin.lower())
     if match is None or match[1] not in _PORTS:
         return False

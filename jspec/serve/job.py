@@ -24,13 +24,13 @@ _LOG = logging.getLogger("jspec")
 
 
 class Job:
-    """All choices of one body. They advance on their own, whether a client reads them or not.
+    """All choices of one request body. They advance whether or not a client reads them.
 
     Args:
         served: the model.
         metrics: records the outcome.
         leave: called once, when all choices have ended.
-        delivered: called once, when no client reads the answer any more.
+        delivered: called once, when the client is no longer reading the response.
     """
 
     def __init__(self, served: Served, metrics: Metrics, leave: Callable[[], None], delivered: Callable[[], None]):
@@ -44,11 +44,11 @@ class Job:
 
         Args:
             body: the request body.
-            constraint: its compiled response format.
-            one_at_a_time: the limit of threads.
+            constraint: the compiled response format of the body.
+            one_at_a_time: the limiter for worker threads.
 
         Raises:
-            Refusal: the request is refused, and none of its choices runs.
+            Refusal: the request is rejected, and none of its choices runs.
         """
         self.asked: Asked = await to_thread.run_sync(understand, self.served, body, constraint,
                                                    limiter=one_at_a_time)  # fmt: skip
@@ -69,7 +69,7 @@ class Job:
         try:
             for choice in self.choices:
                 choice.tenant = self.served.engine.submit(choice.request, functools.partial(self._listen, choice))
-                choice.result = choice.tenant.result  # some of its fields are known before its first token
+                choice.result = choice.tenant.result  # some fields are known before the first token
         except queue.Full:
             raise busy("Too many requests are waiting already; try again later.") from None
         except RuntimeError:
@@ -79,7 +79,7 @@ class Job:
 
     def _listen(self, choice: Choice, result: Result) -> None:
         """Pass a result from the engine's thread to the event loop."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every task that waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and so has every waiting task
             self._loop.call_soon_threadsafe(self._advance, choice, result)
 
     def _advance(self, choice: Choice, result: Result) -> None:
@@ -102,7 +102,7 @@ class Job:
             self.served.engine.cancel(choice.tenant)
 
     def close(self) -> None:
-        """Close the job, because the engine has nothing more to do for it or no client wants it any more."""
+        """Close the job after the engine has finished it or its client has disconnected."""
         if self._closed:
             return
         self._closed = True
@@ -116,17 +116,17 @@ class Job:
             self._end()
 
     def delivered(self) -> None:
-        """Note that the client has read the answer, or never will."""
+        """Record that the client has read the response, or never will."""
         delivered, self._delivered = self._delivered, _nothing
         delivered()
 
     def _end(self) -> None:
-        """Note that no choice is under way any more, though the client may still read the answer."""
+        """Record that no choice is in progress. The client may still be reading the response."""
         leave, self._leave = self._leave, _nothing
         leave()
 
     async def news(self) -> AsyncIterator[None]:
-        """Yield whenever there is more output, and at least once; end when all choices have ended.
+        """Yield whenever there is new output, and at least once. Stop when all choices have ended.
 
         Raises:
             Refusal: a choice has failed.
@@ -153,7 +153,7 @@ class Job:
     def usage(self) -> dict[str, Any]:
         """Return the token counts that OpenAI clients expect, and the drafting statistics.
 
-        A prompt counts once, however many choices it has.
+        Each prompt counts once, regardless of its number of choices.
         """
         prompts = [choice for choice in self.choices if choice.index % self.asked.body.n == 0]
         read = sum(len(choice.request.tokens) for choice in prompts)
@@ -172,7 +172,7 @@ class Job:
 
 
 def _refusal(result: Result) -> Refusal:
-    """Return the refusal for a failure: a mistake of the client, a dead end of the constraint, or any other failure."""
+    """Return the `Refusal` for a failed result: a client error, a constraint's dead end, or any other failure."""
     if result.error_code in ("constraint_too_complex", "constraint_conflict"):
         return wrong(str(result.error), "response_format", result.error_code)
     if result.error_code == "constraint_dead_end":
@@ -181,4 +181,4 @@ def _refusal(result: Result) -> Refusal:
 
 
 def _nothing() -> None:
-    """Do nothing, in place of a callback that was already called."""
+    """Do nothing. This function replaces a callback that was already called."""

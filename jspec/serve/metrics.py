@@ -1,4 +1,7 @@
-"""The output of /metrics: vLLM's names after a prefix. A choice counts as one request, a prompt's tokens count once."""
+"""The metrics that /metrics returns, with vLLM's names after a prefix.
+
+Each choice counts as one request. A prompt's tokens count once.
+"""
 
 import time
 from collections.abc import Sequence
@@ -72,11 +75,11 @@ class Metrics:
         self._of["kv_cache_usage_perc"].set_function(lambda: sum(len(one.text) for one in engine.seated) / room)
 
     def text(self) -> bytes:
-        """Return all metrics in the format that Prometheus reads."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def grown(self, choice: Choice, new: int, before: float) -> None:
-        """Count `new` tokens of a choice. The tokens before them came at `before`, which is 0 if there were none."""
+        """Record `new` tokens of a choice. `before` is the time of its previous tokens, or 0 if there were none."""
         self._of["generation_tokens"].inc(new)
         if before:
             for _ in range(new):
@@ -85,7 +88,7 @@ class Metrics:
             self._of["time_to_first_token_seconds"].observe(choice.first - choice.arrived)
 
     def finished(self, choices: Sequence[Choice], choices_per_prompt: int, figures: Figures) -> None:
-        """Count a body whose choices have all ended."""
+        """Record a request body whose choices have all ended."""
         for choice in choices:
             self._ended.labels(self._served.name, choice.finish_reason).inc()
             self._of["request_generation_tokens"].observe(choice.count)

@@ -1,4 +1,4 @@
-"""The conversion of a body to engine requests: prompts as token ids, numbers, keys and end tokens."""
+"""Conversion of a request body to engine requests: token-id prompts, sampling parameters, keys and end tokens."""
 
 import dataclasses
 import json
@@ -23,14 +23,14 @@ from jspec.text.template_variables import check_variables
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model that is served.
+    """The served model.
 
     Attributes:
         name: the name that clients use.
         engine: the engine that decodes.
         tokenizer: the target's tokenizer.
-        names: the names of single tokens.
-        grammars: constrains texts; None if the tokenizer does not expose how it works, or no token ends a text.
+        names: the token names.
+        grammars: constrains the output; None if the tokenizer does not expose its internals, or if there is no EOS.
     """
 
     name: str
@@ -41,32 +41,32 @@ class Served:
 
     @property
     def target(self) -> Any:
-        """The target model, whose distribution the texts have."""
+        """The target model, whose distribution the output follows."""
         return self.engine.device.target
 
     @property
     def max_length(self) -> int:
-        """The longest text in tokens, prompt included."""
+        """The maximum sequence length in tokens, including the prompt."""
         return self.engine.device.sizes.length
 
     @property
     def num_draft_tokens(self) -> int:
-        """The largest K."""
+        """The largest number of draft tokens, K."""
         return self.engine.device.sizes.num_draft_tokens[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A parsed body.
+    """A parsed request body.
 
     Attributes:
-        body: the body as it came.
+        body: the body as received.
         prompts: the token ids of each prompt.
-        requests: the engine requests, n for each prompt in turn.
-        most: the most tokens of a choice. 0 means an echo alone, for which the engine still decodes one token.
-        top: how many of the likeliest tokens to list with each token; None for no log-probabilities.
-        stop: strings that end a text.
-        ends: tokens that end a text, each with its stop reason: a string, an id, or None for the model's own.
+        requests: the engine requests, n consecutive ones for each prompt.
+        most: the maximum number of tokens in a choice. 0 means an echo alone; the engine still decodes one token.
+        top: the number of most likely tokens to list for each token; None for no log-probabilities.
+        stop: the stop strings.
+        ends: the tokens that end the output, each with its stop reason: a string, an id, or None for the model's own.
     """
 
     body: Body
@@ -79,12 +79,12 @@ class Asked:
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer repeats the prompts."""
+        """Whether the response repeats the prompts."""
         return isinstance(self.body, CompletionBody) and self.body.echo
 
 
 def understand(served: Served, body: Body, constraint: Constraint | None = None) -> Asked:
-    """Parse everything about a body that needs the model's tokenizer or sizes. `constraint` is already compiled.
+    """Parse the parts of a body that depend on the model's tokenizer or sizes. `constraint` is already compiled.
 
     Raises:
         Refusal: the body has an invalid field.
@@ -101,7 +101,7 @@ def understand(served: Served, body: Body, constraint: Constraint | None = None)
 
 
 def number_of_choices(body: Body) -> int:
-    """Return how many engine requests a body needs."""
+    """Return the number of engine requests that a body needs."""
     return body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
 
 
@@ -124,7 +124,7 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
 
 
 def _template(served: Served, body: Body) -> dict[str, Any]:
-    """Return the chat template variables that a chat sets. Like its messages, they may not exceed the longest text."""
+    """Return a chat's template variables. Like its messages, they may not exceed the maximum sequence length."""
     name, given = "chat_template_kwargs", getattr(body, "chat_template_kwargs", {})
     try:
         _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
@@ -136,21 +136,21 @@ def _template(served: Served, body: Body) -> dict[str, Any]:
 
 
 def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
-    """Refuse texts that cannot fit before they are tokenized, which might take seconds."""
+    """Reject text that is too long before tokenizing it, which might take seconds."""
     if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
         raise wrong(f"There are {longest} characters in {param}, and texts have at most {served.max_length} tokens "
                     "here; shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
 def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> None:
-    """Refuse prompts of token ids that cannot fit."""
+    """Reject token-id prompts that are too long."""
     if (longest := max(map(len, prompts), default=0)) >= served.max_length:
         raise wrong(f"There are {longest} tokens in {param}, and texts have at most {served.max_length} tokens here; "
                     "shorten it.", param, "context_length_exceeded")  # fmt: skip
 
 
 def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | int | None]]:
-    """Return the strings and the tokens that end a text, each token with its stop reason."""
+    """Return the stop strings and the tokens that end the output, each token with its stop reason."""
     try:
         task = prepare(served.tokenizer, [[0]], list(dict.fromkeys(body.stop)))
     except ValueError as error:
@@ -186,7 +186,7 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
              sampling: SamplingParams, constraint: Constraint | None) -> Request:  # fmt: skip
     room = served.max_length - len(prompt)
     key = None
-    if body.seed is not None:  # a fixed kind of key, whatever JAX's default is: the same seed gives the same text
+    if body.seed is not None:  # a fixed key type, so that a seed gives the same text with any default of JAX
         key = jax.random.fold_in(jax.random.key(body.seed, impl="threefry2x32"), index)
     of_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
     return Request(
@@ -203,7 +203,7 @@ def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable
 
 
 def _sampling(served: Served, body: Body) -> SamplingParams:
-    """Return the body's sampling parameters, with the model's recommended default for each that it leaves out."""
+    """Return the body's sampling parameters, with the model's recommended defaults for those that it omits."""
     return default_sampling(
         served.target,
         temperature=body.temperature,

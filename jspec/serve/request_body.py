@@ -1,4 +1,4 @@
-"""The bytes of a request: its API key, its size and its JSON."""
+"""The raw request: its API key, its size and its JSON."""
 
 import asyncio
 import hmac
@@ -14,7 +14,7 @@ _MOST_FIELDS, _MOST_COMMAS = 200_000, 500_000
 
 
 def check_key(request: Request, key: str | None) -> None:
-    """Compare the request's key with the server's, in a time that reveals nothing about the key.
+    """Compare the request's key with the server's in constant time.
 
     Raises:
         Refusal: the server has a key, and the request does not send it.
@@ -29,7 +29,7 @@ def check_key(request: Request, key: str | None) -> None:
 
 
 async def read(request: Request, most: int) -> bytes:
-    """Return the body, of at most `most` bytes.
+    """Read and return the request body, which may have at most `most` bytes.
 
     Raises:
         Refusal: the body is longer, or takes too long to arrive.
@@ -58,7 +58,7 @@ def as_json(body: bytes) -> Any:
     _check_size(body)
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
-        if b"\\u" in body:  # an escape may stand for half a character
+        if b"\\u" in body:  # an escape may be a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def as_json(body: bytes) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse many small values. Python holds its lock while it parses them, so every other request would wait."""
+    """Reject too many small values. Python holds its lock while it parses them, so all other requests would wait."""
     for marks, most, names in ((b"[{:", _MOST_FIELDS, "characters [, { and :"), (b",", _MOST_COMMAS, "commas")):
         if sum(body.count(mark) for mark in marks) > most:
             raise wrong(f"The body has more than {most} {names}; send less.", code="body_too_long")

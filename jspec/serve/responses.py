@@ -1,4 +1,4 @@
-"""Responses to clients: choices as JSON, at once or in chunks. A chunk is a part of the whole answer."""
+"""Responses to clients: choices as JSON, either whole or in chunks. A chunk is a part of the whole response."""
 
 import bisect
 import dataclasses
@@ -21,7 +21,7 @@ _LEAST = -9999.0  # stands for minus infinity, as in other servers
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a choice: its ranges of characters and tokens, and whether the choice begins or ends in it."""
+    """A part of a choice: its character and token ranges, and whether the choice begins or ends in it."""
 
     choice: Choice
     characters: slice
@@ -31,12 +31,12 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The characters of the part."""
+        """The text of the part."""
         return self.choice.writer.text[self.characters]
 
 
 class Answer:
-    """The answer of one job, in the format of one of the two APIs."""
+    """One job's response, in the format of the completions API or the chat API."""
 
     def __init__(self, job: Job):
         self._job, self._asked, self._names = job, job.asked, job.served.names
@@ -46,7 +46,7 @@ class Answer:
         self._sent = {choice.index: (0, 0, False) for choice in job.choices}
 
     def whole(self) -> dict[str, Any]:
-        """Return all choices, which have ended."""
+        """Return the whole response. All choices must have ended."""
         choices = [self._choice(self._next(choice), "message") for choice in self._job.choices]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self._job.usage()}
@@ -66,7 +66,7 @@ class Answer:
             for choice in self._job.choices:
                 if self._has_more(choice):
                     part = self._next(choice)
-                    if part.is_first and self._is_chat:  # any sooner, and clients would take it for the first token
+                    if part.is_first and self._is_chat:  # if it came sooner, clients would take it for the first token
                         role = {"role": "assistant", "content": ""}
                         yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
                     is_large = part.is_first and self._asked.echoes
@@ -90,7 +90,7 @@ class Answer:
         return choice.writer.shown > characters or (lists and choice.count > tokens)
 
     def _next(self, choice: Choice) -> Part:
-        """Return the part of the choice that has not been sent."""
+        """Return the part of the choice that has not been sent yet."""
         characters, tokens, _ = self._sent[choice.index]
         until, ended = max(choice.writer.shown, characters), choice.finish_reason is not None
         self._sent[choice.index] = until, choice.count, ended
@@ -134,12 +134,12 @@ class Answer:
         return self._read[choice.prompt]
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
-        """Return log-probabilities in the format of completions: one list for each field."""
+        """Return log-probabilities in the completions format: one list per field."""
         if self._asked.top is None:
             return None
         choice, result, ids = part.choice, part.choice.result, part.choice.tokens[part.tokens]
         values, tops = result.raw_logprobs[part.tokens], _tops(result.top_logprobs, part)
-        starts = choice.writer.starts[part.tokens]  # tokens of a string that ended the text start beyond its end
+        starts = choice.writer.starts[part.tokens]  # the tokens of the matched stop string start beyond the text's end
         if self._asked.echoes:
             before = len(self._prompt_text(choice))
             starts = [before + start for start in starts]
@@ -156,9 +156,9 @@ class Answer:
         }
 
     def _top(self, token: int, value: float, top: list[tuple[int, float]]) -> dict[str, float | None] | None:
-        """Return the likeliest tokens by name, and the token itself.
+        """Return the log-probabilities of the most likely tokens and of the token itself, keyed by name.
 
-        Return None for the first token of a text, which has no distribution.
+        Return None for the first token of a sequence, which has no distribution.
         """
         if math.isnan(value):
             return None
@@ -187,7 +187,7 @@ def _plain_choice(index: int, **fields: Any) -> dict[str, Any]:
 
 
 def _tops(given: list[list[tuple[int, float]]], part: Part) -> list[list[tuple[int, float]]]:
-    """Return the likeliest tokens for each token of the part; empty lists if none were requested."""
+    """Return the most likely tokens for each token in the part, or empty lists if none were requested."""
     count = part.tokens.stop - part.tokens.start
     return given[part.tokens] if given else [[]] * count
 
@@ -201,7 +201,7 @@ def _number(value: float) -> float | None:
 
 
 def _origins(part: Part) -> dict[str, list[str]]:
-    """Return the part's text, cut where tokens end, and the origin of each piece."""
+    """Return the part's text, split at token boundaries, and the origin of each piece."""
     choice, cut, names = part.choice, [], []
     first, last = part.characters.start, part.characters.stop
     begin = max(0, bisect.bisect_right(choice.writer.starts, first) - 1)

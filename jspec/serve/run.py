@@ -1,4 +1,4 @@
-"""A server process: a port, an engine, and a shutdown that loses nothing."""
+"""The server process: its port, its engine and its graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -21,15 +21,16 @@ if TYPE_CHECKING:  # the module imports jax, and an address in use should be rep
 
 _LOG = logging.getLogger("jspec")
 _DRAIN = 600  # seconds to decode accepted requests after a signal
-_PATIENCE = 30  # seconds for clients to take complete answers
+_PATIENCE = 30  # seconds for clients to read complete responses
 _SELDOM = Seldom()
 _SOON = 10  # seconds for the rest of the shutdown
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Bind a socket to this address, which no other process can bind from then on.
+    """Bind a socket to this address, so that no other process can bind it.
 
-    The socket does not listen yet. Clients and load balancers should be refused while programs compile, not wait.
+    The socket does not listen yet. While programs compile, connections from clients and load balancers are refused,
+    so that they do not wait.
 
     Raises:
         ValueError: the host is empty, which would mean every address of this machine.
@@ -40,7 +41,7 @@ def bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # With the option, lingering connections of an earlier server do not matter. If both sockets have it, Linux
+        # With this option, an earlier server's lingering connections do not matter. If both sockets have it, Linux
         # lets a second server bind until one of them listens. So this socket has the option only while it binds.
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((host, port))
@@ -52,13 +53,13 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that drains at the first signal and ends at once at the second.
+    """A uvicorn server that drains on the first signal and exits at once on the second.
 
-    While it drains, it refuses new requests, and it ends when all others have ended.
+    While it drains, it rejects new requests. It exits when all other requests have ended.
     """
 
     def __init__(self, server: "Server", keep_alive: int):
-        # A log_config would close the handlers of the whole process.
+        # A log_config would close all log handlers in the process.
         config = uvicorn.Config(server.app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_config=None,
                                 access_log=False, timeout_keep_alive=keep_alive,
                                 timeout_graceful_shutdown=_PATIENCE)  # fmt: skip
@@ -67,7 +68,7 @@ class _Uvicorn(uvicorn.Server):
         self._limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # a signal handler may use this type
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections here: uvicorn would accept more than there are file descriptors, and log each."""
+        """Accept connections here, because uvicorn would accept more than there are file descriptors, and log each."""
         await super().startup([])
         listener = (sockets or [])[0]
         listener.setblocking(False)
@@ -82,19 +83,19 @@ class _Uvicorn(uvicorn.Server):
         return Connection(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, and end."""
+        """Stop accepting connections, and shut down."""
         self._accepting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._accepting
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. From then on the process is certain to end, whatever is stuck."""
+        """Handle a signal. From then on, the process is certain to end, even if something is stuck."""
         self._has_signal = True
         self.should_exit = self.should_exit or self._server.is_draining
         if self.should_exit:
             self.force_exit, self.config.timeout_graceful_shutdown = True, 0
-            logging.getLogger("uvicorn.error").disabled = True  # it would log every answer that is cut short
+            logging.getLogger("uvicorn.error").disabled = True  # it would log every response that is cut short
         self._server.is_draining = True
         self._limits.put(_SOON if self.should_exit else _DRAIN + _PATIENCE + _SOON)
 
@@ -121,7 +122,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
-    """End the process with status 1 unless the next limit comes within the seconds of the last one.
+    """End the process with status 1 if the number of seconds given by one limit passes before the next limit arrives.
 
     A limit of None ends the watch. The watch runs in a thread, because the event loop itself may be stuck.
     """
@@ -136,7 +137,7 @@ def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
 
 @contextlib.contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """End the process with status 1 if the block takes longer, because a stuck thread cannot be joined."""
+    """End the process with status 1 if the block exceeds `seconds`, because a stuck thread cannot be joined."""
     timer = threading.Timer(seconds, os._exit, [1])
     timer.daemon = True
     timer.start()
@@ -152,11 +153,11 @@ def run(server: "Server", listener: socket.socket, keep_alive: int = 75) -> None
     Args:
         server: the server to run.
         listener: a listening socket.
-        keep_alive: seconds that a connection may be idle. Proxies and client pools keep their connections for 60
-            seconds, and the server should not close one that they are about to use.
+        keep_alive: the number of seconds that a connection may be idle. Proxies and client pools keep connections for
+            60 seconds, and the server should not close a connection that they are about to use.
     """
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections should not hinder the next server
-    # Automatic draining would cut streams as soon as the engine is done with them, read by clients or not.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections must not block the next server
+    # Automatic draining would cut off streams when the engine finishes them, even if clients have not read them.
     AppStatus.disable_automatic_graceful_drain()
     logging.getLogger("uvicorn.error").addFilter(_SELDOM)
     _Uvicorn(server, keep_alive).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""Request bodies. Types are strict, unknown fields are errors, and null means the same as a missing field."""
+"""Request body schemas. Types are strict, unknown fields are errors, and null is the same as a missing field."""
 
 import reprlib
 from typing import Annotated, Any, Literal, Self
@@ -18,7 +18,7 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=6
 
 class _Short(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Return the text of a dict, without sorting all names of a large one."""
+        """Return the representation of a dict, without sorting all keys of a large one."""
         return "{...}" if len(x) > self.maxdict else super().repr_dict(x, level)
 
 
@@ -33,7 +33,7 @@ def _texts(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """Return one prompt, or a list of prompts, as a list of texts and lists of ids."""
+    """Convert one prompt, or a list of prompts, to a list of strings and token-id lists."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -63,7 +63,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """The options of a stream."""
+    """The options of a streaming response."""
 
     include_usage: bool = False
 
@@ -71,7 +71,7 @@ class StreamOptions(_Strict):
 class JsonSchema(_Strict):
     """The JSON schema of a response format.
 
-    The schema is enforced whether `strict` is set or not. The name and the description are for people.
+    The schema is enforced whether or not `strict` is set. The name and the description are only for human readers.
     """
 
     name: str = Field("", max_length=64)
@@ -81,7 +81,7 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """The format of texts: any text, any JSON object, a JSON value of a schema, or a match of a regular expression."""
+    """The output format: any text, any JSON object, JSON that fits a schema, or text that fits a regular expression."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -98,7 +98,7 @@ class ResponseFormat(_Strict):
 
 
 class Body(_Strict):
-    """The fields that completions and chats have in common."""
+    """The fields common to completion and chat requests."""
 
     model: str
     max_tokens: int | None = Field(None, ge=0, le=_MOST)
@@ -138,7 +138,7 @@ class Body(_Strict):
 
     @property
     def is_formatted(self) -> bool:
-        """Whether the format excludes some texts."""
+        """Whether the format constrains the output."""
         return self.response_format is not None and self.response_format.type != "text"
 
 
@@ -174,7 +174,7 @@ class Message(_Strict):
     content: Annotated[list[Part], FailFast(), BeforeValidator(_parts), Field(max_length=_MOST_PARTS)]
 
     def plain(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
+        """Return the message in the form that chat templates expect."""
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
 
 
@@ -202,10 +202,10 @@ class ChatBody(Body):
 
 
 def understood(kind: type[Body], fields: Any) -> Body:
-    """Return `fields` as a body of that kind.
+    """Validate `fields`, and return them as a body of type `kind`.
 
     Raises:
-        Refusal: the body is invalid; the refusal describes the first error.
+        Refusal: the body is invalid; the message describes the first error.
     """
     if not isinstance(fields, dict):
         raise wrong(f"The body is {_SHORT.repr(fields)}; expected a JSON object.")
@@ -220,7 +220,7 @@ def understood(kind: type[Body], fields: Any) -> Body:
 
 
 def _check_sizes(fields: dict[str, Any]) -> None:
-    """Refuse large bodies of small values before validation finds an error in each value, one by one."""
+    """Reject bodies with too many small values before validation reports an error for each of them."""
 
     def of(value: Any, most: int = _MOST_MESSAGES) -> list[dict[str, Any]]:
         return [one for one in value if isinstance(one, dict)] if isinstance(value, list) and len(value) <= most else []
@@ -238,7 +238,7 @@ def _check_sizes(fields: dict[str, Any]) -> None:
 
 
 def _refusal(found: ErrorDetails) -> Refusal:
-    """Return the first error that pydantic has found, as one sentence."""
+    """Return the `Refusal` for an error found by pydantic, in one sentence."""
     place = _place(found["loc"])
     kind, message, given = found["type"], found["msg"], _SHORT.repr(found["input"])
     if kind == "missing":
@@ -265,7 +265,7 @@ def _expected(kind: str, message: str) -> str:
 
 
 def _place(path: tuple[int | str, ...]) -> str:
-    """Return ``messages[0].content`` from its parts. Alternatives of a union have no name of their own."""
+    """Join the parts of a path, as in ``messages[0].content``. Union alternatives add no name."""
     text = ""
     for part in path:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Answers to a client, piece by piece. A client must take each piece in time, and no answer is made all at once."""
+"""Responses sent piece by piece. Clients must read each piece in time, and no response is serialised all at once."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,14 @@ from jspec.serve.job import Job
 from jspec.serve.responses import Answer
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 600.0  # seconds for a client to take one piece
-_LEVELS, _FEW = 4, 64  # deeper values of an answer are small, but there may be many
+_PATIENCE = 600.0  # seconds for a client to read one piece
+_LEVELS, _FEW = 4, 64  # more deeply nested values in a response are small, but there may be many
 _PIECE = 2**16  # characters
 _PING = 15  # seconds between pings
 
 
 class Whole(StreamingResponse):
-    """The answer of a job that has ended, as one object. It counts as delivered afterwards, whatever happens."""
+    """A finished job's response, as one object. It counts as delivered afterwards, even if sending it fails."""
 
     def __init__(self, job: Job, content: dict[str, Any]):
         self._job = job
@@ -45,9 +45,8 @@ class Whole(StreamingResponse):
 class _Ping(ServerSentEvent):
     """A comment that keeps a connection alive while a request waits for its first token.
 
-    The comment lacks the blank line that ends an event, because some clients take that for an event without data.
-    Other clients take a comment and the event after it for one event, which they drop. So no ping comes between two
-    tokens.
+    The comment omits the blank line that ends an event, because some clients take that line for an event without data.
+    Other clients merge a comment with the event after it, and drop both. Therefore no ping is sent between two tokens.
     """
 
     def __init__(self, is_needed: bool):
@@ -55,12 +54,12 @@ class _Ping(ServerSentEvent):
         self._line = b": ping\n" if is_needed else b""
 
     def encode(self) -> bytes:
-        """Return the line of the comment, or nothing."""
+        """Return the comment line, or nothing if no ping is needed."""
         return self._line
 
 
 class Stream(EventSourceResponse):
-    """A job's answer as events. The job is closed afterwards, whatever happens."""
+    """A job's response as server-sent events. The job is closed afterwards, even if sending it fails."""
 
     def __init__(self, job: Job):
         self._job, self._has_begun = job, False
@@ -97,8 +96,8 @@ async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
 async def heard(receive: Receive) -> Message:
     """Return the client's next message.
 
-    The call to `receive` is repeated every second. Data that the client has sent in excess stops the reading, and with
-    it the message that the client has gone.
+    The call to `receive` is repeated every second. Otherwise, excess data from the client could pause reading, and the
+    message that the client has disconnected would not arrive.
     """
     while True:
         with contextlib.suppress(TimeoutError):
@@ -107,12 +106,12 @@ async def heard(receive: Receive) -> Message:
 
 
 def dump(value: Any) -> str:
-    """Return `value` as JSON."""
+    """Serialise `value` as JSON."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def dump_pieces(value: Any, levels: int = _LEVELS) -> Iterator[str]:
-    """Yield `dump` of an answer in many pieces, because no other thread runs while a piece is made."""
+    """Yield the output of `dump` in many pieces, because no other thread runs while a piece is serialised."""
     if isinstance(value, dict) and levels:
         for i, (name, part) in enumerate(value.items()):
             yield f"{',' if i else '{'}{dump(name)}:"

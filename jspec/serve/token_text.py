@@ -1,14 +1,14 @@
-"""The names of single tokens in answers."""
+"""Token names in responses."""
 
 import re
 from typing import Any
 
 
 class Names:
-    """The names of single tokens in lists of log-probabilities.
+    """Token names for lists of log-probabilities.
 
     Attributes:
-        longest: how many characters the longest token has.
+        longest: the number of characters in the longest token.
     """
 
     def __init__(self, tokenizer: Any):
@@ -18,7 +18,7 @@ class Names:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
-        """Return a token's text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it."""
+        """Return a token's text, or ``bytes:\\xe2`` for a partial character, in OpenAI's notation."""
         return self._look(token)[0]
 
     def utf8(self, token: int) -> list[int]:
@@ -37,12 +37,12 @@ class Names:
         )
         if "\ufffd" in alone and (part := _bytes(self._raw.get(token, ""))) is not None:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in part), list(part)
-        text = twice[len(alone) :]  # decoders treat the first token of a text in their own way: some drop its space
+        text = twice[len(alone) :]  # decoders treat a first token differently: some drop its space
         return text, list(text.encode("utf-8", "replace"))
 
 
 def _bytes(raw: str) -> bytes | None:
-    """Return the bytes that a vocabulary's entry stands for: ``<0xE2>``, or GPT-2's letters for bytes."""
+    """Return the bytes that a vocabulary entry stands for, if it is ``<0xE2>`` or uses GPT-2's byte letters."""
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
         return bytes([int(found[1], 16)])
     if raw and all(letter in _LETTERS for letter in raw):
@@ -51,7 +51,7 @@ def _bytes(raw: str) -> bytes | None:
 
 
 def _letters() -> dict[str, int]:
-    """Return GPT-2's letters: bytes visible in Latin-1 stand for themselves, the others for the letters from 256 on."""
+    """Map GPT-2's letters to bytes. Visible Latin-1 characters map to themselves; letters from 256 map to the rest."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

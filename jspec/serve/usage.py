@@ -1,4 +1,4 @@
-"""Drafting statistics of a text."""
+"""Drafting statistics in responses."""
 
 import dataclasses
 from collections import Counter
@@ -13,8 +13,8 @@ class Figures:
 
     Attributes:
         rounds: the number of rounds.
-        drafted, judged, accepted: draft tokens, as counted in `jspec.Stats`.
-        by_accepted: for each number of accepted tokens, how many rounds with a draft accepted that number.
+        drafted, judged, accepted: numbers of draft tokens, as counted in `jspec.Stats`.
+        by_accepted: the number of rounds with a draft, keyed by how many tokens they accepted.
     """
 
     rounds: int = 0
@@ -25,7 +25,7 @@ class Figures:
 
     @classmethod
     def of(cls, result: Result, delivered: int) -> Self:
-        """Return the figures of one text with `delivered` tokens. More may have been decoded after a stop string."""
+        """Return the statistics of an output with `delivered` tokens. The engine may have decoded more after a stop."""
         figures, tokens = cls(), 0
         for drafted, judged, accepted in zip(result.drafted, result.judged, result.accepted, strict=False):
             if tokens >= delivered:
@@ -44,11 +44,11 @@ class Figures:
 
     @property
     def drafts(self) -> int:
-        """Rounds that had a draft."""
+        """The number of rounds that had a draft."""
         return self.by_accepted.total()
 
     def as_json(self, num_draft_tokens: int) -> dict[str, Any]:
-        """Return the figures for clients. Rates are None if nothing was drafted."""
+        """Return the statistics for clients. Rates are None if nothing was drafted."""
         return {
             "mean_acceptance_length": 1 + self.accepted / self.drafts if self.drafts else None,
             "acceptance_rate": self.accepted / self.judged if self.judged else None,

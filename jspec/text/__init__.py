@@ -1,6 +1,6 @@
-"""Text input and output: tokenizers, keys from a seed, and text from tokens.
+"""Text input and output: tokenizers, random keys from a seed, and detokenization.
 
-Modules that accept or return text import this package. Modules that decode do not.
+Modules that accept or return text import this package. Modules that run the decoding loop do not.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from jspec.text.end_of_turn import end_of_turn
 if TYPE_CHECKING:
     from jax import Array
 
-# The default prompts of `jspec tune`: beginnings of code as the bundled models, and many others, know them.
+# The default prompts of `jspec tune`: openings of code, which the bundled models and many others can continue.
 EXAMPLE_PROMPTS = [
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n",
@@ -35,11 +35,11 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     """Return the tokenizer of a checkpoint.
 
     Args:
-        source: a folder, a GGUF file, a name or a hub id. A folder's tokenizer.json is used as it is. A GGUF file
-            contains its tokenizer and chat template.
+        source: a folder, a GGUF file, a name or a Hub id. A folder's tokenizer.json is used without changes. A GGUF
+            file contains its own tokenizer and chat template.
 
     Raises:
-        convert.CheckpointError: the source is not a checkpoint, has no tokenizer files, or they cannot be read.
+        convert.CheckpointError: the source is not a checkpoint, or its tokenizer files are missing or unreadable.
     """
     directory = convert.resolve(source if isinstance(source, str) else os.fspath(source))
     if directory.is_file():
@@ -57,13 +57,13 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         if (tokenizer := tokenizer_file.read(directory)) is not None:
             return tokenizer
         return _without_tokenizer_json(directory)
-    except Exception as error:  # the tokenizer libraries raise many kinds
+    except Exception as error:  # the tokenizer libraries raise many types of errors
         reason = " ".join(str(error).split())[:400].rstrip(".")
         raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}.") from error
 
 
 def _without_tokenizer_json(directory: Path) -> Any:
-    """Return the tokenizer of a SentencePiece model, or the one that transformers builds from other files."""
+    """Return a SentencePiece model's tokenizer, or the one that transformers builds from other files."""
     if (directory / "tokenizer.model").is_file():
         try:
             return tokenizer_file.from_sentencepiece(directory)
@@ -73,7 +73,7 @@ def _without_tokenizer_json(directory: Path) -> Any:
 
 
 def _check_packages(reason: str) -> None:
-    """Raise ValueError if transformers lacks the packages that it reads a tokenizer.model with."""
+    """Raise ValueError if packages are missing that transformers needs to read a tokenizer.model."""
     packages = {"tiktoken": "tiktoken"}
     if "is not a SentencePiece" not in reason:
         packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
@@ -85,10 +85,10 @@ def _check_packages(reason: str) -> None:
 
 
 def check_same_tokenizer(target: Any, draft: Any) -> None:
-    """Refuse a draft model whose ids stand for other tokens than the target model's.
+    """Raise ValueError unless the draft's token ids stand for the same tokens as the target's.
 
     Raises:
-        ValueError: an id differs; the message names the first such id and both its tokens.
+        ValueError: an id differs. The message names the first such id and its two tokens.
     """
     ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (target, draft))
     different = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
@@ -101,17 +101,17 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the EOS ids: those of the model and the tokenizer, and the chat template's end of a turn."""
+    """Return the EOS ids: those of the model and the tokenizer, and the chat template's end-of-turn token."""
     known = {*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
     return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))
 
 
 def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
-    """Return the contents of a datastore: the files as tokens of `source`'s tokenizer, and the vocabulary size.
+    """Return a datastore's contents: the files encoded with `source`'s tokenizer, and the vocabulary size.
 
     Returns:
         ``int32[N]``, with an EOS after every file if the tokenizer has one, and V. If `source` has a config.json, V is
-        its vocabulary size, because a model may have room for more tokens than its tokenizer.
+        the vocabulary size given there, because a model's vocabulary may be larger than its tokenizer's.
 
     Raises:
         ValueError: a file is not UTF-8, or all files are empty.
@@ -134,12 +134,12 @@ def _read(file: Path) -> str:
 
 
 def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
-    """Return `count` prompts (or all of them, if None), starting again from the first if they run out."""
+    """Return `count` prompts, starting over from the first if they run out. None returns all prompts once."""
     return [prompts[i % len(prompts)] for i in range(count or len(prompts))]
 
 
 def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
-    """Return typed keys ``[batch]``, from request `first` on. A key depends only on the seed and its request's number.
+    """Return typed keys ``[batch]``, starting at request `first`. Each depends only on the seed and the request number.
 
     Raises:
         ValueError: the seed is not an unsigned 32-bit int.
@@ -148,7 +148,7 @@ def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
 
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
-    # Use this implementation whatever JAX's default is, so that the same seed gives the same text.
+    # Always use this implementation, whatever JAX's default is, so that the same seed gives the same text.
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(int(seed), impl="threefry2x32"), first + np.arange(batch)
     )

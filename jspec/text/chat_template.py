@@ -1,4 +1,4 @@
-"""Prompts as one ragged batch: texts, token ids, and conversations rendered by the model's chat template."""
+"""Encoding of prompts as one ragged batch: text, token ids, or conversations rendered by the model's chat template."""
 
 import dataclasses
 import operator
@@ -10,21 +10,21 @@ import numpy as np
 
 from jspec.text.template_variables import check_variables
 
-# A text, token ids, or a conversation, whose messages have "role" and "content".
+# Text, token ids, or a conversation whose messages have "role" and "content".
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
 _LEAST_WIDTH = 32
 _LEAST_NEW = 128
-_LONGEST_REASON = 300  # characters of an error in a template, which may quote the whole conversation
+_LONGEST_REASON = 300  # characters to keep of a template's error, which may quote the whole conversation
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Prompts in the form that `jspec.generate` takes. Widths are few, so that new prompts seldom compile again.
+    """Prompts in the form that `jspec.generate` accepts. There are few widths, so new prompts seldom recompile.
 
     Attributes:
-        tokens: ``int32[B, P]``, padded on the right; P is a power of two.
-        lengths: ``int32[B]``.
+        tokens: ``int32[B, P]``, padded on the right. P is a power of two.
+        lengths: ``int32[B]``, the number of tokens in each prompt.
     """
 
     tokens: np.ndarray
@@ -32,7 +32,7 @@ class Batch:
 
 
 def listed(prompts: Any) -> list[Any]:
-    """Return a list of prompts. One text, one prompt's ids or one conversation becomes a list of it.
+    """Return a list of prompts. A single prompt (text, token ids or a conversation) becomes a list of one.
 
     Arrays count as lists.
     """
@@ -49,18 +49,18 @@ def _plain(value: Any) -> Any:
 
 
 def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any] | None = None) -> Batch:
-    """Return `prompts` as one batch.
+    """Encode `prompts` as one batch.
 
-    If the tokenizer starts texts with a BOS token, every text gets exactly one, even if it already has one. A
-    conversation gets no other BOS than its template writes.
+    If the tokenizer adds a BOS token, every text prompt gets exactly one, even if it already starts with one. A
+    conversation gets only the BOS that its template writes.
 
     Args:
-        template: variables of the chat template, for every conversation.
+        template: chat-template variables for every conversation.
 
     Raises:
-        ValueError: a prompt is invalid or has no tokens. A conversation is malformed, has no template, or its template
-            fails. `template` is malformed, or no prompt is a conversation. The message names the prompt, counted from
-            1, and the message of the conversation, counted from 0.
+        ValueError: a prompt is invalid or has no tokens; a conversation is malformed, has no template, or its template
+            fails; or `template` is malformed, or is given although no prompt is a conversation. The error names the
+            prompt, counted from 1, and the conversation's message, counted from 0.
     """
     variables = check_variables("template", template)
     if variables and not any(map(is_conversation, prompts)):
@@ -77,11 +77,11 @@ def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any
 
 
 def room(wanted: int, batch: Batch, positions: int) -> int:
-    """Round up `wanted` new tokens, so that other numbers find the program compiled; `max_tokens` sets the limit.
+    """Round up the `wanted` number of new tokens, so that other numbers reuse the compiled program.
 
-    The result is a power of two if the models have enough positions. Otherwise it is all their positions after the
-    padded prompts, or after the longest prompt. If these are too few, the result is `wanted`, so that the error names
-    it.
+    `max_tokens` sets the actual limit. The result is a power of two if the models have enough positions. Otherwise it
+    is the number of positions that remain after the padded prompts, or after the longest prompt. If these are too few,
+    the result is `wanted`, so that the error names it.
     """
     most = positions - int(batch.lengths.max())
     sizes = _bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most
@@ -89,15 +89,15 @@ def room(wanted: int, batch: Batch, positions: int) -> int:
 
 
 def is_conversation(prompt: Prompt) -> bool:
-    """Return whether the prompt is a list of messages, even if they are malformed."""
+    """Return whether the prompt is a list of messages, whether or not they are well-formed."""
     return _is_list(prompt) and any(isinstance(one, Mapping) for one in prompt)
 
 
 def check_conversation(messages: Sequence[Any], place: str) -> None:
-    """Refuse a conversation that a template would garble or silently drop, or that ends with an assistant's message.
+    """Reject a conversation that a template would garble or silently drop, or that ends with an assistant message.
 
     Raises:
-        ValueError: the conversation is refused; the error names the message.
+        ValueError: the conversation is rejected. The error names the message.
     """
     if not messages:
         raise ValueError(f"{place} has no messages; give at least one to be answered.")
@@ -107,7 +107,7 @@ def check_conversation(messages: Sequence[Any], place: str) -> None:
 
 
 def check_messages(messages: Sequence[Any], place: str) -> None:
-    """Check each message by itself, as part of `check_conversation`."""
+    """Check each message on its own, as part of `check_conversation`."""
     for i, message in enumerate(messages):
         fields = message if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
@@ -150,7 +150,7 @@ def _checked(text: str, place: str) -> str:
 
 
 def _once(tokenizer: Any, text: str) -> list[int]:
-    """Return the text's ids, without the tokenizer's BOS if the text has its own, such as that of a chat template."""
+    """Return the text's ids, without the tokenizer's BOS if the text already has one, such as a chat template's."""
     ids, start = tokenizer(text, verbose=False)["input_ids"], tokenizer.bos_token_id
     if start is None or ids[:2] != [start, start]:
         return ids
@@ -164,11 +164,11 @@ def rendered(
     """Return the messages rendered by the chat template.
 
     Args:
-        asked: whether to add the text that starts an answer.
-        variables: variables of the template, from `check_variables`.
+        asked: whether to append the text that starts an answer.
+        variables: template variables, from `check_variables`.
 
     Raises:
-        ValueError: there is no template, or it refuses the messages, fails, or returns text that is not UTF-8.
+        ValueError: there is no template, or it rejects the messages, fails, or returns text that is not valid UTF-8.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -184,7 +184,7 @@ def rendered(
 
 
 def _reason(error: Exception) -> str:
-    """Return one line about an error in a template, with the Python class's name unless the template raised it."""
+    """Return one line about a template error, with the Python class's name unless the template itself raised it."""
     from jinja2 import TemplateError
 
     words = " ".join(str(error).split())

@@ -9,11 +9,11 @@ from typing import Any
 
 _ANSWER = "jspec-answer"
 _CHAT = [{"role": "user", "content": "jspec-question"}, {"role": "assistant", "content": _ANSWER}]
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # marks answers for training; jinja2 does not know it
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # marks answers for training; not supported by jinja2
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token with which the chat template ends an answer, or None."""
+    """Return the id of the special token that the chat template ends an answer with, or None."""
     template = getattr(tokenizer, "chat_template", None)
     return _end_of_turn(tokenizer, template) if isinstance(template, str) else None
 
@@ -22,7 +22,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 def _end_of_turn(tokenizer: Any, template: str) -> int | None:
     try:
         text = _rendered(tokenizer, template)
-    except Exception:  # templates may raise anything, and may refuse this conversation
+    except Exception:  # templates may raise anything, and may reject this conversation
         return None
     _, found, after = text.rpartition(_ANSWER)
     ids = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"] if found else []
@@ -30,9 +30,9 @@ def _end_of_turn(tokenizer: Any, template: str) -> int | None:
 
 
 def _rendered(tokenizer: Any, template: str) -> str:
-    """Return the conversation as the template writes it.
+    """Return the conversation as rendered by the template.
 
-    Transformers would render it the same, but importing transformers takes seconds.
+    Transformers would render it identically, but importing transformers takes seconds.
     """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

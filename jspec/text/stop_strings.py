@@ -1,4 +1,4 @@
-"""Conversion of tokens to text that is safe to show: no partial characters, and no possible start of a stop string."""
+"""Conversion of tokens to text that is safe to show, without partial characters or possible starts of stop strings."""
 
 import bisect
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from jspec.core.detokenizer import Pieces
 
 
 class Writer:
-    """The text of a stream of tokens, up to a stop string.
+    """The text of a token stream, up to a stop string.
 
     Args:
-        tokenizer: the tokenizer of the tokens.
+        tokenizer: the tokenizer that the tokens belong to.
         prompt: the tokens before the text.
-        stop: strings that end the text.
-        keeps_stop: whether the text includes the stop string at its end.
-        min_tokens: the number of first tokens that are not searched for stop strings.
-        shows_prompt: whether the reader has seen the prompt's text, as for `jspec.core.detokenizer.Pieces`.
+        stop: the strings that end the text.
+        keeps_stop: whether the text includes the stop string that ended it.
+        min_tokens: the number of initial tokens that are not searched for stop strings.
+        shows_prompt: whether the reader has seen the prompt's text. See `jspec.core.detokenizer.Pieces`.
 
     Attributes:
         pieces: the text that each token adds.
-        starts: the position in the text at which each piece begins.
-        text: all pieces joined; once the end is known, without the text after it.
-        stopped: the stop string that ended the text.
+        starts: the position in the text where each piece starts.
+        text: all pieces joined, cut off at the end of the text once that is known.
+        stopped: the stop string that ended the text, or None.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Writer:
         self._append(self._coming.add(token), is_new=True)
 
     def add_silent(self) -> None:
-        """Add a token that ends the text and is not part of it."""
+        """Add a token that ends the text without being part of it."""
         self.starts.append(len(self.text))
         self.pieces.append("")
 
     def end(self) -> None:
-        """End the text: there are no more tokens."""
+        """End the text after the last token."""
         if not self._ended:
             self._append(self._coming.rest(), is_new=False)
             self._ended = True
@@ -81,7 +81,7 @@ class Writer:
         self._find(known)
 
     def _find(self, known: int) -> None:
-        """End the text at the first stop string that extends beyond the first `known` characters."""
+        """End the text at the first stop string that extends past the first `known` characters."""
         starts = ((self.text.find(one, max(self._from, known - len(one) + 1)), one) for one in self._stop)
         found = min(((start, one) for start, one in starts if start >= 0), default=None)
         if found is not None:

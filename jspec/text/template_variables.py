@@ -1,10 +1,10 @@
-"""Variables of a chat template that a caller sets, such as ``enable_thinking``."""
+"""Chat-template variables that callers set, such as ``enable_thinking``."""
 
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-# Names that jspec sets itself, and options of transformers' `apply_chat_template` that are not variables.
+# Names that jspec sets itself, and options of transformers' `apply_chat_template` that are not template variables.
 _RESERVED = {
     *("messages", "conversation", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "padding", "truncation", "max_length", "sanitize_control_tokens", "tokenizer_kwargs"),
@@ -13,16 +13,16 @@ _RESERVED = {
 
 
 def check_variables(name: str, variables: Any, reserved: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return `variables` as a dictionary; None is an empty one.
+    """Validate `variables` and return them as a dict. None gives an empty dict.
 
-    A name that the template does not use is accepted, because a template may look for it in any way.
+    Names that the template does not use are accepted, because a template may look up variables in any way.
 
     Args:
-        name: the name of the argument, for errors.
-        reserved: names that are not allowed, besides those of jspec itself.
+        name: the name of the argument, for error messages.
+        reserved: names that are not allowed, in addition to those that jspec itself reserves.
 
     Raises:
-        ValueError: `variables` is not a mapping, or holds a name that a template cannot use or that jspec sets itself.
+        ValueError: `variables` is not a mapping, or it has a name that is reserved or that a template cannot use.
     """
     if variables is None:
         return {}

@@ -1,4 +1,4 @@
-"""The files beside tokenizer.json: named special tokens, added tokens and the chat template."""
+"""Tokenizer settings from files other than tokenizer.json: named special tokens, added tokens and the chat template."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ _NO_DEFAULT = "{{{{ raise_exception('the tokenizer has the chat templates {names
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """Settings of a tokenizer that tokenizer.json does not hold.
+    """Tokenizer settings that tokenizer.json does not contain.
 
     Attributes:
-        named: "bos_token", "eos_token" and the like, each with its text.
-        ids: the ids of named tokens whose text no file says.
-        adds: "bos", "eos" -> whether every text gets it. tokenizer.json has its own setting for that.
-        added: id -> token, for tokens that tokenizer.json may lack.
-        chat_template: the Jinja template of a conversation, if there is one.
+        named: the text of each named token ("bos_token", "eos_token" and the like), by name.
+        ids: the ids of named tokens whose text is in no file, by name.
+        adds: whether every text gets a "bos" or "eos" token, by name. tokenizer.json has its own setting for that.
+        added: tokens that tokenizer.json may lack, by id.
+        chat_template: the Jinja template for conversations, if there is one.
     """
 
     named: dict[str, str]
@@ -30,9 +30,9 @@ class TokenizerConfig:
 
 
 def read(directory: Path) -> TokenizerConfig:
-    """Read the files as transformers does for a class that takes tokenizer.json as it is.
+    """Read the files as transformers does for a class that uses tokenizer.json without changes.
 
-    `clean_up_tokenization_spaces` is ignored: it would remove spaces that the model wrote.
+    `clean_up_tokenization_spaces` is ignored, because it would remove spaces that the model generated.
 
     Raises:
         ValueError: a file is malformed.
@@ -43,7 +43,7 @@ def read(directory: Path) -> TokenizerConfig:
         fields |= _object(directory / "special_tokens_map.json")
         added = {i: {"content": text} for text, i in _object(directory / "added_tokens.json").items()}
     named = {name: text for name, value in fields.items() if name.endswith("_token") and (text := _text(value))}
-    # A folder may leave both tokens to its tokenizer's class; config.json has their ids.
+    # A folder may leave both tokens to its tokenizer's class. config.json then has their ids.
     model = {} if {"bos_token", "eos_token"} <= fields.keys() else _object(directory / "config.json")
     ids = {name: model.get(f"{name}_id") for name in ("bos_token", "eos_token") if name not in fields}
     special = {*named.values(), *map(_text, fields.get("additional_special_tokens") or [])}
@@ -57,7 +57,7 @@ def read(directory: Path) -> TokenizerConfig:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or an empty object if there is no such file."""
+    """Return the contents of a JSON file, or an empty object if the file does not exist."""
     if not file.is_file():
         return {}
     try:
@@ -70,7 +70,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """Return the text of a token, which may be an object with flags."""
+    """Return a token's text. The token may be an object with flags."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -84,7 +84,7 @@ def _added(value: Any, special: set[str | None]) -> AddedToken:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the default of the chat templates; those in files of their own replace those of the config."""
+    """Return the default chat template. Templates in separate files replace those in the config."""
     given = config.get("chat_template")
     if isinstance(given, list):
         given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}

@@ -1,7 +1,7 @@
-"""Tokenizers as described by tokenizer.json or a GGUF file.
+"""Tokenizers read from tokenizer.json or a GGUF file.
 
-The tokenizers library reads these files without changes. Some tokenizer classes of transformers rebuild a tokenizer
-from the name of its class, which changes ids. Importing transformers also takes seconds.
+The tokenizers library uses these files without changes. Some tokenizer classes in transformers instead rebuild the
+tokenizer from its class name, which changes ids. Importing transformers also takes seconds.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from jspec.text import tokenizer_config
 from jspec.text.tokenizer_config import TokenizerConfig
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-_NO_TOKENS = frozenset({"unk_token"})  # stands for text without a token; texts must show it
+_NO_TOKENS = frozenset({"unk_token"})  # stands for text that has no token, so decoded text must show it
 
 
 def transformers() -> ModuleType:
-    """Import the library, which takes seconds, without its notice that PyTorch is missing. jspec does not need it."""
+    """Import transformers without its notice that PyTorch is missing, which jspec does not need. This takes seconds."""
     if "transformers" in sys.modules or _ADVICE in os.environ:
         return importlib.import_module("transformers")
     os.environ[_ADVICE] = "1"
@@ -37,12 +37,12 @@ def transformers() -> ModuleType:
 
 
 class TokenizerFile:
-    """A tokenizer with the part of the interface of transformers' tokenizers that jspec uses.
+    """A tokenizer with the part of the transformers tokenizer interface that jspec uses.
 
     Attributes:
-        bos_token_id, eos_token_id: the ids of these tokens; None if there is no such token.
-        chat_template: the template that renders a conversation as one text, if there is one.
-        special_tokens_map: "bos_token", "eos_token" and the like, each with its text.
+        bos_token_id, eos_token_id: the ids of these tokens, or None if there is no such token.
+        chat_template: the template that renders a conversation as text, if there is one.
+        special_tokens_map: the text of each named token ("bos_token", "eos_token" and the like), by name.
     """
 
     def __init__(self, inner: Tokenizer, named: Mapping[str, Any], chat_template: str | None) -> None:
@@ -58,8 +58,8 @@ class TokenizerFile:
         )
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
-        """Return the ids of one text or of several. Long texts give no warning, whatever `verbose` is."""
-        # Encode a batch even for one text, because other threads can run meanwhile.
+        """Return the ids of one or several texts. Long texts never cause a warning, whatever `verbose` is."""
+        # Encode a batch even for one text, because other threads can then run in the meantime.
         several = [text] if isinstance(text, str) else text
         ids = [one.ids for one in self._inner.encode_batch(several, add_special_tokens=add_special_tokens)]
         return {"input_ids": ids[0] if isinstance(text, str) else ids}
@@ -71,7 +71,7 @@ class TokenizerFile:
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """Return the text of `ids`. Spaces stay as the model wrote them."""
+        """Return the text of `ids`. Spaces stay as the model generated them."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -81,13 +81,13 @@ class TokenizerFile:
         tokenize: bool = True,
         **template: Any,
     ) -> dict[str, Any] | str:
-        """Return the messages ("role", "content") as one text, or its ids.
+        """Render the messages as text, and return the text or its ids.
 
         Args:
-            conversation: the messages.
-            add_generation_prompt: whether the start of an answer follows.
+            conversation: the messages, each with a "role" and "content".
+            add_generation_prompt: whether to append the start of an answer.
             tokenize: whether to return ids.
-            **template: variables of the template. They replace special tokens of the same name.
+            **template: template variables. They replace special tokens of the same name.
 
         Raises:
             ValueError: there is no template.
@@ -100,12 +100,12 @@ class TokenizerFile:
         return self(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:
-        """Return every token with its id, including added tokens."""
+        """Return a dict that maps every token to its id, including added tokens."""
         return self._inner.get_vocab()
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the tokenizers library that does the work."""
+        """The underlying tokenizer from the tokenizers library."""
         return self._inner
 
     def __len__(self) -> int:
@@ -113,10 +113,10 @@ class TokenizerFile:
 
 
 def read(directory: Path) -> TokenizerFile | None:
-    """Return the tokenizer in `directory` as its tokenizer.json describes it, or None if there is no such file.
+    """Return the tokenizer that the tokenizer.json in `directory` describes, or None if there is no such file.
 
     Raises:
-        Exception: a file is damaged; the tokenizers library has no class for that.
+        Exception: a file is damaged. The tokenizers library has no specific class for that.
     """
     if not (directory / "tokenizer.json").is_file():
         return None
@@ -128,7 +128,7 @@ def read(directory: Path) -> TokenizerFile | None:
 
 
 def _add_tokens(inner: Tokenizer, config: TokenizerConfig) -> None:
-    """Add the tokens that only the files besides tokenizer.json have."""
+    """Add the tokens that are only in files other than tokenizer.json."""
     for i, token in sorted(config.added.items()):
         if inner.token_to_id(token.content) is None:
             inner.add_tokens([token])
@@ -140,7 +140,7 @@ def _add_tokens(inner: Tokenizer, config: TokenizerConfig) -> None:
 
 
 def _make_special(inner: Tokenizer, named: Mapping[str, str]) -> None:
-    """Make named tokens special: a chat template writes them as text, and texts do not show them."""
+    """Make named tokens special, because chat templates write them as text and decoded text must not show them."""
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     others = {text for name, text in named.items() if name not in _NO_TOKENS} - special
     known = sorted(text for text in others if inner.token_to_id(text) is not None)
@@ -150,11 +150,11 @@ def _make_special(inner: Tokenizer, named: Mapping[str, str]) -> None:
 def from_sentencepiece(directory: Path) -> TokenizerFile:
     """Return the tokenizer of the SentencePiece model in `directory`, which has no tokenizer.json.
 
-    Every text starts with BOS and does not end with EOS, as for the LlamaTokenizer of transformers, unless
+    Every text starts with BOS and does not end with EOS, as with transformers' LlamaTokenizer, unless
     tokenizer_config.json says otherwise.
 
     Raises:
-        convert.CheckpointError: it is not a BPE model, or it changes texts before it splits them.
+        convert.CheckpointError: it is not a BPE model, or it changes text before splitting it.
     """
     config = tokenizer_config.read(directory)
     add = {name: config.adds.get(name, name == "bos") for name in ("bos", "eos")}
@@ -173,7 +173,7 @@ def from_gguf(file: Path) -> TokenizerFile:
     """Return the tokenizer in a GGUF file.
 
     Raises:
-        convert.CheckpointError: the tokenizer is missing, damaged, or of an unknown kind.
+        convert.CheckpointError: the tokenizer is missing, damaged or of an unknown kind.
     """
     inner, config = gguf_tokenizer.build(gguf_header.read(file))
     return TokenizerFile(inner, config, config.get("chat_template"))

@@ -1,9 +1,9 @@
-"""Closed forms that predict the gain of speculative decoding, in plain NumPy float64.
+"""Closed-form predictions of the gain from speculative decoding, in NumPy float64.
 
 Every function maps acceptance rates and cost ratios to a number that can be compared with a measurement. None of
-them runs a model. Following both papers, `p` is the target's distribution, `q` the draft's, and `k` (gamma in
-Leviathan et al., T in Stratos) the number of drafted tokens in a round. Arguments broadcast against one another,
-and scalars give scalars. Every invalid value raises ValueError.
+them runs a model. As in both papers, `p` is the target's distribution and `q` the draft's. `k` is the number of draft
+tokens per round (gamma in Leviathan et al., T in Stratos). Arguments broadcast against one another, and scalar
+arguments give a scalar result. Every invalid value raises ValueError.
 
 References:
     Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", 2023, sections 3.1
@@ -16,17 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = np.float64 | NDArray[np.float64]
 
-# Float32 softmax over a 128k vocabulary sums to 1 within about 1e-5; an unnormalised row misses by far more
-# than this.
+# A float32 softmax over a 128k vocabulary sums to 1 within about 1e-5. An unnormalised row is off by far more.
 _SUM_TOLERANCE = 1e-4
 
 
 def acceptance_rate(p: ArrayLike, q: ArrayLike) -> Floats:
     """Return the probability that target `p` accepts a token drafted from `q`: `sum_x min(p(x), q(x))`.
 
-    This is beta of Leviathan et al. theorem 3.5 and beta_t of Stratos section 1.1.1. It equals one minus the
-    total variation distance. Its mean over contexts is alpha (corollary 3.6), the argument of the other functions
-    in this module.
+    This is beta in Leviathan et al., theorem 3.5, and beta_t in Stratos, section 1.1.1. It equals one minus the total
+    variation distance. Its mean over contexts is alpha (corollary 3.6), which the other functions in this module
+    take as an argument.
 
     Args:
         p: `[..., V]` target probabilities.
@@ -36,7 +35,7 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> Floats:
         `[...]` float64 in [0, 1].
 
     Raises:
-        ValueError: shapes differ, an entry is negative or not finite, or a row's sum is not 1 within 1e-4.
+        ValueError: the shapes differ, an entry is negative or not finite, or a row's sum is not 1 within 1e-4.
     """
     target, draft = _distribution_pair(p, q)
     return np.minimum(np.minimum(target, draft).sum(axis=-1), 1.0)
@@ -45,7 +44,7 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> Floats:
 def divergence(p: ArrayLike, q: ArrayLike) -> Floats:
     """Return `D_LK(p, q) = sum_x |p(x) - M(x)|` with `M = (p + q) / 2` (Leviathan et al., definition 3.2).
 
-    It is the total variation distance: symmetric, 0 if `p = q` and 1 if the supports are disjoint (corollary 3.4).
+    This is the total variation distance: it is symmetric, 0 if `p = q`, and 1 for disjoint supports (corollary 3.4).
 
     Args:
         p: `[..., V]` target probabilities.
@@ -55,30 +54,30 @@ def divergence(p: ArrayLike, q: ArrayLike) -> Floats:
         `[...]` float64 in [0, 1], equal to `1 - acceptance_rate(p, q)` (lemma 3.3).
 
     Raises:
-        ValueError: as `acceptance_rate`.
+        ValueError: under the same conditions as `acceptance_rate`.
     """
     target, draft = _distribution_pair(p, q)
     return np.minimum(0.5 * np.abs(target - draft).sum(axis=-1), 1.0)
 
 
 def expected_tokens(alpha: ArrayLike, k: ArrayLike) -> Floats:
-    """Return the mean number of tokens of a round: `(1 - alpha^(k+1)) / (1 - alpha)` (Leviathan et al., equation 1).
+    """Return the mean number of tokens per round: `(1 - alpha^(k+1)) / (1 - alpha)` (Leviathan et al., equation 1).
 
-    It assumes that positions accept independently with one rate; `expected_tokens_from_rates` drops that
-    assumption.
+    This assumes that acceptance at each position is independent and has the same rate. `expected_tokens_from_rates`
+    drops that assumption.
 
     Args:
-        alpha: `[...]` acceptance rate in [0, 1].
-        k: `[...]` drafted tokens in a round, integers of at least 0.
+        alpha: `[...]` acceptance rates in [0, 1].
+        k: `[...]` numbers of draft tokens per round, integers of at least 0.
 
     Returns:
-        `[...]` float64 between 1 and `k + 1`; both ends are reached exactly, at alpha = 0 and alpha = 1.
+        `[...]` float64 between 1 and `k + 1`. Both ends are reached exactly, at alpha = 0 and alpha = 1.
 
     Raises:
-        ValueError: alpha outside [0, 1] or NaN, k negative or not an integer, or incompatible shapes.
+        ValueError: alpha is outside [0, 1] or NaN, k is negative or not an integer, or the shapes are incompatible.
     """
     rate, drafts = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k))
-    # Use Horner's scheme on the sum: the quotient loses every digit as alpha -> 1. This form loses none and needs
+    # Apply Horner's scheme to the sum. The quotient would lose every digit as alpha -> 1. The sum loses none and needs
     # no special case there.
     total = np.ones(rate.shape)
     for step in range(int(drafts.max(initial=0))):
@@ -87,14 +86,14 @@ def expected_tokens(alpha: ArrayLike, k: ArrayLike) -> Floats:
 
 
 def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
-    """Return the mean number of tokens of a round, from the rate of each position: `1 + a_1 + ... + a_1 ... a_K`.
+    """Return the mean number of tokens per round, given the acceptance rate at each position.
 
-    The sum is `1 + a_1 + a_1 a_2 + ... + a_1 ... a_K`. `a_i` is the probability that draft token i is accepted,
-    given that draft tokens 1 .. i-1 were. Each term is the probability that draft token i is emitted, so the sum is
-    also exact for dependent positions. Leviathan et al. equation 1 and Stratos section 1.1.1 assume i.i.d.
-    positions. If all `a_i` equal alpha, the result is `expected_tokens(alpha, K)`. The measured rates are
-    `a_1 = accepted_at[0] / rounds` and, counting arrays from 0 and positions from 1,
-    `a_i = accepted_at[i - 1] / accepted_at[i - 2]`.
+    The result is `1 + a_1 + a_1 a_2 + ... + a_1 ... a_K`, where `a_i` is the probability that draft token i is
+    accepted, given that draft tokens 1 .. i-1 were. Each product is the probability that draft token i is emitted, so
+    the sum is also exact if positions depend on one another. Leviathan et al., equation 1, and Stratos, section 1.1.1,
+    assume i.i.d. positions. If all `a_i` equal alpha, the result is `expected_tokens(alpha, K)`. The measured rates are
+    `a_1 = accepted_at[0] / rounds` and `a_i = accepted_at[i - 1] / accepted_at[i - 2]`. Here arrays are indexed from 0
+    and positions from 1.
 
     Args:
         rates: `[..., K]` conditional acceptance rates in [0, 1].
@@ -103,8 +102,8 @@ def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
         `[...]` float64 between 1 and K + 1.
 
     Raises:
-        ValueError: a rate is outside [0, 1] or NaN, or there is no last axis. If no round reached a position, its
-            rate is 0 / 0; write 0 there.
+        ValueError: a rate is outside [0, 1] or NaN, or `rates` is a scalar. If no round reached a position, its rate
+            is 0 / 0: pass 0 instead.
     """
     conditional = _rate("rates", rates)
     if conditional.ndim == 0:
@@ -115,59 +114,59 @@ def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
 def speedup(alpha: ArrayLike, k: ArrayLike, c: ArrayLike) -> Floats:
     """Return the wall-time improvement: `expected_tokens(alpha, k) / (k c + 1)` (Leviathan et al., theorem 3.8).
 
-    This is the factor over plain decoding, which emits one token per target step. It assumes that a target pass
-    over k + 1 positions takes as long as one over a single position.
+    This is the speedup relative to plain decoding, which emits one token per target step. It assumes that a target pass
+    over k + 1 positions takes as long as a pass over a single position.
 
     Args:
-        alpha: `[...]` acceptance rate in [0, 1].
-        k: `[...]` drafted tokens in a round, integers of at least 0.
-        c: `[...]` time of one draft step divided by the time of one target step, at least 0.
+        alpha: `[...]` acceptance rates in [0, 1].
+        k: `[...]` numbers of draft tokens per round, integers of at least 0.
+        c: `[...]` ratios of a draft step's time to a target step's time, at least 0.
 
     Returns:
-        `[...]` float64; 1 means as fast as plain decoding, and k = 0 gives exactly 1.
+        `[...]` float64. 1 means as fast as plain decoding, and k = 0 gives exactly 1.
 
     Raises:
-        ValueError: as `expected_tokens`, or c negative or not finite.
+        ValueError: under the same conditions as `expected_tokens`, or if c is negative or not finite.
     """
     rate, drafts, cost = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k), c=_cost("c", c))
     return expected_tokens(rate, drafts) / (drafts * cost + 1.0)
 
 
 def speedup_lower_bound(alpha: ArrayLike, c: ArrayLike) -> Floats:
-    """Return a lower bound of the best k's speedup: `max(1, (1 + alpha) / (1 + c))` (Leviathan et al., cor. 3.9).
+    """Return a lower bound on the speedup of the best k: `max(1, (1 + alpha) / (1 + c))` (Leviathan et al., cor. 3.9).
 
-    The quotient is theorem 3.8 at k = 1 and exceeds 1 if alpha > c. Otherwise no k helps, and drafting nothing
-    keeps the speedup at 1.
+    The quotient is theorem 3.8 at k = 1, and it exceeds 1 if alpha > c. Otherwise no k helps, and the best speedup is
+    1, from not drafting.
 
     Args:
-        alpha: `[...]` acceptance rate in [0, 1].
-        c: `[...]` time of one draft step divided by the time of one target step, at least 0.
+        alpha: `[...]` acceptance rates in [0, 1].
+        c: `[...]` ratios of a draft step's time to a target step's time, at least 0.
 
     Returns:
         `[...]` float64 of at least 1.
 
     Raises:
-        ValueError: as `speedup`.
+        ValueError: under the same conditions as `speedup`.
     """
     return np.maximum(1.0, speedup(alpha, 1, c))
 
 
 def operations(alpha: ArrayLike, k: ArrayLike, c_hat: ArrayLike) -> Floats:
-    """Return the growth of arithmetic: `(k c_hat + k + 1) / expected_tokens(alpha, k)` (Leviathan et al., thm. 3.11).
+    """Return the increase in arithmetic: `(k c_hat + k + 1) / expected_tokens(alpha, k)` (Leviathan et al., thm. 3.11).
 
-    This is the factor over plain decoding of all arithmetic, target and draft. A rejected draft token wastes the
-    work done on it and on every draft token after it. That work is the price of a speedup.
+    This is the total number of operations, target and draft, relative to plain decoding. A rejected draft token wastes
+    the work done on it and on every draft token after it. That work is the price of a speedup.
 
     Args:
-        alpha: `[...]` acceptance rate in [0, 1].
-        k: `[...]` drafted tokens in a round, integers of at least 0.
-        c_hat: `[...]` operations per token of the draft divided by those of the target, at least 0.
+        alpha: `[...]` acceptance rates in [0, 1].
+        k: `[...]` numbers of draft tokens per round, integers of at least 0.
+        c_hat: `[...]` ratios of the draft's operations per token to the target's, at least 0.
 
     Returns:
-        `[...]` float64 of at least 1; k = 0 gives exactly 1.
+        `[...]` float64 of at least 1. k = 0 gives exactly 1.
 
     Raises:
-        ValueError: as `speedup`, with c_hat in the place of c.
+        ValueError: under the same conditions as `speedup`, with c_hat in place of c.
     """
     rate, drafts, cost = _broadcast(alpha=_rate("alpha", alpha), k=_count("k", k), c_hat=_cost("c_hat", c_hat))
     return (drafts * cost + drafts + 1.0) / expected_tokens(rate, drafts)
@@ -176,33 +175,32 @@ def operations(alpha: ArrayLike, k: ArrayLike, c_hat: ArrayLike) -> Floats:
 def optimal_k(alpha: ArrayLike, c: ArrayLike, max_k: int = 64) -> int | NDArray[np.int64]:
     """Return the k in 0 .. max_k with the largest `speedup(alpha, k, c)` (Leviathan et al., section 3.5).
 
-    0 means "do not speculate" and is the result if alpha <= c (corollary 3.9). Ties go to the smaller k. Free
-    drafts (c = 0) always help. The result is then max_k, or the first k whose speedup equals that of max_k in
-    float64.
+    0 means "do not speculate" and is the result if alpha <= c (corollary 3.9). Ties go to the smaller k. Free drafts
+    (c = 0) always help. The result is then max_k, or the first k whose speedup equals that of max_k in float64.
 
     Args:
-        alpha: `[...]` acceptance rate in [0, 1].
-        c: `[...]` time of one draft step divided by the time of one target step, at least 0.
+        alpha: `[...]` acceptance rates in [0, 1].
+        c: `[...]` ratios of a draft step's time to a target step's time, at least 0.
         max_k: the largest k to consider.
 
     Returns:
         An int for scalar input, else `[...]` int64.
 
     Raises:
-        ValueError: as `speedup`, or max_k not a single integer of at least 0.
+        ValueError: under the same conditions as `speedup`, or if max_k is not a single integer of at least 0.
     """
     rate, cost = _broadcast(alpha=_rate("alpha", alpha), c=_cost("c", c))
     limit = _count("max_k", max_k)
     if limit.ndim != 0:
         raise ValueError(f"max_k has shape {limit.shape}; expected one integer: call optimal_k once per limit.")
     best = np.argmax(speedup(rate[..., None], np.arange(int(limit) + 1), cost[..., None]), axis=-1)
-    # Near alpha = c = 1 every k ties within rounding, so corollary 3.9 decides and not the last bit.
+    # Near alpha = c = 1 every k ties up to rounding, so use corollary 3.9 instead of the last bit.
     best = np.where(rate > cost, best, 0)
     return int(best) if best.ndim == 0 else best
 
 
 def _distribution_pair(p: ArrayLike, q: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return `p` and `q` as checked float64 rows of one shape `[..., V]`."""
+    """Return `p` and `q` as validated float64 rows with the same shape `[..., V]`."""
     target, draft = _distribution("p", p), _distribution("q", q)
     if target.shape != draft.shape:
         raise ValueError(
@@ -213,7 +211,7 @@ def _distribution_pair(p: ArrayLike, q: ArrayLike) -> tuple[NDArray[np.float64],
 
 
 def _distribution(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    """Return `value` as float64 rows. Divide out the rounding of a float32 softmax, so that p = q has rate 1."""
+    """Return `value` as validated float64 rows, renormalised so that p = q has rate 1 despite float32 rounding."""
     probs = np.asarray(value, dtype=np.float64)
     if probs.ndim == 0 or probs.shape[-1] == 0:
         raise ValueError(
@@ -232,7 +230,7 @@ def _distribution(name: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def _rate(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    """Return `value` as float64 in [0, 1]; the comparison is written so that NaN fails it."""
+    """Return `value` as float64, or raise ValueError unless it is in [0, 1]. NaN fails the comparison."""
     rate = np.asarray(value, dtype=np.float64)
     valid = (rate >= 0) & (rate <= 1)
     if not valid.all():
@@ -244,7 +242,7 @@ def _rate(name: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def _cost(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    """Return `value` as finite float64 of at least 0."""
+    """Return `value` as float64, or raise ValueError unless it is finite and at least 0."""
     cost = np.asarray(value, dtype=np.float64)
     valid = np.isfinite(cost) & (cost >= 0)
     if not valid.all():
@@ -256,7 +254,7 @@ def _cost(name: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def _count(name: str, value: ArrayLike) -> NDArray[np.int64]:
-    """Return `value` as int64 of at least 0. Refuse floats, because a rate passed as k would be cut to 0."""
+    """Return `value` as int64 of at least 0. Reject floats, because a rate passed as k would be truncated to 0."""
     count = np.asarray(value)
     if count.dtype.kind not in "iu":
         raise ValueError(f"{name} has dtype {count.dtype}; expected integers of at least 0: pass int({name}).")
@@ -266,7 +264,7 @@ def _count(name: str, value: ArrayLike) -> NDArray[np.int64]:
 
 
 def _broadcast(**named: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the arrays at their common shape, or raise an error that names each argument with its shape."""
+    """Broadcast the arrays to a common shape, or raise an error that gives each argument's name and shape."""
     try:
         return np.broadcast_arrays(*named.values())
     except ValueError:

@@ -1,8 +1,8 @@
-"""The expected tokens of a draft tree, and the best tree of a given size, from the acceptance rate of each child.
+"""The expected number of tokens from a draft tree, and the best tree of a given size, given acceptance rates by rank.
 
-If its parent is accepted, a child of rank r is accepted with probability ``acceptance_by_rank[r]``, whatever the depth.
-This is the positional acceptance assumption of Chen et al. 2024, "Sequoia", section 3.1. A node is therefore worth the
-product of the probabilities on its branch. A round yields one token plus the sum over all nodes.
+If its parent is accepted, a child of rank r is accepted with probability ``acceptance_by_rank[r]``, at any depth. This
+is the positional acceptance assumption of Chen et al. 2024, "Sequoia", section 3.1. A node's value is therefore the
+product of the probabilities along its branch. A round yields one token plus the sum of all node values.
 """
 
 import numpy as np
@@ -14,14 +14,14 @@ _ROUNDING = 1e-9
 
 
 def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
-    """Return the expected tokens of a round over `tree`, including the token after the accepted path.
+    """Return the expected number of tokens per round with `tree`, including the token after the accepted path.
 
     Args:
         tree: a tree whose nodes have at most R children.
-        acceptance_by_rank: `[R]`, how often the child of each rank is the accepted one, the eldest first.
+        acceptance_by_rank: `[R]`, the probability that the child of each rank is the accepted one, in order.
 
     Raises:
-        ValueError: `tree` is not a tree, or the rates are invalid or too few.
+        ValueError: `tree` is not a `Tree`, or the rates are invalid or too few.
     """
     if not isinstance(tree, Tree):
         raise ValueError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree.")
@@ -38,18 +38,18 @@ def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
 def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> Tree:
     """Return the tree with the largest `tree_yield` among those with `num_nodes` nodes and at most `max_depth` levels.
 
-    It runs the dynamic programme of Chen et al. 2024, "Sequoia", section 3.1, in O(R n^2 max_depth) for R ranks.
+    This uses the dynamic program of Chen et al. 2024, "Sequoia", section 3.1, in time O(R n^2 max_depth) for R ranks.
 
     Args:
-        acceptance_by_rank: `[R]`, as for `tree_yield`; no node gets more than R children.
+        acceptance_by_rank: `[R]`, as for `tree_yield`. No node gets more than R children.
         num_nodes: n, at least 1.
         max_depth: at least 1.
 
     Returns:
-        A tree that is numbered by depth. It has fewer nodes if no more fit, or if more would add nothing.
+        A tree that is numbered by depth. It has fewer nodes if no more fit, or if more would not increase the yield.
 
     Raises:
-        ValueError: a number is below 1, or the rates are invalid.
+        ValueError: `num_nodes` or `max_depth` is not an int of at least 1, or the rates are invalid.
     """
     rates = _rates(acceptance_by_rank)
     for name, value in (("num_nodes", num_nodes), ("max_depth", max_depth)):
@@ -57,7 +57,7 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
             raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
     sizes = _best_sizes(rates, int(num_nodes), min(int(max_depth), int(num_nodes)))
     parents: list[int] = []
-    # The node, the number of nodes below it, the levels left for them: in order of depth, because nodes are appended.
+    # Each entry holds a node, the number of nodes below it, and the levels left for them. Nodes are appended by depth.
     level = [(0, int(num_nodes), len(sizes) - 1)]
     while level:
         below = []
@@ -74,16 +74,16 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
 
 
 def _best_sizes(rates: NDArray[np.float64], num_nodes: int, max_depth: int) -> list[list[list[int]]]:
-    """Return ``[depth][rank][n]``: the best size of a rank's subtree, with n nodes for the children from it on."""
+    """Return ``[depth][rank][n]``, the best size of a rank's subtree if n nodes remain for this and later ranks."""
     ranks = rates.size
-    worth = np.zeros((ranks + 1, num_nodes + 1))  # of the children from a rank on, with n nodes; 0 at depth 0
+    worth = np.zeros((ranks + 1, num_nodes + 1))  # of the children of this and later ranks, with n nodes; 0 at depth 0
     sizes: list[list[list[int]]] = [[[0] * (num_nodes + 1)] * ranks]
     for _ in range(max_depth):
         below, worth, chosen = worth[0], np.zeros((ranks + 1, num_nodes + 1)), []
         for rank in reversed(range(ranks)):
             best = [0]
             for n in range(1, num_nodes + 1):
-                # The subtree has 1 to n nodes, its root included; the other nodes go to the younger siblings.
+                # The subtree has 1 to n nodes, including its root. The other nodes go to the later siblings.
                 values = rates[rank] * (1 + below[:n]) + worth[rank + 1][n - 1 :: -1]
                 size = int(np.argmax(values)) + 1
                 worth[rank][n] = values[size - 1]

@@ -1,4 +1,4 @@
-"""Rows as batches of one shape, in an order that only the seed and the number of the step determine."""
+"""Fixed-shape batches of rows, in an order that depends only on the seed and the step number."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
@@ -12,10 +12,10 @@ _TILE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows side by side, padded.
+    """A batch of padded rows.
 
     Attributes:
-        numbers: ``int[B]``, the numbers of the rows; -1 for a row of padding.
+        numbers: ``int[B]``, the row numbers; -1 for a padding row.
         tokens: ``int32[B, S]``.
         learned: ``bool[B, S]``.
     """
@@ -30,14 +30,14 @@ class Plan:
 
     Args:
         rows: all rows.
-        step_tokens: the most tokens of a batch, padding included. A single row may have more.
-        seed: the seed of the order, which differs in every epoch.
-        devices: each batch is filled with rows of padding up to a multiple of this, which changes nothing it teaches.
+        step_tokens: the maximum number of tokens in a batch, including padding. A single row may have more.
+        seed: the seed for the order, which differs in every epoch.
+        devices: padding rows fill each batch to a multiple of this number. They do not affect training.
     """
 
     def __init__(self, rows: Sequence[Row], step_tokens: int, seed: int, devices: int = 1):
         self.rows, self._seed, self._devices = rows, seed, devices
-        self._order: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # the order of the last epoch requested
+        self._order: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # the last requested epoch, and its order
         self._widths = np.array([-(-len(row.tokens) // _TILE) * _TILE for row in rows])
         self._sizes = {int(width): max(1, step_tokens // int(width)) for width in np.unique(self._widths)}
 
@@ -54,7 +54,7 @@ class Plan:
         return self.of_rows(*self._order[1][number])
 
     def in_order(self, known: Collection[int] = ()) -> Iterator[Batch]:
-        """Yield all rows except those in `known`, once, the shortest first."""
+        """Yield batches of all rows except those in `known`, once each, starting with the shortest."""
         for width, size in self._sizes.items():
             rows = np.array([i for i in np.flatnonzero(self._widths == width) if int(i) not in known], int)
             for start in range(0, len(rows), size):
@@ -69,13 +69,13 @@ class Plan:
         return [found[i] for i in rng.permutation(len(found))]
 
     def of_rows(self, numbers: np.ndarray, width: int) -> Batch:
-        """Return the rows `numbers`, and rows of padding up to the batch size of their width."""
+        """Return a batch of the rows `numbers`, with padding rows up to the batch size for their width."""
         size = -(-self._sizes[width] // self._devices) * self._devices
         return side_by_side([self.rows[number] for number in numbers], size, width, numbers)
 
 
 def side_by_side(rows: Sequence[Row], size: int, width: int, numbers: np.ndarray | None = None) -> Batch:
-    """Return `rows` as a batch of `size` rows of `width` tokens, numbered from 0 on unless `numbers` is given."""
+    """Return `rows` as a batch of `size` rows of `width` tokens, numbered from 0 unless `numbers` is given."""
     tokens, learned = np.zeros((size, width), np.int32), np.zeros((size, width), bool)
     for place, row in enumerate(rows):
         tokens[place, : len(row.tokens)], learned[place, : len(row.tokens)] = row.tokens, row.learned

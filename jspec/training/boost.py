@@ -1,4 +1,4 @@
-"""Draft models that complement each other: each learns the tokens where those before it are wrong."""
+"""Draft models that complement each other: each one learns the tokens that earlier ones get wrong."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from jspec.training.target_states import look
 
 
 def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:
-    """Return `rows` with only those tokens to learn for which `drafter` and the target differ in the likeliest token.
+    """Restrict the tokens to learn to those where the most likely tokens of `drafter` and the target differ.
 
     This is boost-tuning (Miao et al. 2024, "SpecInfer", section 3). Rows without any such token are left out.
 
     Raises:
-        ValueError: no row is left.
+        ValueError: no row remains.
     """
     found: list[Row] = []
     for batch in Plan(rows, step_tokens, seed=0).in_order():
@@ -39,7 +39,7 @@ def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_toke
 
 @jax.jit
 def _alike(target: Any, drafter: ModelDrafter, tokens: Array) -> Array:
-    """Return ``bool[B, S]``, whether both have the same likeliest token at a position; never at the first one."""
+    """Return ``bool[B, S]``, whether both have the same most likely token at each position; the first is False."""
     sight = look(target, tokens, ())
     (said,) = model(drafter, target, tokens, sight, 1)
     same = said.argmax(-1) == target.logits(sight.hidden).argmax(-1)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""EAGLE heads in training: the logits of a head for whole texts, step by step as in a draft."""
+"""EAGLE heads in training: a head's logits for whole sequences, step by step as in a draft."""
 
 import dataclasses
 import math
@@ -20,14 +20,15 @@ from jspec.training.heads import later
 
 
 def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
-    """Return a float32 head of generation 3 for `target` that reads states from early, midway and late in it.
+    """Return a float32 EAGLE-3 head for `target` that reads hidden states from its early, middle and late layers.
 
-    The head norms its own output before it reads it again, and norms each of the target's states (EAGLE-3.1). Its
-    embedding and its output head are the target's, and stay so. It has the output head's columns of `draft_ids`.
+    The head normalises its own output before reading it again, and normalises each of the target's states (EAGLE-3.1).
+    Its embedding and its output head are the target's, and training does not change them. Its output head has only the
+    columns for `draft_ids`.
 
     Args:
-        draft_ids: the tokens that the head can draft, ascending; None for all.
-        seed: the seed of the initial weights.
+        draft_ids: the tokens that the head can draft, in ascending order; None for all.
+        seed: the seed for the initial weights.
     """
     config, depth = target.config, len(target.layers)
     plain = dict.fromkeys(("tie_word_embeddings", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias"), False)
@@ -43,16 +44,16 @@ def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
 
 
 def features(depth: int) -> tuple[int, ...]:
-    """Return the states to read from a target of `depth` layers: the inputs of its second, middle and last layer.
+    """Return the states to read from a target with `depth` layers: the inputs of its second, middle and last layers.
 
-    EAGLE-3 takes the inputs of layers 2, L/2 and L - 3. In a small model these lie too close together. In a model of
-    one or two layers all of them are the same.
+    EAGLE-3 uses the inputs of layers 2, L/2 and L - 3. In a small model these are too close together. In a model with
+    one or two layers, all three inputs are the same.
     """
     return tuple(sorted({min(1, depth - 1), depth // 2, depth - 1}))
 
 
 def share_head(head: Eagle, target: Any, draft_ids: np.ndarray) -> None:
-    """Give `head` the columns of the target's output head for `draft_ids`."""
+    """Copy the columns for `draft_ids` from the target's output head to `head`."""
     assert head.lm_head is not None and head.draft_ids is not None
     known = np.full(target.config.vocab_size, len(draft_ids), np.int32)
     known[draft_ids] = np.arange(len(draft_ids))
@@ -87,14 +88,14 @@ def unroll(head: Eagle, target: Any, tokens: Array, states: Array, depth: int) -
 
 
 def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:
-    """Attend to a text in which each position and the last ones before it are drafts: all but the first of `seen`.
+    """Attend to a sequence in which each position and the last ones before it are drafts: all but the first of `seen`.
 
-    From the first pass, a position sees all positions up to its drafts. From each later pass, it sees the one position
-    that belongs to its draft. So there is one matrix of scores and, for each later pass, a column.
+    Among the first pass's keys, a position sees all positions up to its drafts. Among each later pass's keys, it sees
+    only the position that belongs to its draft. The scores are therefore one matrix, plus one column per later pass.
 
     Args:
         q: ``[B, H, S, D]``.
-        seen: keys and values ``[B, G, S, D]`` of every pass so far.
+        seen: the keys and values ``[B, G, S, D]`` from every pass so far.
 
     Returns:
         ``[B, S, H D]``.
@@ -102,17 +103,17 @@ def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:
     (batch, heads, size, width), drafts = q.shape, len(seen) - 1
     keys, values = seen[0]
     q = q.reshape(batch, keys.shape[1], -1, size, width)
-    # A key of pass i meets the query that comes `drafts - i` later, and has a column beside those of the text.
+    # Pass i's key meets the query `drafts - i` positions later, in a column next to those of the sequence.
     own = [[later(part.swapaxes(1, 2), drafts - i).swapaxes(1, 2)[:, :, None] for part in pair]
            for i, pair in enumerate(seen[1:], 1)]  # fmt: skip
     mask = np.tril(np.ones((size, size), bool), -drafts)
-    begun = np.arange(size)[:, None] >= drafts - np.arange(1, drafts + 1)  # fewer drafts at the start
+    begun = np.arange(size)[:, None] >= drafts - np.arange(1, drafts + 1)  # the first positions have fewer drafts
     parts = [einsum("bgrsd,bgtd->bgrst", q, keys, jnp.float32)]
     parts += [(q.astype(jnp.float32) * key).sum(-1, keepdims=True) for key, _ in own]
     scores = jnp.concatenate(parts, axis=-1) / math.sqrt(width)
     scores = jnp.where(np.hstack([mask, begun]), scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    # Zeros fill the drafts' columns, because XLA finds no tiles on an H100 for a product with a part of the columns.
+    # Zeros fill the drafts' columns, because XLA finds no tiling on an H100 for a product with only some columns.
     text = jnp.pad(values, ((0, 0), (0, 0), (0, drafts), (0, 0)))
     mixed = einsum("bgrst,bgtd->bgrsd", weights, text, jnp.float32)
     for i, (_, value) in enumerate(own):

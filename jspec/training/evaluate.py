@@ -1,4 +1,4 @@
-"""The gain from a trained drafter on this device: tokens per round and speed, predicted and measured."""
+"""A trained drafter's gain on this device: tokens per round, predicted and measured, and speed."""
 
 import dataclasses
 import time
@@ -22,12 +22,12 @@ _NEW_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The gain from drafts of one length at one temperature, at batch 1.
+    """The gain at one draft length and one temperature, with batch size 1.
 
     Attributes:
         num_draft_tokens: K.
         temperature: 0 or 1.
-        foreseen: tokens per round, predicted from the acceptance on held-out texts.
+        foreseen: tokens per round, predicted from the acceptance rates on held-out text.
         tokens_per_round: tokens per round, measured.
         speedup: tokens per second, relative to plain decoding.
     """
@@ -47,11 +47,11 @@ def measure(
     num_draft_tokens: int,
     temperature: float,
 ) -> Result:
-    """Continue every prompt with and without the drafter, in turns. A first turn, which compiles, does not count."""
+    """Continue every prompt both without and with the drafter. The first pass, which compiles, does not count."""
     rates = look.agreement if temperature == 0 else look.acceptance
-    rates = (rates + rates[-1:] * num_draft_tokens)[:num_draft_tokens]  # a model has one rate for every depth
+    rates = (rates + rates[-1:] * num_draft_tokens)[:num_draft_tokens]  # a draft model has one rate for all depths
     seconds, tokens, rounds = np.zeros(2), 0, 0
-    batch = encode(None, [list(prompt) for prompt in prompts])  # one width, so that nothing compiles later
+    batch = encode(None, [list(prompt) for prompt in prompts])  # one width, so that nothing compiles again
     for number, row in enumerate([0, *range(len(prompts))]):
         one = Batch(batch.tokens[row : row + 1], batch.lengths[row : row + 1])
         most = min(_NEW_TOKENS, target.config.max_position_embeddings - int(batch.lengths.max()))

@@ -1,4 +1,4 @@
-"""The training loop: one jitted step, regular states on disk, and evaluations on held-out texts."""
+"""The training loop: a jitted step, periodic checkpoints, and evaluation on held-out text."""
 
 import dataclasses
 import functools
@@ -26,20 +26,20 @@ from jspec.training.target_states import Sight, StoredStates, look
 
 _log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0
-_SHALLOW = 0.6  # share of steps, the first ones, that unroll a head half as deep in 2/3 of the time (bench/NOTES.md)
+_SHALLOW = 0.6  # share of initial steps that unroll a head half as deep, in 2/3 of the time (bench/NOTES.md)
 _STATE, _LOG = "state", "log.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The length and the speed of a training.
+    """The length and the learning rate of a training run.
 
     Attributes:
-        steps: optimiser steps; None for no end and a rate that does not fall.
-        depth: how many tokens in a row a draft is unrolled to; half as many at first.
-        loss: a name of `jspec.training.losses.LOSSES`.
-        rate: the peak learning rate of the matrices (Muon). The rest (AdamW) has half of it.
-        save_every: steps between two states on disk, and between two evaluations on held-out texts.
+        steps: the number of optimiser steps; None for an endless run with a constant rate.
+        depth: the number of draft tokens to unroll in a row; half as many in the first steps.
+        loss: a key of `jspec.training.losses.LOSSES`.
+        rate: the peak learning rate for matrices (Muon). Other weights (AdamW) use half of it.
+        save_every: the number of steps between checkpoints, and between evaluations on held-out text.
     """
 
     steps: int | None
@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Batches, and the target's states of them, which are stored or computed by the step."""
+    """Batches and the target's states for them, which are either stored or computed in each step."""
 
     plan: Plan
     stored: StoredStates | None = None
@@ -62,13 +62,13 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One evaluation on held-out texts.
+    """One evaluation on held-out text.
 
     Attributes:
-        step: how many steps were made.
+        step: the number of steps taken.
         loss: the mean training loss since the last evaluation.
         acceptance: ``sum min(p, q)`` at temperature 1, by depth.
-        agreement: how often the draft and the target have the same likeliest token, by depth.
+        agreement: how often the draft and the target have the same most likely token, by depth.
     """
 
     step: int
@@ -86,10 +86,10 @@ def fit(
     folder: Path,
     say: Callable[[Progress | int], None] = lambda _: None,
 ) -> Weights:
-    """Train from the state in `folder`, and call ``say`` after every step and every evaluation.
+    """Train from the latest checkpoint in `folder`, and call ``say`` after every step and every evaluation.
 
-    A run may be stopped at any moment. Started again on as many devices, it makes the same steps as a run that was
-    never stopped.
+    A run may be stopped at any moment. If it is restarted on the same number of devices, it takes the same steps as an
+    uninterrupted run.
     """
     training = begin(trainee, schedule)
     early = training.step
@@ -110,12 +110,12 @@ def fit(
         step = early if number < _SHALLOW * schedule.steps else training.step
         state, loss = step(state, target, *asked)
         recent.append(loss)
-        jax.block_until_ready(recent[:-1][-1:])  # wait for the step before; this one runs while the next batch is read
+        jax.block_until_ready(recent[:-1][-1:])  # wait for the previous step; this one runs while the next batch loads
         say(number + 1)
         if (number + 1) % schedule.save_every == 0 or number + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
             loss = float(np.mean(jax.device_get(recent)))
-            # There may also be nothing left to score if several models learn the tokens that earlier ones got wrong.
+            # There may also be no tokens to score if each model learns only what earlier models got wrong.
             expected = any(row.learned[2:].any() for row in held_out.plan.rows)
             if not np.isfinite([loss, *found.loss]).all() or (expected and not found.tokens[0]):
                 raise ValueError(f"After {number + 1} steps the loss is {loss}, held out {found.loss[0]}, where "
@@ -130,16 +130,16 @@ def fit(
 
 
 class Training(NamedTuple):
-    """A training before its first step.
+    """A training run before its first step.
 
     Attributes:
-        state: the weights, the fixed weights, and the optimiser's moments.
-        step: a function from a state, which it consumes, and a batch to ``(state, loss)``. The loss is that of the
-            weights before the step.
-        scored_step: the same with the whole `Score` in place of the loss, which takes longer.
-        score: a function from a state and a batch to their `Score`.
+        state: the weights, the fixed weights and the optimiser's moments.
+        step: a function that maps a state, which it consumes, and a batch to ``(state, loss)``. The loss is that of
+            the weights before the step.
+        scored_step: the same function with the whole `Score` in place of the loss, which takes longer.
+        score: a function that maps a state and a batch to their `Score`.
 
-    For a batch, the functions take the target, `tokens` and `learned` as in `Batch`, and the target's `Sight` of the
+    Each function takes a batch as the target, `tokens` and `learned` as in `Batch`, and the target's `Sight` of the
     tokens or None.
     """
 
@@ -150,7 +150,7 @@ class Training(NamedTuple):
 
 
 def begin(trainee: Trainee, schedule: Schedule) -> Training:
-    """Return a training whose functions compile once for every shape of batch."""
+    """Return a `Training` whose functions compile once for each batch shape."""
     optimiser = _optimiser(schedule)
 
     def said(weights: Weights, fixed: Weights, *batch: Any) -> Score:
@@ -165,7 +165,7 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
         gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], state["fixed"], *batch)
         updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
         new = {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}
-        # Without this, Muon would make a whole step from its moments alone, and one NaN would become many.
+        # Without this check, Muon would take a full step from its moments alone, and one NaN would become many.
         learns = (found.tokens.sum() > 0) & jnp.isfinite(optax.tree.norm(gradient))
         return state | jax.tree.map(lambda a, b: jnp.where(learns, a, b), new, _changing(state)), found
 
@@ -193,7 +193,7 @@ def measure(training: Training, state: dict[str, Any], target: Any, held_out: So
 
 
 def predicted(acceptance: list[float]) -> float:
-    """Return tokens per round for a chain as deep as `acceptance`: a draft token is kept if all before it were."""
+    """Predict the tokens per round for a chain as deep as `acceptance`. A token is kept only if all before it are."""
     return 1 + float(np.cumprod(acceptance).sum())
 
 
@@ -202,7 +202,7 @@ def _said(
     sight: Sight | None,
 ) -> Score:  # fmt: skip
     known = look(target, tokens, trainee.features) if sight is None else sight
-    # In float16 small gradients would be 0.
+    # In float16, small gradients would underflow to 0.
     dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype
     known = jax.lax.stop_gradient(known)
     known = known._replace(states=known.states.astype(target.dtype), hidden=known.hidden.astype(target.dtype))
@@ -214,7 +214,7 @@ def _said(
 
 
 def _finite(known: Sight, learned: Array) -> tuple[Sight, Array]:
-    """Mask texts in which some state of the target is not finite, because one such text would spoil all weights."""
+    """Mask sequences in which any target state is not finite, because one of them would corrupt all weights."""
     states, hidden = known.states, known.hidden
     kept = jnp.isfinite(states).all((1, 2, 3)) & jnp.isfinite(hidden).all((1, 2))
     states, hidden = jnp.where(kept[:, None, None, None], states, 0), jnp.where(kept[:, None, None], hidden, 0)
@@ -222,9 +222,9 @@ def _finite(known: Sight, learned: Array) -> tuple[Sight, Array]:
 
 
 def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
-    """Return Muon for matrices and AdamW for the rest.
+    """Return Muon for matrices and AdamW for other weights.
 
-    The rate warms up, then falls linearly to zero. In a training without end it is constant.
+    The rate warms up, then falls linearly to zero. In an endless run, it is constant.
     """
     rate = optax.constant_schedule(schedule.rate)
     if schedule.steps is not None:
@@ -236,7 +236,7 @@ def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
 
 
 def _placed(state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a copy of the state on every device, and a function that divides the rows of a batch among them."""
+    """Return a copy of the state on every device, and a function that divides a batch's rows among the devices."""
     mesh = Mesh(np.array(jax.devices()), ("rows",))
     by_row = NamedSharding(mesh, PartitionSpec("rows"))
     own = jax.tree.map(jnp.copy, state)  # the step consumes the buffers of its state
@@ -244,7 +244,7 @@ def _placed(state: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _everywhere(target: Any) -> Any:
-    """Return the target on all devices. One that lies on only some of them is copied once, not at every step."""
+    """Return the target on all devices. A target on only some of them is copied once here, not at every step."""
     devices = jax.devices()
     whole = NamedSharding(Mesh(np.array(devices), ("rows",)), PartitionSpec())
 
@@ -262,7 +262,7 @@ def _checkpointer(folder: Path) -> Any:
 
 
 def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the number of steps made, and the state after them."""
+    """Return the number of steps taken, and the state after them."""
     if not (folder / _STATE).exists():
         return 0, state
     with _checkpointer(folder) as checkpoints:
@@ -272,12 +272,12 @@ def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]
 
 
 def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) -> None:
-    """Append to the log, then write the state.
+    """Append to the log, then write a checkpoint.
 
-    The log comes first, because a restart cuts off its lines for steps whose state is missing.
+    The log comes first, because a restart removes its lines for steps after the latest checkpoint.
 
     Raises:
-        convert.CheckpointError: the state could not be written; the state before it is still there.
+        convert.CheckpointError: the checkpoint could not be written; the previous one remains.
     """
     with (folder / _LOG).open("a", encoding="utf-8") as log:
         log.write(json.dumps(dataclasses.asdict(progress)) + "\n")

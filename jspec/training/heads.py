@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Heads, adapters, vectors and models in training: the logits of each for whole texts.
+"""Heads, adapters, vectors and models in training: the logits of each for whole sequences.
 
-All of them yield ``float32[B, S, V]`` for each depth. At position t, all depths are about one and the same token, so
-the logits of the next depth have seen one token less.
+All functions yield ``float32[B, S, V]`` for each depth. At position t, all depths predict the same token, so the
+logits of each further depth have seen one token fewer.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from jspec.training.target_states import Sight
 
 
 def later(rows: Array, depth: int) -> Array:
-    """Return ``rows[B, S, ...]``, each `depth` positions later; the first ones are zeros."""
+    """Shift ``rows[B, S, ...]`` to `depth` positions later. The first positions become zeros."""
     return jnp.pad(rows, [(0, 0), (depth, 0)] + [(0, 0)] * (rows.ndim - 2))[:, : rows.shape[1]]
 
 
 def parallel(drafter: ParallelHeadsDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """Yield the logits of Medusa and blockwise heads, at position t for the token t + 2."""
+    """Yield the logits of Medusa or blockwise heads at position t for the token t + 2."""
     logits = drafter.logits(target.norm(sight.hidden), target, depth)
     for i in range(depth):
         yield later(logits[:, :, i], i)
@@ -36,7 +36,7 @@ def parallel(drafter: ParallelHeadsDrafter, target: Any, tokens: Array, sight: S
 
 def hydra(drafter: HydraDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
     """Yield logits at position t for the token t + 2, given the tokens up to t + 1."""
-    newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # the last position has none, and nothing to predict
+    newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # the last position has none, and predicts nothing
     read = target.norm(sight.hidden)
     for i in range(depth):
         read = jnp.concatenate([read, newest.astype(read.dtype)], axis=-1)
@@ -45,14 +45,14 @@ def hydra(drafter: HydraDrafter, target: Any, tokens: Array, sight: Sight, depth
 
 
 def _causal(size: int) -> Branches:
-    """Return a text as a tree of one branch, because the fused kernels, which take plain texts, have no gradients."""
+    """Return a one-branch tree for a sequence, because the fused kernels for plain sequences have no gradients."""
     return Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
 
 
 def kangaroo(drafter: KangarooDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
     """Yield logits at position t for the token t + 1.
 
-    For draft tokens, the adapter reads the states that the target would have, so one depth stands for all.
+    For draft tokens, the adapter reads the states that the target would have, so one depth represents all depths.
     """
     batch, size = tokens.shape
     cache, start = drafter.adapter.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
@@ -61,7 +61,7 @@ def kangaroo(drafter: KangarooDrafter, target: Any, tokens: Array, sight: Sight,
 
 
 def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """Yield logits at position t for the token t + 2. The target reads the text, with all vectors after every token."""
+    """Yield logits at position t for the token t + 2. The target's input has all vectors after every token."""
     count, (batch, size) = len(drafter.embeddings), tokens.shape
     vectors = jnp.tile(target.config.vocab_size + jnp.arange(count, dtype=tokens.dtype), (batch, size))
     nodes = jnp.concatenate([tokens, vectors], axis=1)
@@ -73,7 +73,7 @@ def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, d
 
 
 def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
-    """Yield logits at position t for the token t + 1. A model reads draft tokens as it reads the text."""
+    """Yield logits at position t for the token t + 1. A model processes draft tokens like all other tokens."""
     batch, size = tokens.shape
     cache, start = drafter.model.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
     hidden, _ = drafter.model.forward(tokens, cache, start, branches=_causal(size))
@@ -81,7 +81,7 @@ def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth
 
 
 def _behind_all(size: int, count: int) -> Branches:
-    """Return a tree of ``[S + S M]`` nodes: a text of `size` tokens, with `count` vectors in a row after each token."""
+    """Return a tree of ``[S + S M]`` nodes: `size` tokens in sequence, and `count` vectors in a row after each."""
     at, place = np.repeat(np.arange(size), count), np.tile(np.arange(count), size)
     text = np.tril(np.ones((size, size), bool))
     before = (at == at[:, None]) & (place <= place[:, None])

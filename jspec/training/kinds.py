@@ -1,4 +1,4 @@
-"""The kinds of drafters that can be trained: the beginning of each, and its logits for whole texts."""
+"""The kinds of drafters that can be trained: each one's initial drafter, and its logits for whole sequences."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ from jspec.training.target_states import Sight
 Weights = dict[str, Any]
 _Unroll = Callable[[Any, Any, Array, Sight, int], Iterator[Array]]
 
-# For each kind of drafter, the function for its logits of whole texts, and their offset; see `Trainee`.
+# For each drafter class, the function that computes its logits for whole sequences, and their offset. See `Trainee`.
 _UNROLLS: dict[type, tuple[_Unroll, int]] = {
     EagleDrafter: (lambda drafter, target, tokens, sight, depth: eagle.unroll(drafter.head, target, tokens,
                                                                              sight.states, depth), 1),
@@ -51,13 +51,13 @@ class Trainee:
     Attributes:
         weights: the trained weights, in float32.
         fixed: all other weights, unchanged.
-        features: the target's states that it reads, besides the output of the last layer.
+        features: the target's states that it reads, in addition to the last layer's output.
         draft_ids: ``int32[D]``, the tokens that it can draft; None for all.
         offset: at position t it drafts the token ``t + 1 + offset``.
-        unroll: a function of all weights, fixed ones too, the target, ``tokens[B, S]``, the `Sight` and a number of
-            depths. It yields the logits ``[B, S', D]`` of each depth.
-        drafter: a function from such weights to the drafter that decodes with them.
-        repeats: whether each depth applies the same weights once more, with more to compute.
+        unroll: a function of all weights (including fixed ones), the target, ``tokens[B, S]``, the `Sight` and the
+            number of depths. It yields the logits ``[B, S', D]`` for each depth.
+        drafter: a function that maps such weights to the drafter that decodes with them.
+        repeats: whether each depth applies the same weights again, so that it adds computation.
     """
 
     weights: Weights
@@ -71,10 +71,10 @@ class Trainee:
 
 
 def trainee_of(drafter: Any) -> Trainee:
-    """Return `drafter` as one in training. The embedding and the output head of an EAGLE head stay as they are.
+    """Return a `Trainee` for `drafter`. An EAGLE head's embedding and output head stay fixed.
 
     Raises:
-        TypeError: `drafter` is of another kind, which has nothing to learn.
+        TypeError: `drafter` is of a kind that has nothing to learn.
     """
     if type(drafter) not in _UNROLLS:
         known = ", ".join(sorted(kind.__name__ for kind in _UNROLLS))
@@ -107,7 +107,7 @@ def trainee_of(drafter: Any) -> Trainee:
 def check_fits(drafter: Any, target: Any, depth: int) -> None:
     """Raise TypeError or ValueError unless `drafter` can learn to draft `depth` tokens in a row for `target`.
 
-    The errors that decoding would raise for their sizes are raised here, before anything is computed.
+    Errors that decoding would raise because of incompatible sizes are raised here, before anything is computed.
     """
     if isinstance(drafter, PassDrafter) and len(drafter.embeddings) < depth:
         raise ValueError(f"PassDrafter has {len(drafter.embeddings)} vectors, and depth is {depth}; use as many.")
@@ -123,12 +123,12 @@ def check_fits(drafter: Any, target: Any, depth: int) -> None:
 
 
 def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
-    """Return an untrained EAGLE head; its embedding and its output head are the target's."""
+    """Return an untrained EAGLE head with the target's embedding and output head."""
     return EagleDrafter(eagle.new_head(target, draft_ids, seed))
 
 
 def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> MedusaDrafter:
-    """Return heads that begin as the target's own head (Cai et al. 2024, section 2.2.1)."""
+    """Return heads that are initialised to the target's own head (Cai et al. 2024, section 2.2.1)."""
     drafter = MedusaDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
     for head in drafter.heads:
         head.lm_head.weight.set_value(target.head.wide())
@@ -143,24 +143,24 @@ def of_blockwise(target: Any, draft_ids: np.ndarray | None, depth: int, seed: in
 
 
 def of_hydra(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> HydraDrafter:
-    """Return untrained heads, each with a first layer of its own and the target's output head."""
+    """Return untrained heads, each with its own first layer and the target's output head."""
     return HydraDrafter.untrained(target, depth, own_head=False, rngs=nnx.Rngs(seed))
 
 
 def of_kangaroo(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
-    """Return an adapter after the first tenth of the target's layers, at least one. Its norm begins as the target's."""
+    """Return an adapter after the first tenth of the target's layers, at least one. Its norm starts as the target's."""
     drafter = KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
     drafter.adapter.norm.weight.set_value(jnp.asarray(target.norm.weight[...], drafter.adapter.dtype))
     return drafter
 
 
 def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:
-    """Return look-ahead vectors that begin a little apart."""
+    """Return look-ahead vectors that are initialised slightly apart from each other."""
     return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
 def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boost: int) -> None:
-    """Raise unless a training of `kind` can continue from the drafter `start`, on texts of `length` tokens."""
+    """Raise an error unless training of `kind` can continue from `start` on sequences of `length` tokens."""
     if boost > 1:
         raise ValueError(f"boost is {boost}, and with start a training is of that drafter; leave out one of both.")
     if not isinstance(start, _CLASSES[kind]):
@@ -180,7 +180,7 @@ def check_kind(kind: str, target: Any) -> None:
 
 
 def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
-    """Return a model of every sixth layer of the target. Its layers begin with the target's weights."""
+    """Return a model made from every sixth target layer, initialised with the target's weights."""
     check_kind("model", target)
     layers = range(0, len(target.layers), 6)
     config = dataclasses.replace(target.config, num_hidden_layers=len(layers), sampling=SamplingDefaults())
@@ -203,7 +203,7 @@ _CLASSES: dict[str, type] = {
     "model": ModelDrafter,
 }
 
-# Functions for an untrained drafter, from a target, the tokens it can draft (None for all), a depth and a seed.
+# Functions that make an untrained drafter from a target, its draftable tokens (None for all), a depth and a seed.
 KINDS: dict[str, Callable[[Any, np.ndarray | None, int, int], Any]] = {
     "eagle": of_eagle,
     "medusa": of_medusa,

@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Distances of a draft's distribution q from the target's p, which training minimises.
+"""Distances between a draft's distribution q and the target's p, which training minimises.
 
 Leviathan et al. 2023, corollary 3.6: a token is accepted with probability ``sum min(p, q)``, which is one minus the
-total variation distance. The losses are those of Zhou et al. 2024, "DistillSpec", section 4, and one that is made from
-acceptance itself (arXiv 2602.23881, "LK losses").
+total variation distance. The losses are those of Zhou et al. 2024, "DistillSpec", section 4, and one based on the
+acceptance rate itself (arXiv 2602.23881, "LK losses").
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-_SLOPE = 3.0  # how soon "lk" turns from divergence to acceptance: lambda = exp(-3 alpha)
+_SLOPE = 3.0  # how quickly "lk" shifts from divergence to acceptance: lambda = exp(-3 alpha)
 
 
 def acceptance(log_p: Array, log_q: Array) -> Array:
@@ -21,7 +21,7 @@ def acceptance(log_p: Array, log_q: Array) -> Array:
 
 
 def covered_acceptance(log_p: Array, log_q: Array, covered: Array) -> Array:
-    """Return the acceptance if the tokens of p have only ``covered[...]`` of the target's whole distribution."""
+    """Return the acceptance if p's tokens have only the share ``covered[...]`` of the target's whole distribution."""
     return acceptance(log_p + jnp.log(covered)[..., None], log_q)
 
 
@@ -34,7 +34,7 @@ def _reverse_kl(log_p: Array, log_q: Array) -> Array:
 
 
 def _jsd(log_p: Array, log_q: Array) -> Array:
-    """Return the Jensen-Shannon divergence: half the divergence of each from their mean, summed."""
+    """Return the Jensen-Shannon divergence: the average of both distributions' divergences from their mean."""
     log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
     return (_kl(log_p, log_m) + _kl(log_q, log_m)) / 2
 
@@ -48,19 +48,23 @@ Loss = Callable[[Array, Array, Array, Mean], Array]
 
 
 def _mean_of(divergence: Callable[[Array, Array], Array]) -> Loss:
-    """Weight by coverage: if a draft can produce little of what comes, little can be learned."""
+    """Weight the divergence by coverage, because a draft that covers little of the distribution can learn little."""
     return lambda log_p, log_q, covered, mean: mean(covered * divergence(log_p, log_q))
 
 
 def _lk(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
-    """Return the divergence while little is accepted, because its gradient is strong; then the rejection rate."""
+    """Return the divergence while the acceptance rate is low, and the rejection rate after that.
+
+    The divergence has the stronger gradient at a low acceptance rate.
+    """
     accepted = mean(covered_acceptance(log_p, log_q, covered))
     weight = lax.stop_gradient(jnp.exp(-_SLOPE * accepted))
     return weight * mean(covered * _kl(log_p, log_q)) + (1 - weight) * (1 - accepted)
 
 
-# Each is a function of log-probabilities ``[..., D]`` over the tokens that can be drafted, of their share of the
-# target's whole distribution, ``covered[...]``, and of the mean over the tokens that count. It returns a number.
+# Each is a function of p's and q's log-probabilities ``[..., D]`` over the draftable tokens, of those tokens' share
+# ``covered[...]`` of the target's whole distribution, and of a function that averages over the tokens to learn. It
+# returns a scalar.
 LOSSES: dict[str, Loss] = {
     "kl": _mean_of(_kl),
     "reverse-kl": _mean_of(_reverse_kl),
@@ -71,5 +75,5 @@ LOSSES: dict[str, Loss] = {
 
 
 def log_probs(logits: Array) -> Array:
-    """Return log-probabilities, none of them so small that a product with it is NaN."""
+    """Return log-probabilities, clipped so that no product with them is NaN."""
     return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32)), -100.0)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The objective of training, and its measures: a head's distributions against the target's, depth by depth."""
+"""The training objective and its metrics: a head's distributions compared with the target's, depth by depth."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ class Judge(NamedTuple):
     """The target's distributions for a batch, over the D tokens that can be drafted.
 
     Attributes:
-        log_probs: ``float32[B, S, D]``, at position t for the token t + 1, over those D alone.
-        covered: ``float32[B, S]``, their share of the whole distribution.
-        likeliest: ``int32[B, S]``, the one of the D that is the target's likeliest token; D if none of them is.
+        log_probs: ``float32[B, S, D]``, at position t for the token t + 1, over those D tokens alone.
+        covered: ``float32[B, S]``, the share of those D tokens in the whole distribution.
+        likeliest: ``int32[B, S]``, the index among the D of the target's most likely token; D if it is not among them.
         learned: ``bool[B, S]``, the tokens to learn.
     """
 
@@ -36,7 +36,7 @@ class Score(NamedTuple):
     Attributes:
         loss: the chosen loss.
         acceptance: ``sum min(p, q)`` at temperature 1.
-        agreement: how often the draft and the target have the same likeliest token, of all V.
+        agreement: how often the draft and the target have the same most likely token, among all V.
         tokens: the number of tokens.
     """
 
@@ -47,7 +47,7 @@ class Score(NamedTuple):
 
 
 def judge(target: Any, known: Sight, draft_ids: Array | None, learned: Array) -> Judge:
-    """Return the target's distributions from its states of a text.
+    """Return the target's distributions, computed from its states for a sequence.
 
     `draft_ids`, ``int32[D]``, are the tokens that can be drafted.
     """
@@ -57,7 +57,7 @@ def judge(target: Any, known: Sight, draft_ids: Array | None, learned: Array) ->
     laws: Laws = laws_of(target, known.hidden) if known.laws is None else known.laws
     few: Array = target.head.logits(target.norm(known.hidden), draft_ids)
     guess = few.argmax(-1)
-    # Both sums have the same terms. Different rounding could make the sum of some larger than the sum of all.
+    # Both sums share terms, but different rounding could make the sum over some tokens exceed the sum over all.
     covered = jnp.minimum(1, jnp.exp(jax.nn.logsumexp(few, axis=-1) - laws.log_mass))
     same = jnp.take(draft_ids, guess) == laws.likeliest
     return Judge(log_probs(few), covered, jnp.where(same, guess, draft_ids.size), learned)
@@ -66,7 +66,7 @@ def judge(target: Any, known: Sight, draft_ids: Array | None, learned: Array) ->
 def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
     """Return the score of logits ``[B, S', D]`` for each depth.
 
-    They are at position t for the token ``t + 1 + offset``. The first `depth` positions are left out.
+    The logits at position t are for the token ``t + 1 + offset``. The first `depth` positions are left out.
     """
     rows = [_score_one(logits, offset, depth, judge, LOSSES[loss]) for depth, logits in enumerate(said)]
     return Score(*map(jnp.stack, zip(*rows, strict=True)))
@@ -78,7 +78,7 @@ def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss)
     is_law = jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
     meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth) & is_law
     count = jnp.maximum(meant.sum(), 1)
-    # Mask before the loss, too, because the gradient of what is masked only after it would be 0 times NaN.
+    # Mask the loss's inputs, too, because the gradient of values that are masked only afterwards would be 0 times NaN.
     log_q, log_p = (jnp.where(meant[..., None], part, 0) for part in (log_probs(logits[:, :size]), log_p))
     covered = jnp.where(meant, covered, 1)
 
@@ -91,6 +91,6 @@ def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss)
 
 
 def total(score: Score) -> Array:
-    """Return the one number that training minimises. Later depths count less."""
+    """Return the scalar that training minimises. Later depths count less."""
     weights = _DECAY ** jnp.arange(score.loss.size)
     return (weights * score.loss).sum() / weights.sum()

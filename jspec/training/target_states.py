@@ -1,4 +1,4 @@
-"""The target's states of a batch, computed when they are needed or read from disk."""
+"""The target's states for a batch, computed on demand or read from disk."""
 
 import functools
 import hashlib
@@ -24,7 +24,7 @@ _DESCRIPTION = "states.json"
 
 
 class Sight(NamedTuple):
-    """The target's states of every token of a batch.
+    """The target's states for every token in a batch.
 
     Attributes:
         states: ``[B, S, F, E]``, the states that the drafter reads.
@@ -38,10 +38,10 @@ class Sight(NamedTuple):
 
 
 class Laws(NamedTuple):
-    """The parts of the target's distributions, over all V tokens, that measure a drafter that drafts fewer tokens.
+    """Statistics of the target's distributions over all V tokens, to measure a drafter that drafts fewer tokens.
 
     Attributes:
-        likeliest: ``int32[B, S]``, the likeliest token.
+        likeliest: ``int32[B, S]``, the most likely token.
         log_mass: ``float32[B, S]``, the log of the sum of the exponentials of all logits.
     """
 
@@ -50,14 +50,14 @@ class Laws(NamedTuple):
 
 
 def laws_of(target: Any, hidden: Array) -> Laws:
-    """Return the `Laws` of the target's states ``[B, S, E]``, in the target's own dtype."""
+    """Return the `Laws` for the target's states ``[B, S, E]``, in the target's own dtype."""
     logits = target.logits(hidden)
     return Laws(logits.argmax(-1), jax.nn.logsumexp(logits, axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames="features")
 def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
-    """Return the target's states of ``tokens[B, S]``."""
+    """Return the target's states for ``tokens[B, S]``."""
     batch, size = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
     hidden, states, _ = target.forward_with_features(tokens, target.new_cache(batch, size), start, features)
@@ -65,9 +65,9 @@ def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
 
 
 def fingerprint(model: Any) -> str:
-    """Return a hash of a model's or drafter's sizes, dtypes and weights.
+    """Return a hash of the sizes, dtypes and weights of a model or drafter.
 
-    The hash is the same on all devices, in whatever parts the weights lie there.
+    The hash is the same on all devices, regardless of how the weights are sharded.
     """
     leaves = jax.tree.leaves(model)
     known = [(leaf.dtype.name, leaf.shape, int(bits)) for leaf, bits in zip(leaves, _bits(leaves), strict=True)]
@@ -75,7 +75,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _config(model: Any) -> Any:
-    """Return the settings of the model that are fixed besides its arrays."""
+    """Return the model's fixed settings, which are not in its arrays."""
     if isinstance(model, InOwnFiles):
         return model.described()
     return getattr(model, "config", None) or getattr(getattr(model, "head", None), "config", None)
@@ -83,7 +83,7 @@ def _config(model: Any) -> Any:
 
 @jax.jit
 def _bits(leaves: list[Array]) -> list[Array]:
-    """Return sums over the bits of numbers. Sums of integers are the same in any order."""
+    """Sum each array's bit patterns as integers. Integer sums are the same in any order."""
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     return [jax.lax.bitcast_convert_type(leaf, kinds[leaf.dtype.itemsize]).sum(dtype=jnp.uint32) for leaf in leaves]
 
@@ -94,11 +94,11 @@ class StoredStates:
     Args:
         folder: created if it is missing; the files of an earlier run are kept.
         plan: the plan whose rows are stored.
-        about: everything else that the states depend on; see `fingerprint`.
-        few: whether the drafter drafts only some tokens, so that it needs the `Laws` of all.
+        about: everything else that the states depend on. See `fingerprint`.
+        few: whether the drafter drafts only some tokens, so that it needs the `Laws` over all tokens.
 
     Raises:
-        ValueError: the folder holds states of something else, or is damaged.
+        ValueError: the folder holds other states, or is damaged.
     """
 
     def __init__(self, folder: Path, plan: Plan, features: tuple[int, ...], about: str, few: bool = False):
@@ -119,17 +119,17 @@ class StoredStates:
         }
 
     def write(self, target: Any, say: Callable[[int, int], None]) -> None:
-        """Compute the missing states; ``say(done, all)`` counts rows.
+        """Compute the missing states. ``say(done, all)`` reports progress in rows.
 
         Raises:
-            convert.CheckpointError: the disk is full; files written before stay.
+            convert.CheckpointError: the disk is full; files written earlier remain.
         """
         pending: dict[str, np.ndarray] = {}
         for batch in self._plan.in_order(self._places.keys()):
             sight = jax.device_get(look(target, jnp.asarray(batch.tokens), self._features))
             whole = np.concatenate([sight.states, sight.hidden[:, :, None]], axis=2).astype(ml_dtypes.bfloat16)
             kept = {"": whole}
-            if self._few:  # from the states as they will be read
+            if self._few:  # computed from the states as they will be read
                 laws = jax.jit(laws_of)(target, jnp.asarray(whole[:, :, -1], target.dtype))
                 kept |= {f".{name}": np.asarray(part) for name, part in laws._asdict().items()}
             for place, number in enumerate(batch.numbers):
@@ -160,7 +160,7 @@ class StoredStates:
         if not pending:
             return
         names = (self._folder / f"states-{number:05}.safetensors" for number in itertools.count())
-        shard = next(name for name in names if not name.exists())  # one in the middle may have been deleted
+        shard = next(name for name in names if not name.exists())  # a file in the middle may have been deleted
         write_arrays(shard, pending)
         self._places |= {int(name): shard for name in pending if name.isdecimal()}
         pending.clear()

@@ -26,14 +26,14 @@ from jspec.training.self_generated import frame_of, write_answers, write_chats
 from jspec.training.target_states import StoredStates, fingerprint
 
 _log = logging.getLogger("jspec")
-_WRITERS, _ANSWER = 192, 256  # most chats in a batch, and most tokens of an answer
-_FEW_WRITERS, _SHORT = 16, 64  # fewest chats in a batch, and roughly the fewest tokens of an answer
+_WRITERS, _ANSWER = 192, 256  # the most chats in a batch, and the most tokens in an answer
+_FEW_WRITERS, _SHORT = 16, 64  # the fewest chats in a batch, and roughly the fewest tokens in an answer
 _HEAT = (0.0, 1.0)  # temperatures of the answers, because a drafter has to draft at both
 _HELD_OUT_ROWS = 64
-_ROUNDS = 1_000_000  # rounds of writing for one seed
-_WRITTEN = 500_000  # tokens that the target writes if there is no data
+_ROUNDS = 1_000_000  # generation rounds per seed
+_WRITTEN = 500_000  # tokens that the target generates if there is no data
 _RECIPE = "recipe.json"
-PROMPTS = "prompts.json"  # prompts of held-out texts to measure the drafter with; each leaves room for as much again
+PROMPTS = "prompts.json"  # held-out prompts to measure the drafter with; each leaves room for as many tokens again
 _PROMPTS, _TEXT_PROMPT = 8, 32
 
 
@@ -44,13 +44,13 @@ class Recipe:
     Attributes:
         kind: the kind of drafter, a key of `KINDS`.
         steps, depth, loss, rate: see `Schedule`.
-        step_tokens: tokens per step, padding included.
-        length: the longest text, in tokens; longer texts are read in parts.
-        written_tokens: how many tokens of answers the target writes to questions of its own. None means 500,000
-            without data, and none with data.
-        draft_vocab: how many of the most frequent tokens an EAGLE head can draft; other kinds draft every token.
-        seed: the seed of the weights, the order and the texts that the target writes.
-        boost: how many draft models to train, each on the tokens where those before it are wrong (kind "model").
+        step_tokens: the number of tokens per step, including padding.
+        length: the maximum sequence length in tokens; longer text is split into parts.
+        written_tokens: the number of answer tokens that the target generates for its own questions. None means 500,000
+            without data, and 0 with data.
+        draft_vocab: the number of most frequent tokens that an EAGLE head can draft; other kinds draft every token.
+        seed: the seed for the weights, the order and the text that the target generates.
+        boost: the number of draft models to train, each on the tokens that earlier ones get wrong (kind "model").
     """
 
     kind: str = "eagle"
@@ -105,22 +105,22 @@ def train_drafter(
     Args:
         target: a `jspec.Llama`; training does not change it.
         tokenizer: the target's tokenizer.
-        kind: "eagle", a head of generation 3; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter after the
+        kind: "eagle", an EAGLE-3 head; "medusa", "hydra" or "blockwise" heads; "kangaroo", an adapter after the
             target's first layers; "pass", look-ahead embeddings; or "model", a draft model of some target layers.
-        data: a text file, or chats in a ``.jsonl``, an object with "messages" on every line; or the folder of an
-            earlier training, for the texts that the target wrote there; or several of these. The target answers chats
-            that end with the user's turn. With None, or if ``written_tokens`` is set too, the target answers questions
-            that it asks itself, which needs a chat template.
-        folder: holds the state, the written texts and a log; a run that was stopped resumes from it.
-        start: a drafter of that kind to continue from, instead of an untrained one; an EAGLE head drafts the same
-            tokens as before.
-        store_states: compute the target's states of the texts once, and store them in `folder`: 2 bytes for each of
-            F + 1 states of E numbers, for every token. Otherwise every step computes the states anew.
-        say: called with the number of every step, and with a `Progress` at every evaluation on held-out texts.
+        data: a text file; a ``.jsonl`` file of chats, with one object with "messages" per line; an earlier run's
+            folder, to reuse the text that the target generated there; or a list of these. The target answers chats
+            that end with the user's turn. If `data` is None or ``written_tokens`` is set, the target also generates
+            questions and answers them, which requires a chat template.
+        folder: holds the checkpoints, the generated text and a log. An interrupted run resumes from it.
+        start: a drafter of that kind to start from, instead of an untrained one. An EAGLE head keeps its set of
+            draftable tokens.
+        store_states: compute the target's states once, and store them in `folder`. They take 2 bytes per number, for
+            F + 1 states of E numbers per token. Otherwise, every step recomputes the states.
+        say: called with the number of every step, and with a `Progress` at every evaluation on held-out text.
         recipe: fields of `jspec.training.train.Recipe`, such as ``steps=2000``.
 
     Returns:
-        The drafter, in the target's dtype; with ``boost=K`` a `jspec.MultiDrafter` of K models.
+        The drafter, in the target's dtype. With ``boost=K``, it is a `jspec.MultiDrafter` of K models.
 
     Raises:
         ValueError: `data` is empty or malformed, the target lacks a chat template that it needs, an argument is out of
@@ -141,7 +141,7 @@ def train_drafter(
         frame_of(tokenizer)  # raises before any work begins
     questions = [row.tokens.tolist() for row in given if row.is_question]
     if given and not (wanted or questions):
-        texts.divide(given)  # raises for too little data before the folder belongs to it
+        texts.divide(given)  # raises for too little data, before the folder belongs to that data
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, chosen, about | {"data": texts.digest(given) if given else None})
@@ -161,7 +161,7 @@ def train_drafter(
 
 
 def _checked(start: Any, target: Any, recipe: Recipe) -> Any:
-    """Return the drafter to start from, None for an untrained one, or raise if training cannot start from it."""
+    """Return the drafter to start from, or None for an untrained one. Raise if training cannot start from it."""
     if start is None:
         return check_kind(recipe.kind, target)
     start = as_drafter(start)
@@ -178,7 +178,7 @@ def _files(data: Any) -> list[Path]:
 
 
 def _given(files: list[Path], tokenizer: Any, length: int, room: int, about: str) -> list[Row]:
-    """Return the texts and questions of all `files`."""
+    """Return the text and the questions in all `files`."""
     for file in files:
         recipe = file / _RECIPE
         if recipe.is_file() and json.loads(recipe.read_text(encoding="utf-8"))["target"] != about:
@@ -191,7 +191,7 @@ def _fitted(
     target: Any, start: Any, about: str, parts: Sequence[list[Row]], recipe: Recipe, folder: Path, store_states: bool,
     say: Callable[[Progress | int], None],
 ) -> Any:  # fmt: skip
-    """Return a drafter trained on the first of `parts`, with the second held out, from `start` if there is one."""
+    """Train a drafter on the first of `parts`, with the second held out, from `start` if there is one."""
     size, few = target.config.vocab_size, None
     if recipe.kind == "eagle" and recipe.draft_vocab < size:
         few = texts.frequent(parts[0], recipe.draft_vocab, size)
@@ -200,7 +200,7 @@ def _fitted(
     plans = [Plan(part, recipe.step_tokens, recipe.seed, jax.device_count()) for part in parts]
     sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
-    looks = max(1, min(Schedule.save_every, recipe.steps // 10))  # at least ten in a short run
+    looks = max(1, min(Schedule.save_every, recipe.steps // 10))  # at least ten evaluations in a short run
     schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate, looks)
     drafter = trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
 
@@ -211,18 +211,18 @@ def _fitted(
 
 
 def _some(rows: list[Any], count: int) -> list[Any]:
-    """Return up to `count` of `rows` at even distances, because the rows are ordered by kind and length."""
+    """Return up to `count` evenly spaced rows, because the rows are ordered by kind and length."""
     return [rows[i] for i in np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
 
 
 def _prompt(row: Row) -> list[int]:
-    """Return the given tokens of a chat, or a text's first tokens."""
+    """Return a chat's given tokens, or the first tokens of plain text."""
     given = int(row.learned.argmax()) or min(_TEXT_PROMPT, len(row.tokens))
     return row.tokens[:given].tolist()
 
 
 def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) -> None:
-    """Raise ValueError unless the folder was begun with this recipe, target and data; record them in a new folder."""
+    """Raise ValueError if the folder has another recipe, target or data. Record them in a new folder."""
     file, wanted = folder / _RECIPE, dataclasses.asdict(recipe) | about
     if not file.exists():
         texts.write_text(file, json.dumps(wanted, indent=1) + "\n")
@@ -237,11 +237,11 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
 
 @dataclasses.dataclass
 class _Writing:
-    """The texts that the target writes, with a file for each round. A round whose file exists is not written again.
+    """The text that the target generates, with one file per round. A round whose file exists is not generated again.
 
     Attributes:
-        rounds: the number of the next round, which determines its texts together with the seed. If the data includes
-            an earlier training, its rounds come first.
+        rounds: the number of the next round, which determines its text together with the seed. If the data includes
+            an earlier run, that run's rounds come first.
     """
 
     target: Any
@@ -251,7 +251,7 @@ class _Writing:
     rounds: int
 
     def own_chats(self, wanted: int) -> list[Row]:
-        """Return the target's answers to its own questions, of at least `wanted` tokens."""
+        """Return the target's answers to its own questions, with at least `wanted` tokens in total."""
         found: list[Row] = []
         batch = min(_WRITERS, max(_FEW_WRITERS, -(-wanted // _SHORT)))
         while (done := sum(int(row.learned.sum()) for row in found)) < wanted:
@@ -268,7 +268,7 @@ class _Writing:
         return found
 
     def answers(self, questions: list[list[int]]) -> list[Row]:
-        """Return answers to all `questions`, batched with questions of similar length."""
+        """Return the target's answers to all `questions`, in batches of similar length."""
         found, questions = list[Row](), sorted(questions, key=len)
         for first in range(0, len(questions), _WRITERS):
             _log.info("Writing: %d of %d answers", first, len(questions))

@@ -1,1 +1,1 @@
-"""Choose the number of draft tokens, the tree or the exit layer by measuring."""
+"""Measurements that choose the number of draft tokens, the tree or the exit layer."""

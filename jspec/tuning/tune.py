@@ -1,4 +1,4 @@
-"""The `tune` function, which times the programs that decode, and the draft length that "auto" stands for."""
+"""The `tune` function, which times the decoding programs, and the choice of draft length for "auto"."""
 
 import dataclasses
 from typing import Any
@@ -42,33 +42,34 @@ def tune(
     max_nodes: int = 16,
     accept: str | Rule = "rejection",
 ) -> Tuning:
-    """Measure on this device what to draft per round: the chain or tree with the most tokens per second, or nothing.
+    """Measure which chain or tree yields the most tokens per second on this device, or whether not to draft at all.
 
     Seconds per round are measured for plain decoding and a few K, and interpolated for other K. Tokens per round are
-    ``E(K) = 1 + s_1 + ... + s_K``; s_k is the share of rounds in which the first k drafts were all accepted. This
-    assumes nothing about independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands
+    ``E(K) = 1 + s_1 + ... + s_K``, in which s_k is the share of rounds that accepted all of the first k draft tokens.
+    This does not assume independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands
     for `generate`. Rows that end early and wait for the others are not modelled.
 
-    The function compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`. Each program then decodes up to 128
-    tokens, in turns, five times or until 20 seconds have passed. Rows do not end at EOS. If `draft` can branch and the
-    rule verifies trees, the same follows with 1, 2, 4 and up to 16 draft tokens for one position. These show what rows
-    cost, and how often a child of each rank is accepted. The best chain and the three trees that should be fastest come
-    last.
+    The function compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`. The programs then take turns to
+    decode up to 128 tokens each, five times or until 20 seconds have passed. Rows do not end at EOS. If `draft` can
+    branch and the rule verifies trees, the same is done with 1, 2, 4 and up to 16 draft tokens at a single position.
+    These runs measure the cost of rows and the acceptance rate of each child rank. Finally, the best chain and the
+    three trees with the highest predicted speed take turns.
 
     Args:
-        target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`, similar to the later requests.
-            Limits in `sampling` are ignored. No key is used as it is, so keys may be used again.
-        max_new_tokens: of the later generations, because the size of the cache is part of the cost.
-        max_draft_tokens: the largest K to consider, and the deepest tree; heads draft no further than they reach.
-        max_nodes: the number of draft tokens in the largest tree; 0 for chains alone.
+        target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`; they should resemble the later
+            requests. Limits in `sampling` are ignored. The keys are not used directly, so you can reuse them.
+        max_new_tokens: the limit of the later requests, because the size of the cache is part of the cost.
+        max_draft_tokens: the largest K to consider, and the depth of the deepest tree. Heads draft no further than
+            their reach.
+        max_nodes: the number of draft tokens in the largest tree; 0 for chains only.
         accept: the rule, as for `speculative_generate`.
 
     Returns:
-        A `Tuning`. Draft its ``tree`` with a `jspec.TreeDrafter`, if it has one. Otherwise pass its
-        ``num_draft_tokens`` to `speculative_generate`, if that is not 0.
+        A `Tuning`. If it has a ``tree``, draft that tree with a `jspec.TreeDrafter`. Otherwise pass its
+        ``num_draft_tokens`` to `speculative_generate`, unless that is 0.
 
     Raises:
-        ValueError, TypeError: as `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
+        ValueError, TypeError: as for `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
     """
     drafter: Any = as_drafter(draft)
     check_chain("jspec.tune", drafter)
@@ -108,13 +109,13 @@ def best_number(
     sampling: Any,
     rule: Rule,
 ) -> int:
-    """Return the K that `tune` finds, or has found before, for a request like this one.
+    """Return the K that `tune` finds, or found earlier, for a request like this one.
 
-    Return 0 if the models have no room to measure.
+    Return 0 if the models have too few free positions for a measurement.
     """
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     room = positions(target, drafter) - int(np.max(lengths))
-    new = min(max(int(max_new_tokens), 64), room)  # a shorter text gives too little data
+    new = min(max(int(max_new_tokens), 64), room)  # a shorter output gives too little data
     most = int(min(8, new // 4 - 1, reach_of(drafter)))
     if most < 1:
         return 0

@@ -1,7 +1,7 @@
-"""The number of tokens to draft per round: the measured cost and yield of rounds, and the best length.
+"""The choice of draft length, from the measured cost and yield of rounds.
 
-Nothing in this file decodes. `jspec.tuning.tune` provides a function that does; this file times it, counts, and
-chooses.
+Nothing in this file decodes. `jspec.tuning.tune` provides a function that decodes. This file times it, counts its
+tokens, and chooses the best length.
 """
 
 import dataclasses
@@ -22,31 +22,31 @@ from jspec.drafters.draft_length import doubling
 
 log = logging.getLogger(__name__)  # reports progress, which the command shows
 TRIALS = 5
-_LONG = 128  # new tokens in the longer of two runs
-_TRUST = 0.03  # relative error of a round's predicted tokens, on the bundled pair in `bench trees`
-_PATIENCE = 20.0  # seconds after which no further trial begins
+_LONG = 128  # the number of new tokens in the longer of two runs
+_TRUST = 0.03  # the relative error of the predicted tokens per round, on the bundled pair in `bench trees`
+_PATIENCE = 20.0  # the number of seconds after which no further trial starts
 
-Setting = int | Tree  # the number of draft tokens, 0 for plain decoding; or a tree to draft in place of a chain
-# Arguments: a setting, the limit of new tokens, and the number of the trial, which decides the keys.
+Setting = int | Tree  # the number of draft tokens (0 for plain decoding), or a tree to draft instead of a chain
+# Arguments: a setting, the limit on new tokens, and the trial number, which determines the keys.
 Run = Callable[[Setting, int, int], Output]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The result of `jspec.tune`, for the device, batch size and prompts that it was given.
+    """The result of `jspec.tune`, for the device, batch size and prompts that it measured.
 
     Attributes:
         num_draft_tokens: the fastest K. 0 means that drafting does not pay: use `jspec.generate`.
-        speedup: predicted speed with that K over plain decoding; 1 for K = 0.
-        plain_seconds: the seconds of one step of plain decoding, which yields one token per row.
-        round_seconds: the seconds of one round, for K = 1, 2, ...; measured for powers of two, the largest and the
-            fastest, and interpolated between them.
-        expected_tokens: a row's tokens in one round, for K = 1, 2, ...; for every measured K the weighted mean of the
-            prediction from the largest K and the count.
-        tree: the tree that a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), faster than any chain.
-            None if no tree is faster, or none was tried.
-        tree_speedup: speed with `tree` over plain decoding, from measured seconds and the weighted mean of predicted
-            and counted tokens; 0 if `tree` is None.
+        speedup: the predicted speed with that K, relative to plain decoding; 1 for K = 0.
+        plain_seconds: the duration of one plain decoding step in seconds. A step yields one token per row.
+        round_seconds: the duration of one round in seconds, for K = 1, 2, .... It is measured for powers of two, the
+            largest K and the fastest K, and interpolated between them.
+        expected_tokens: the number of tokens per row in one round, for K = 1, 2, .... For every measured K it is the
+            weighted mean of the count and of the prediction from the largest K.
+        tree: the tree that a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), which is faster than
+            any chain. None if no tree is faster, or if no tree was tried.
+        tree_speedup: the speed with `tree`, relative to plain decoding. It is computed from measured seconds and the
+            weighted mean of predicted and counted tokens. 0 if `tree` is None.
     """
 
     num_draft_tokens: int
@@ -59,17 +59,17 @@ class Tuning:
 
     @property
     def speedups(self) -> tuple[float, ...]:
-        """Predicted speed over that of plain decoding, for K = 1, 2, ..."""
+        """The predicted speed relative to plain decoding, for K = 1, 2, ..."""
         return _speedups(self.plain_seconds, self.round_seconds, self.expected_tokens)
 
 
 def best_length(
     plain_seconds: float, round_seconds: Sequence[float], expected_tokens: Sequence[float]
 ) -> tuple[int, float]:
-    """Return the K that maximises ``E(K) plain_seconds / round_seconds(K)``, and that quotient, the speedup over plain.
+    """Return the K that maximises the speedup ``E(K) plain_seconds / round_seconds(K)``, and that speedup.
 
-    K = 0 is plain decoding, with speedup 1. Ties go to the smaller K. Theorem 3.8 of Leviathan et al. 2023 is the case
-    of independent positions and of a verification that costs one step of the target.
+    K = 0 is plain decoding, with speedup 1. Ties go to the smaller K. Theorem 3.8 of Leviathan et al. 2023 covers the
+    special case of independent positions and a verification that costs one step of the target.
     """
     speedups = 1.0, *_speedups(plain_seconds, round_seconds, expected_tokens)
     best = int(np.argmax(speedups))
@@ -81,10 +81,10 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
-    """Time `run` for plain decoding and for chains: powers of two, the longest, and the length that then seems best."""
+    """Time plain decoding and chains: powers of two, the longest, and the length that then seems best."""
     costs, outs = in_turns(run, (0, *doubling(max_draft_tokens)), max_new_tokens)
     found = _between(costs, outs, max_draft_tokens)
-    while (best := found.num_draft_tokens) not in costs:  # an interpolated length must prove itself
+    while (best := found.num_draft_tokens) not in costs:  # an interpolated length must be measured before it is chosen
         again, texts = in_turns(run, (0, best), max_new_tokens)
         costs[best], outs[best] = again[best] * costs[0] / again[0], texts[best]
         found = _between(costs, outs, max_draft_tokens)
@@ -92,9 +92,9 @@ def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
 
 
 def _between(costs: dict[Setting, float], outs: dict[Setting, list[Output]], max_draft_tokens: int) -> Tuning:
-    """Return the tuning of all lengths, from the chains that were measured."""
+    """Return the tuning for all lengths, from the measured chains."""
     every, played = range(1, max_draft_tokens + 1), sorted(k for k in costs if isinstance(k, int) and k)
-    rates = acceptance_rates(outs[max_draft_tokens])  # the longest gives the acceptance rate at every depth
+    rates = acceptance_rates(outs[max_draft_tokens])  # the longest chain has an acceptance rate at every depth
     foreseen = np.array([theory.expected_tokens_from_rates(rates[:k]) for k in every])
     off = [weighed(float(foreseen[k - 1]), outs[k]) / foreseen[k - 1] for k in played]
     tokens = tuple((foreseen * np.interp(every, played, off)).tolist())
@@ -103,25 +103,25 @@ def _between(costs: dict[Setting, float], outs: dict[Setting, list[Output]], max
 
 
 def weighed(foreseen: float, outs: list[Output]) -> float:
-    """Return a row's tokens in one round: the mean of prediction and count, weighted by their reliability."""
+    """Return a row's tokens per round: the mean of prediction and count, weighted by their reliability."""
     rates = acceptance_rates(outs)
     if not rates.size:
         return 1.0
     reached, depths = np.cumprod(rates), np.arange(1, rates.size + 1)
     counted = 1.0 + reached.sum()
-    texts = {np.asarray(out.tokens).tobytes(): out for out in outs}  # greedy trials are all the same
+    texts = {np.asarray(out.tokens).tobytes(): out for out in outs}  # all greedy trials have the same output
     rounds = max(1, sum(int(out.stats.rounds.sum()) for out in texts.values()))
     noise = max(float(((2 * depths - 1) * reached).sum() - reached.sum() ** 2), 0.0) / rounds
-    doubt = (_TRUST * foreseen) ** 2 + noise  # the prediction was itself counted, on about as many rounds
+    doubt = (_TRUST * foreseen) ** 2 + noise  # the prediction is also a count, over about as many rounds
     return float(foreseen + (counted - foreseen) * doubt / (noise + doubt))
 
 
 def in_turns(
     run: Run, settings: Sequence[Setting], max_new_tokens: int
 ) -> tuple[dict[Setting, float], dict[Setting, list[Output]]]:
-    """Return the seconds per round of each setting, and its texts.
+    """Return each setting's seconds per round, and its outputs.
 
-    Settings take turns, so that each meets the same conditions. The seconds are medians of several trials.
+    The settings take turns, so that all run under the same conditions. The seconds are medians of several trials.
     """
     limit = min(max_new_tokens, _LONG)
     for number, setting in enumerate(settings, 1):
@@ -142,20 +142,20 @@ def in_turns(
 
 
 def _progress(done: int, in_trial: int, elapsed: float) -> str:
-    """Return the message after `done` readings in `elapsed` seconds; `in_trial` readings make a trial."""
+    """Return the progress message after `done` readings in `elapsed` seconds. A trial has `in_trial` readings."""
     said, total = f"Measuring, {done + 1} of {TRIALS * in_trial}", TRIALS * in_trial
     if done < in_trial:
-        return said  # the first reading alone says little, because lengths differ
+        return said  # the first reading alone is a poor estimate, because lengths differ
     pace = elapsed / done
     left = min(pace * (total - done), max(_PATIENCE - elapsed, 0) + pace * in_trial)
     return f"{said}, at most {left:.0f} s to go"
 
 
 def _round_seconds(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, Output]:
-    """Return the seconds per round, and the longer text.
+    """Return the seconds per round, and the output of the longer run.
 
-    The seconds are a difference: one program runs under a short and a long limit, so that prefill and dispatch cancel
-    out.
+    The program runs once with a short limit and once with a long one. The seconds come from the difference, so prefill
+    and dispatch cancel out.
     """
     (few_seconds, few_rounds, _), (seconds, rounds, out) = (
         _timed(run, setting, tokens, trial) for tokens in (max(limit // 8, 1), limit)
@@ -166,18 +166,18 @@ def _round_seconds(run: Run, setting: Setting, limit: int, trial: int) -> tuple[
 
 
 def _timed(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, int, Output]:
-    """Return the seconds, the rounds and the output; the loop runs until the slowest row is done."""
+    """Return the seconds, the number of rounds and the output. The loop runs until the slowest row is done."""
     began = perf_counter()
     out = jax.block_until_ready(run(setting, limit, trial))
     return perf_counter() - began, int(out.stats.rounds.max()), out
 
 
 def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
-    """Return how often draft k was accepted if those before it were, ``float64[K]``.
+    """Return the rate at which draft token k is accepted, given that all earlier ones were, ``float64[K]``.
 
-    Only a limit may have ended the texts. Positions need not be alike or independent. A position without a guess counts
-    as not accepted. The limit may cut off the last round of a row after an accepted draft; the token after that is not
-    counted.
+    The outputs must have ended only at a limit. Positions need not be identically distributed or independent. A
+    position without a draft token counts as not accepted. The limit may cut off a row's last round after an accepted
+    draft token. In that case, the token after it is not counted.
     """
     accepted = np.concatenate([out.stats.accepted_at for out in outs]).sum(0)
     reached = np.array([sum(out.stats.rounds.sum() for out in outs), *accepted[:-1]])
@@ -193,10 +193,10 @@ _measuring = threading.Lock()
 
 
 def remembered(models: Any, key: Any, find: Callable[[], Tuning]) -> Tuning:
-    """Return ``find()``, called once in a process for `key` and models of these shapes, dtypes and devices.
+    """Return ``find()``, called once per process for `key` and models with these shapes, dtypes and devices.
 
-    Weights that change, as in reinforcement learning, are not measured again. Threads that need the same measurement
-    wait for one of them to make it.
+    Changing the weights, as in reinforcement learning, does not cause a new measurement. Threads that need the same
+    measurement wait until one of them has made it.
     """
     leaves, structure = jax.tree.flatten(models)
     key = structure, tuple(map(_description, leaves)), key
@@ -207,15 +207,15 @@ def remembered(models: Any, key: Any, find: Callable[[], Tuning]) -> Tuning:
 
 
 def _description(leaf: Any) -> Any:
-    """Return what decides, of a leaf, how long a program takes; a plain number counts by its value."""
+    """Return the properties of a leaf that affect a program's running time. A plain number is returned as it is."""
     return (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) if hasattr(leaf, "shape") else leaf
 
 
 def tuning_key(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tuple:
-    """Return what decides cost and acceptance beside the models: batch size, length to a power of two, sampling.
+    """Return the properties of a request that affect cost and acceptance, apart from the models.
 
-    A sampling parameter that is one number for all requests counts by its value, an array by whether it is all 0.
-    Limits do not count.
+    They are the batch size, the length rounded to a power of two, and the sampling parameters. A parameter that is one
+    number for all requests is identified by its value, and an array by whether it is all 0. Limits are ignored.
     """
     batch, width = tokens.shape
     fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}

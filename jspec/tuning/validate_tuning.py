@@ -1,4 +1,4 @@
-"""Checks of the arguments of functions that measure, made before any measurement."""
+"""Argument checks for the functions that measure, performed before any measurement."""
 
 import numbers
 from typing import Any
@@ -11,7 +11,7 @@ from jspec.decoding.validate_arguments import check_whole
 
 
 def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> None:
-    """Raise ValueError if `max_new_tokens` is too short to measure rounds of `max_draft_tokens`."""
+    """Raise ValueError if an argument is invalid, or if `max_new_tokens` is too small for `max_draft_tokens`."""
     check_whole("max_new_tokens", max_new_tokens)
     check_whole("max_draft_tokens", max_draft_tokens)
     if isinstance(max_nodes, bool) or not isinstance(max_nodes, numbers.Integral) or max_nodes < 0:
@@ -23,8 +23,8 @@ def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> 
 
 
 def check_measurable(*arguments: Any) -> None:
-    """Raise ValueError if there is nothing to time, or if several hosts might find different results."""
-    # Inside a caller's transformation even a new array is traced.
+    """Raise ValueError if nothing can be timed, or if several hosts might obtain different results."""
+    # Inside a caller's transformation, even a new array is traced.
     leaves = jax.tree.leaves((arguments, jnp.zeros(())))
     if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise ValueError('jspec.tune, jspec.best_exit and num_draft_tokens="auto" measure, which cannot be done inside '

@@ -1,1 +1,1 @@
-"""Drafters made of other drafters."""
+"""Combined drafters, which are composed of other drafters."""

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The base class of drafters that combine two others."""
+"""The base class for drafters that combine two others."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jspec.drafters.standalone.model import as_part
 
 @pytree
 class Duo:
-    """Two drafters, or models, for one vocabulary. Each receives what it requests from the target."""
+    """Two drafters or models with one vocabulary. Each receives the values that it requests from the target."""
 
     first: Any
     second: Any
@@ -38,7 +38,7 @@ class Duo:
 
     @property
     def reach(self) -> float:
-        """The number of tokens in a row that both can draft."""
+        """The number of consecutive tokens that both can draft."""
         return min(reach_of(self.first), reach_of(self.second))
 
     @property
@@ -54,7 +54,7 @@ class Duo:
         return first, second
 
     def read(self, state: tuple[Any, Any], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, Any]:
-        """Read with both, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece with both. See `jspec.drafters.late_reading.read_on`."""
         first, second = (read_on(part, own, tokens, start, count, **self._told(part, told))
                          for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
         return first, second
@@ -62,7 +62,7 @@ class Duo:
     def commit(
         self, state: tuple[Any, Any], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, Any]:
-        """Pass the verified draft to both, whichever proposed it."""
+        """Pass the verified draft to both, regardless of which one proposed it."""
         first, second = (part.commit(own, draft, verdict, hidden, **self._told(part, told))
                          for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
         return first, second

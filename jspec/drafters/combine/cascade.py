@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Speculation within the draft: a smaller drafter drafts for a middle model, which drafts for the target."""
+"""Speculation within the draft: a small drafter drafts for a middle model, which drafts for the target."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from jspec.models.kv_cache import KVCache, prefill, whole_tiles
 
 @pytree
 class _Progress:
-    """An unfinished draft: the first ``counts[b]`` tokens and their distributions; the rest is as in `Context`."""
+    """An unfinished draft: its first ``counts[b]`` tokens and their distributions. Other fields are as in `Context`."""
 
     counts: Array
     tokens: Array
@@ -38,12 +38,12 @@ class _Progress:
 )
 @dataclasses.dataclass(frozen=True)
 class CascadeDrafter:
-    """A drafter that proposes, token for token, what ``ModelDrafter(middle)`` would, in fewer passes of `middle`.
+    """A drafter that proposes exactly the tokens of ``ModelDrafter(middle)``, in fewer passes of `middle`.
 
-    Its rounds are those of the rule "coupled" (`jspec.rules.Coupled`). `middle` draws every token with the noise for
-    that token. `small` drafts with the same noise and only saves passes. The distribution of a token is the middle
+    Its rounds follow the rule "coupled" (`jspec.rules.Coupled`). `middle` draws every token with that token's noise.
+    `small` drafts with the same noise, and affects only the number of passes. Every token's distribution is the middle
     model's (Leviathan et al. 2023, section 6, "hierarchical"; Chen et al. 2024, Cascade Speculative Drafting). `small`
-    may be a cascade.
+    may itself be a cascade.
 
     Attributes:
         middle: a `jspec.Llama` with the target's vocabulary.
@@ -71,7 +71,7 @@ class CascadeDrafter:
         return min(longest, getattr(self.small, "max_positions", None) or longest)
 
     def init(self, tokens: Array, num_slots: int) -> tuple[KVCache, Any]:
-        """Prefill both, with room for the tokens by which the last pass of `middle` may overshoot the draft."""
+        """Prefill both, reserving slots for the tokens by which the last pass of `middle` may overshoot the draft."""
         num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
         return prefill(self.middle, tokens, num_slots), self.small.init(tokens, num_slots)
 
@@ -80,14 +80,14 @@ class CascadeDrafter:
         return ModelDrafter(self.middle), self.small
 
     def read(self, state: tuple[KVCache, Any], tokens: Array, start: Array, count: Array) -> tuple[KVCache, Any]:
-        """Read with both, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece with both. See `jspec.drafters.late_reading.read_on`."""
         middle, small = (read_on(part, own, tokens, start, count) for part, own in zip(self.parts, state, strict=True))
         return middle, small
 
     def propose(
         self, state: tuple[KVCache, Any], context: Context, num_draft_tokens: int
     ) -> tuple[Draft, tuple[KVCache, Any]]:
-        """Run rounds of `small` and `middle` until every row has its draft."""
+        """Run rounds of `small` and `middle` until every row has its full draft."""
         batch, spare = context.lengths.size, self.num_small_draft_tokens + 1
         progress = _Progress(
             counts=jnp.zeros(batch, jnp.int32),
@@ -99,7 +99,7 @@ class CascadeDrafter:
         )
         # Tokens past the draft are discarded, so any noise will do there.
         noise = jnp.pad(context.noise, ((0, 0), (0, spare), (0, 0), (0, 0), (0, 0)))
-        # Run at least one round, even if the budget is 0: a row that is not read now might never be read whole.
+        # Run at least one round, even if the budget is 0: a row that is not read now might never be read completely.
         budget = num_draft_tokens if context.budget is None else jnp.clip(context.budget, 1, num_draft_tokens)
         inner = dataclasses.replace(context, noise=noise, budget=None, draft_length=None)
         progress = lax.while_loop(
@@ -111,15 +111,15 @@ class CascadeDrafter:
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
 
     def commit(self, state: tuple[KVCache, Any], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[KVCache, Any]:
-        """Return `state` unchanged: caches roll back with the row's length, and `small` has learnt from `middle`."""
+        """Return `state` unchanged: caches roll back with row lengths, and `small` was updated in the inner rounds."""
         return state
 
     def _round(self, progress: _Progress, context: Context, num_draft_tokens: int) -> _Progress:
-        """Run one round. It leaves complete drafts unchanged."""
+        """Run one round, which leaves complete drafts unchanged."""
         counts, k = progress.counts, self.num_small_draft_tokens
         lengths = context.lengths + counts
         noise = slice_rows(context.noise, counts, k + 1)
-        # After the tokens that the target may have added since the last draft, there is one that `middle` has added.
+        # The tokens that the target may have added since the last draft are followed by one that `middle` has added.
         inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise,
                                     token_counts=progress.token_counts,
                                     target=TargetView(self.middle, progress.cache, context.unread),

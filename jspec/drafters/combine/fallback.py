@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Two drafters, the second of which drafts in the rows where the first has no guess."""
+"""A combination of two drafters: the second one drafts in rows where the first one proposes nothing."""
 
 import dataclasses
 from typing import Any
@@ -17,26 +17,26 @@ from jspec.drafters.standalone.ngram import NGramDrafter
 
 @pytree
 class FallbackDrafter(Duo):
-    """A drafter that uses `first` if it has a guess for the next token, and else `second`; drafters or models.
+    """A drafter that uses `first` if it proposes a next token, and otherwise `second`. Both may be drafters or models.
 
-    Both run every round, each up to its reach. If drafts vary in length (`jspec.drafters.draft_length`), `second`
-    drafts nothing in rows where `first` has a guess.
+    Both run in every round, each up to its reach. If draft lengths vary (`jspec.drafters.draft_length`), `second`
+    drafts nothing in rows where `first` proposes a token.
     """
 
     @property
     def reach(self) -> float:
-        """The number of tokens in a row that at least one of the two can draft."""
+        """The number of consecutive tokens that at least one of the two can draft."""
         return max(map(reach_of, self.parts))
 
     @property
     def says_how_sure(self) -> bool:
-        """Whether at least one of the two reports its confidence. The other one drafts as many tokens as it has."""
+        """Whether at least one of the two reports its confidence. The other one drafts as many tokens as it can."""
         return any(map(says_how_sure, self.parts))
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
         """Return, for each row, the draft of one of the two.
 
-        The other may never have read the tokens that a round commits.
+        The other one may never have read the tokens that a round commits.
         """
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         first, first_state = _asked(self.first, state[0], context, num_draft_tokens)
@@ -52,15 +52,15 @@ class FallbackDrafter(Duo):
 
 
 def behind_lookup(drafter: Any) -> FallbackDrafter:
-    """Return lookup of two or three tokens, with `drafter` as its fallback.
+    """Return a lookup drafter that matches two or three tokens, with `drafter` as its fallback.
 
-    Matches of that length are seldom due to chance.
+    Matches of that length are rarely due to chance.
     """
     return FallbackDrafter(NGramDrafter(3, 2), drafter)
 
 
 def _asked(part: Any, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
-    """Return the draft of `part` up to its reach, padded with tokens that are not guesses, and its state."""
+    """Return the draft of `part` up to its reach, padded with tokens without a distribution, and its state."""
     count = int(min(num_draft_tokens, reach_of(part)))
     asked = at_most(context, count)
     draft, state = part.propose(state, asked, count)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Two drafters for one draft: the better one for its first tokens, a cheaper one for those after them."""
+"""A combination of two drafters: the better one drafts the first tokens, and a cheaper one drafts the rest."""
 
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ from jspec.drafters.combine.base import Duo
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["at"])
 @dataclasses.dataclass(frozen=True)
 class HorizontalDrafter(Duo):
-    """A drafter that drafts `at` tokens with `first` and the rest with `second`; drafters or models.
+    """A drafter that drafts `at` tokens with `first` and the rest with `second`. Both may be drafters or models.
 
     A token counts only if all tokens before it were accepted. Later tokens are therefore worth less and should cost
-    less (the horizontal cascade of Chen et al. 2024, Cascade Speculative Drafting). `second` may be a
-    `HorizontalDrafter`, too.
+    less (the horizontal cascade of Chen et al. 2024, Cascade Speculative Drafting). `second` may itself be a
+    `HorizontalDrafter`.
 
     Attributes:
-        at: the number of tokens that `first` drafts, which may be all of a short draft.
+        at: the number of tokens that `first` drafts. A short draft may come from `first` alone.
     """
 
     at: int
@@ -41,14 +41,14 @@ class HorizontalDrafter(Duo):
 
     @property
     def reach(self) -> float:
-        """The reach of `first` if that is below `at`, and else `at` plus the reach of `second`."""
+        """The reach of `first` if it is below `at`, and otherwise `at` plus the reach of `second`."""
         first = reach_of(self.first)
         return first if first < self.at else self.at + reach_of(self.second)
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
-        """Return the draft of `first`, followed by that of `second`.
+        """Return the draft of `first`, followed by the draft of `second`.
 
-        Neither has ever read the tokens that the other drafts.
+        Neither has ever read the tokens that the other one drafts.
         """
         at = min(self.at, num_draft_tokens)
         rest = num_draft_tokens - at
@@ -61,7 +61,7 @@ class HorizontalDrafter(Duo):
         behind = _behind(context, first, context.unread + at - rest)
         second, second_state = self.second.propose(state[1], behind, rest)
         second = as_draft(self.second, second, behind, rest)
-        # No guess can follow a token that is not a guess.
+        # A draft token cannot follow a token that was not drafted.
         probs = jnp.where((num_guessed(first) == at)[:, None, None], second.probs, 0)
         tokens = jnp.concatenate([first.tokens, second.tokens], axis=1)
         return Draft(tokens, jnp.concatenate([first.probs, probs], axis=1)), (first_state, second_state)

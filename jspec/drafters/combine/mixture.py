@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""A weighted mean of two drafters' distributions."""
+"""A drafter that draws from a weighted mean of two drafters' distributions."""
 
 import numbers
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 @pytree
 class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]]):
-    """A drafter that draws every token from ``weight * first + (1 - weight) * second``; drafters or models.
+    """A drafter that draws every token from ``weight * first + (1 - weight) * second``, of two drafters or models.
 
     The distributions are mixed at temperature 1, and the sampling transforms then act on the mixture. If one of the two
-    has no guess, the distribution is that of the other. Both must give their distribution token by token
+    proposes nothing, the other one's distribution is used. Both must return their distributions token by token
     (`jspec.drafters.AutoregressiveDrafter`), because each must continue after a token that the other may have
     preferred.
 
     Attributes:
-        weight: between 0 and 1; traced, so another weight compiles nothing.
+        weight: a number between 0 and 1. It is traced, so changing it does not recompile.
     """
 
     weight: Any
@@ -54,20 +54,20 @@ class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]
     def vocab_size(self) -> int | None:
         """The vocabulary size, as for `Duo`.
 
-        This also checks the weight, because a pytree may hold anything while JAX takes it apart.
+        This also checks the weight, because during pytree operations JAX may store any object in its place.
         """
         _check_weight(self.weight)
         return super().vocab_size
 
     def begin(self, state: tuple[Any, Any], context: Context, tree: Tree) -> tuple[Array, tuple[Any, Any]]:
-        """Begin with both, and mix their logits."""
+        """Call `begin` on both, and mix their logits."""
         first, second = (part.begin(own, context, tree) for part, own in self._parts(state))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
     def extend(
         self, carry: tuple[Any, Any], tokens: Array, level: Level, context: Context
     ) -> tuple[Array, tuple[Any, Any]]:
-        """Read the tokens with both, whichever proposed them, and mix their logits."""
+        """Read the tokens with both, regardless of which one proposed them, and mix their logits."""
         first, second = (part.extend(own, tokens, level, context) for part, own in self._parts(carry))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""Several drafters, one tree: a chain of each drafter, all of them after the last committed token."""
+"""A combination of several drafters in one tree, with one chain per drafter after the last committed token."""
 
 import dataclasses
 import functools
@@ -29,19 +29,19 @@ _KIND = "several"  # in config.json
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts"], meta_fields=["num_draft_tokens"])
 @dataclasses.dataclass(frozen=True)
 class MultiDrafter:
-    """A drafter that drafts a chain with each of several drafters or models; one pass verifies them as one tree.
+    """A drafter that drafts one chain with each of several drafters or models. One pass verifies all chains as a tree.
 
-    This is the merge-based speculation of SpecInfer (Miao et al. 2024, section 3), without the merge. Two chains that
-    begin with the same token stay two branches, each verified by the distribution that it was drawn from. If the first
-    is rejected, the second is verified by what that has left of the target's distribution. So put the best drafter
-    first.
+    This is SpecInfer's merge-based speculation (Miao et al. 2024, section 3), without the merge. Two chains that start
+    with the same token remain two branches, each verified against the distribution that it was drawn from. If the first
+    branch is rejected, the second is verified against the residual of the target's distribution. Therefore, put the
+    best drafter first.
 
-    If branches begin alike, "rejection" and "traversal" follow the eldest only, and may end where that one goes wrong.
-    In greedy decoding branches often begin alike. Under "coupled" all drafters draw with the target's noise, and the
-    rule follows the branch that continues longest.
+    If branches start with the same tokens, "rejection" and "traversal" follow only the first of them, and may stop at
+    its first wrong token. In greedy decoding branches often start with the same tokens. Under "coupled", all drafters
+    draw with the target's noise, and the rule follows the branch that continues longest.
 
     Attributes:
-        drafts: drafters of chains, heads too, or models, which share the target's vocabulary.
+        drafts: chain drafters, including heads, or models. All share the target's vocabulary.
         num_draft_tokens: K, the number of tokens that each of them drafts.
     """
 
@@ -59,7 +59,7 @@ class MultiDrafter:
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
-        """Load what `save` wrote; `dtype` is as for `jspec.load`, and `target` is not used.
+        """Load drafters that were written by `save`. `dtype` is as for `jspec.load`, and `target` is not used.
 
         Raises:
             convert.CheckpointError: the files have another format, or are damaged.
@@ -69,7 +69,7 @@ class MultiDrafter:
         return cls(drafts, integer(raw, "num_draft_tokens"))
 
     def save(self, path: str | Path) -> Path:
-        """Write models to a new directory, each to a Hugging Face directory in it (`ModelDrafter.save`).
+        """Write the models to a new directory, each into its own Hugging Face subdirectory (`ModelDrafter.save`).
 
         Raises:
             convert.CheckpointError: `path` exists or cannot be written.
@@ -87,7 +87,7 @@ class MultiDrafter:
 
     @property
     def tree(self) -> Tree:
-        """The chains of all drafters beside each other, numbered by depth."""
+        """The chains of all drafters, side by side, with nodes numbered by depth."""
         count = len(self.drafts)
         return Tree((0,) * count + tuple(range(1, count * (self.num_draft_tokens - 1) + 1)))
 
@@ -97,7 +97,7 @@ class MultiDrafter:
 
     @property
     def max_positions(self) -> int | None:
-        """The smallest limit of all drafters."""
+        """The smallest of all drafters' limits."""
         return least(getattr(part, "max_positions", None) for part in self.drafts)
 
     @property
@@ -116,14 +116,14 @@ class MultiDrafter:
         return tuple(part.init(tokens, num_slots, **told_to(part, self.features, told)) for part in self.drafts)
 
     def read(self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, ...]:
-        """Read with all drafters, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece with all drafters. See `jspec.drafters.late_reading.read_on`."""
         return tuple(read_on(part, own, tokens, start, count, **told_to(part, self.features, told))
                      for part, own in zip(self.drafts, state, strict=True))  # fmt: skip
 
     def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
-        """Draft with one drafter after another, each with noise of its own.
+        """Draft with one drafter after another, each with its own noise.
 
-        All but one may never have read the tokens that a round commits.
+        All but one of them may never have read the tokens that a round commits.
         """
         length = self.num_draft_tokens
         context = dataclasses.replace(context, unread=context.unread + length - 1)
@@ -141,10 +141,10 @@ class MultiDrafter:
     def commit(
         self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, ...]:
-        """Pass to each drafter its own chain, of which the tokens with which the text begins are accepted.
+        """Pass each drafter its own chain; the chain's tokens count as accepted as far as they match the accepted path.
 
-        A drafter that reads states of the target needs them for the whole text. It receives the accepted path instead,
-        whichever drafter proposed it.
+        A drafter that reads the target's hidden states needs them for the whole sequence. It receives the accepted path
+        instead, whichever drafter proposed it.
         """
         assert verdict.path is not None, "a rule that takes no trees is refused"
         text, before = tokens_along(draft, verdict), prefix_mask(verdict.num_accepted, self.num_draft_tokens)
@@ -168,7 +168,7 @@ class MultiDrafter:
 
 
 def _chain(draft: Draft, which: int, count: int) -> Draft:
-    """Return chain number `which` of the `count` chains that a draft has beside each other."""
+    """Return chain number `which` of a draft that has `count` chains side by side."""
 
     def part(leaf: Array) -> Array:
         return leaf[:, which::count]
@@ -177,11 +177,11 @@ def _chain(draft: Draft, which: int, count: int) -> Draft:
 
 
 def _judged(values: Array, which: int, count: int) -> Array:
-    """Return the values of node 0 and chain number `which`, from ``values[B, N + 1, ...]`` of all nodes."""
+    """Select the values at node 0 and chain number `which` from all nodes' values, ``values[B, N + 1, ...]``."""
     return jnp.concatenate([values[:, :1], values[:, 1 + which :: count]], axis=1)
 
 
 def _beside(chains: Sequence[Array]) -> Array:
-    """Return ``[B, K * n, ...]`` from n arrays ``[B, K, ...]``: by depth, the entries of each depth in turn."""
+    """Interleave n arrays ``[B, K, ...]`` into ``[B, K * n, ...]``: all entries at the first depth come first."""
     stacked = jnp.stack(chains, axis=2)
     return stacked.reshape(len(stacked), -1, *stacked.shape[3:])

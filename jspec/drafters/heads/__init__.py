@@ -1,1 +1,1 @@
-"""Drafters with trained heads on the target's hidden states, and their files."""
+"""Drafters with trained heads that read the target's hidden states, and the file formats of these heads."""

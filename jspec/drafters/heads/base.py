@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-"""Base classes of drafters that draft from the target's last hidden state, with trained heads beside its own."""
+"""Base classes for drafters that have trained heads on the target's last hidden state, beside the target's own."""
 
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ class LastState:
 
     Attributes:
         hidden: ``[B, E]``, before the final norm.
-        known: ``bool[B]``; False before the first round of a one-token prompt, because no token comes before that one.
+        known: ``bool[B]``; False before the first round of a one-token prompt, because no token precedes that one.
     """
 
     hidden: Array
@@ -30,8 +30,9 @@ class LastState:
 class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     """A drafter with heads, each of which drafts a token one position further than the one before.
 
-    The heads read the state at the last token but one. The target's own head has drawn the last token from it, so the
-    first of these heads drafts the first token of a draft. Verification computes the state anyway, so it costs no pass.
+    The heads read the state at the second-to-last token. The target's own head has drawn the last token from that
+    state, so the first of these heads drafts the first draft token. Verification computes the state anyway, so it
+    costs no additional pass.
     """
 
     features = (-1,)
@@ -39,7 +40,7 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
 
     @property
     def num_heads(self) -> int:
-        """H, the number of tokens in a row that the heads can draft."""
+        """H, the number of consecutive tokens that the heads can draft."""
         raise NotImplementedError
 
     @property
@@ -48,18 +49,18 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
 
     @property
     def hidden_size(self) -> int:
-        """E of the target that the heads were made for."""
+        """E, the hidden size of the target that the heads were made for."""
         raise NotImplementedError
 
     def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
-        """Return logits ``[B, V]`` of the first head, and the data that `extend` needs for a draft of `depth`.
+        """Return the first head's logits ``[B, V]``, and the data that `extend` needs for a draft of `depth`.
 
-        ``x`` is the normed states ``[B, 1, E]``.
+        ``x`` holds the normalised states ``[B, 1, E]``.
         """
         raise NotImplementedError
 
     def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> LastState:
-        """Return the state at the last token but one of every prompt, because nothing has followed the last one yet."""
+        """Return the state at each prompt's second-to-last token, because no token follows the last one yet."""
         check_hidden_size(type(self).__name__, self.hidden_size, target)
         before = jnp.maximum(lengths - 2, 0)[:, None, None]
         return LastState(jnp.take_along_axis(features[:, :, 0], before, axis=1)[:, 0], lengths > 1)
@@ -67,7 +68,7 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     def read(
         self, state: LastState, tokens: Array, start: Array, count: Array, *, features: Array, target: Any
     ) -> LastState:
-        """Return the state at the last token of a piece, see `jspec.drafters.late_reading.read_on`."""
+        """Return the state at the last token of a piece. See `jspec.drafters.late_reading.read_on`."""
         last = jnp.maximum(count - 1, 0)[:, None, None]
         hidden = jnp.take_along_axis(features[:, :, 0], last, axis=1)[:, 0]
         return where_read(count, LastState(hidden, jnp.ones_like(state.known)), state)
@@ -93,10 +94,10 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
 
 
 class ParallelHeadsDrafter(HeadsDrafter):
-    """A drafter whose heads see the state alone: a token's distribution depends only on its depth."""
+    """A drafter whose heads read only the state, so a token's distribution depends only on its depth."""
 
     def logits(self, x: Array, target: Any, depth: int) -> Array:
-        """Return ``float32[B, S, depth, V]`` of the first `depth` heads, for normed states ``[B, S, E]``."""
+        """Return the first `depth` heads' logits ``float32[B, S, depth, V]`` for normalised states ``[B, S, E]``."""
         raise NotImplementedError
 
     def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
@@ -110,9 +111,9 @@ class ParallelHeadsDrafter(HeadsDrafter):
 
 
 def at_depth(logits: Array, level: Level, tokens: Array) -> Array:
-    """Return ``[B, S, V]`` after the ``tokens[B, S]`` of a level.
+    """Return the logits ``[B, S, V]`` after a level's ``tokens[B, S]``.
 
-    The source is ``logits[B, K, V]``, which depend on the depth alone.
+    They are taken from ``logits[B, K, V]``, which depend only on depth.
     """
     here = cast(Array, lax.dynamic_index_in_dim(logits, level.depth, axis=1))
     return jnp.broadcast_to(here, (*tokens.shape, here.shape[-1]))

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Blockwise parallel decoding: one layer after the target's last makes several states for the target's own head."""
+"""Blockwise parallel decoding: one layer after the target's last computes several states for the target's own head."""
 
 from typing import Any, ClassVar
 
@@ -17,11 +17,11 @@ from jspec.models.layers import Linear
 
 
 class BlockwiseLayer(nnx.Module):
-    """A layer ``x + W2 relu(W1 x + b1) + b2`` with H times E outputs, each of which depends on all inner units.
+    """A layer ``x + W2 relu(W1 x + b1) + b2`` with H * E outputs, each of which depends on all inner units.
 
     Args:
         num_heads: H.
-        inner_size: the size between the two matrices; the authors use H times the target's own.
+        inner_size: the size between the two matrices. The authors use H times the target's own inner size.
     """
 
     def __init__(self, config: LlamaConfig, num_heads: int, inner_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -40,10 +40,10 @@ class BlockwiseLayer(nnx.Module):
 class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
     """A drafter with one feed-forward layer on the target's last state, and the target's own output head.
 
-    Stern et al. 2018, "Blockwise Parallel Decoding": the target is p_1, which draws the next token. Head i is p_{i + 2}
-    of section 6, which drafts the token i + 1 positions after that. Drafts are verified like all drafts of jspec, by
-    any rule. The pass that verifies a draft also computes the states for the next one (section 4, which saves every
-    other pass of section 3).
+    In the notation of Stern et al. 2018, "Blockwise Parallel Decoding", section 6, the target is p_1, which draws the
+    next token. Head i is p_{i + 2}, which drafts the token i + 1 positions after that. As with every jspec drafter, any
+    rule can verify the drafts. The pass that verifies a draft also computes the states for the next one (section 4,
+    which saves every other pass of section 3).
 
     Attributes:
         layer: a `BlockwiseLayer`.
@@ -60,7 +60,7 @@ class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
     ) -> "BlockwiseDrafter":
         """Return a drafter with a random layer, to train for `target` or to fill with weights.
 
-        An `inner_size` of None is the authors' inner size.
+        If `inner_size` is None, the authors' inner size is used.
         """
         check_count("num_heads", num_heads)
         inner = num_heads * target.config.intermediate_size if inner_size is None else inner_size

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""EAGLE: a trained layer that reads the target's states of the text, and continues with its own states."""
+"""EAGLE: a trained layer that reads the target's hidden states, and drafts onward from its own states."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -20,13 +20,13 @@ from jspec.models.kv_cache import KVCache, enlarged
 
 @pytree
 class _Read:
-    """The tokens that the head has read: the text, and within a draft some of that too.
+    """The tokens that the head has read: the sequence so far and, during a draft, some of the draft tokens.
 
     Attributes:
-        cache: the token at position i, with the state before it, is in slot i - 1; the first token is in none.
-        states: ``[B, S, E]`` of the newest tokens, from which the head drafts the tokens after them.
-        known: ``bool[B]``; False if a text has only one token.
-        lengths: ``int32[B]``, the lengths of the text.
+        cache: slot i - 1 holds the token at position i, with the state before it. The first token has no slot.
+        states: ``[B, S, E]``, the states at the newest tokens, from which the head drafts the tokens after them.
+        known: ``bool[B]``; False if a sequence has only one token.
+        lengths: ``int32[B]``, the sequence lengths.
     """
 
     cache: KVCache
@@ -37,11 +37,11 @@ class _Read:
 
 @pytree
 class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
-    """A drafter with an EAGLE head (`jspec.drafters.heads.eagle_module`), which was trained for this target.
+    """A drafter with an EAGLE head (`jspec.drafters.heads.eagle_module`) that was trained for this target.
 
-    After every round it reads the accepted tokens with the target's own states, in place of those it had predicted (Li
-    et al. 2024, section 3). Weights of generation 1 are EAGLE on a static tree (`jspec.TreeDrafter`), and EAGLE-2 on
-    one that grows (`jspec.DynamicTreeDrafter`). Weights of generation 3 are EAGLE-3.
+    After every round it reads the accepted tokens with the target's own states, in place of the states it had predicted
+    (Li et al. 2024, section 3). Generation-1 weights are EAGLE on a static tree (`jspec.TreeDrafter`), and EAGLE-2 on a
+    dynamic tree (`jspec.DynamicTreeDrafter`). Generation-3 weights are EAGLE-3.
 
     Attributes:
         head: a `jspec.drafters.heads.eagle_module.Eagle`.
@@ -52,19 +52,19 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
-        """Load a head from config.json and safetensors, with the names of EAGLE, SpecForge, SGLang and speculators.
+        """Load a head from config.json and safetensors, in the layout of EAGLE, SpecForge, SGLang or speculators.
 
         Args:
             path: a directory, or a Hugging Face hub id.
-            target: the `jspec.Llama` that the head was trained for. If given, sizes are checked at once. The target is
-                required if config.json does not say which layers the head reads. It is also required if the files have
-                a reduced vocabulary without an output head: rows of the target's output head then serve as one.
-            dtype: of weights, activations and cache; as for `jspec.load`.
+            target: the `jspec.Llama` that the head was trained for. If given, sizes are checked immediately. The target
+                is required if config.json does not specify which layers the head reads. It is also required if the
+                files have a reduced vocabulary without an output head: rows of the target's output head are then used.
+            dtype: the dtype of weights, activations and cache, as for `jspec.load`.
 
         Raises:
-            convert.CheckpointError: the files are not those of an EAGLE head of one layer, or are damaged, or are
+            convert.CheckpointError: the files are not those of a single-layer EAGLE head, or are damaged, or are
                 pickles. The message says what was found and expected.
-            ValueError: the head was made for a target of other sizes.
+            ValueError: the head was made for a target of different sizes.
         """
         return cls(eagle_weights.load(path, target, dtype))
 
@@ -72,17 +72,16 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         """Write config.json, with every flag, and model.safetensors to a new directory.
 
         A head that was loaded from the same layout is written as it was. It keeps the dtype of its files, unless
-        another was requested or that dtype would lose precision.
+        another dtype was requested or the files' dtype would lose precision.
 
         Args:
-            format: "speculators", as vLLM reads it, or "sglang", for a head of generation 3; "eagle" for one of
-                generation 1.
-            own_head: False omits the output head, if it is a part of the target's; True writes it. By default it is
-                written if the files it came from had one.
+            format: "speculators" (read by vLLM) or "sglang" for a generation-3 head; "eagle" for a generation-1 head.
+            own_head: whether to write the output head. False omits it, if it is a part of the target's. By default it
+                is written if the original files had one.
 
         Raises:
-            convert.CheckpointError: readers of this layout would not compute what the head does, or `path` exists or
-                cannot be written.
+            convert.CheckpointError: readers of this layout would compute different results than the head, or `path`
+                exists or cannot be written.
         """
         return eagle_weights.save(self._head, path, format, own_head)
 
@@ -102,14 +101,14 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
             )
         return self.head
 
-    # It takes more arguments than other drafters (`jspec.drafters.base.AskingDrafter`).
+    # This method takes more arguments than in other drafters (`jspec.drafters.base.AskingDrafter`).
     def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any
     ) -> _Read:
-        """Read the prompts with the target's states.
+        """Prefill the prompts with the target's states.
 
         Raises:
-            ValueError: the head was made for a target of other sizes.
+            ValueError: the head was made for a target of different sizes.
         """
         head, batch = self._head, len(tokens)
         check_target_of(head.config, target)
@@ -124,7 +123,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         return _Read(cache, states, lengths > 1, lengths)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
-        """Read the next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece of the sequence. See `jspec.drafters.late_reading.read_on`."""
         head = self._head
         pairs = head.embed(tokens[:, 1:], target), head.fuse(features, target)
         found, cache = head.forward(*pairs, state.cache, start)
@@ -133,7 +132,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         return _Read(cache, *where_read(count, new, (state.states, state.known, state.lengths)))
 
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Read]:
-        """Return the logits after the text, all of which has been read."""
+        """Return the logits after the sequence so far, all of which has been read."""
         logits = self._head.logits(state.states, context.target.model)[:, 0]
         carry = _Read(state.cache, state.states, state.known, context.lengths)
         return jnp.where(state.known[:, None], logits, -jnp.inf), carry
@@ -152,7 +151,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     def commit(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: _Read, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
     ) -> _Read:
-        """Read the new tokens with the target's states, over what the draft has left in their slots."""
+        """Read the new tokens with the target's states, overwriting the slots that the draft filled."""
         head = self._head
         pairs = head.embed(tokens_along(draft, verdict), target), head.fuse(at_path(features, verdict), target)
         found, cache = head.forward(*pairs, state.cache, state.lengths - 1)

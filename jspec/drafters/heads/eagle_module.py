@@ -1,8 +1,8 @@
-"""EAGLE heads: a layer that predicts the target's next tokens from the target's states of the text.
+"""EAGLE heads: a layer that predicts the target's next tokens from the target's hidden states.
 
-The layer reads the embedding of every token together with the target's states of the token before. So its output there
-belongs to the token after. The papers are Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights EAGLE-2 uses
-too), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The flags of generation 3 are those of published
+The layer reads each token's embedding together with the target's states at the previous token. Its output at that token
+therefore predicts the next one. The papers are Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights EAGLE-2
+also uses), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The generation-3 flags are those of published
 checkpoints.
 """
 
@@ -25,12 +25,12 @@ class Eagle(nnx.Module):
     """An EAGLE head. It is a pytree, like `jspec.Llama`.
 
     Args:
-        config: sizes and flags.
-        dtype: of weights, activations and cache.
+        config: the head's sizes and flags.
+        dtype: the dtype of weights, activations and cache.
         rngs: the source of random initial weights.
 
     Attributes:
-        origin: the description in the files that it was loaded from; None if it was not loaded.
+        origin: a description of the files that the head was loaded from; None if it was not loaded.
     """
 
     def __init__(self, config: EagleConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
@@ -58,7 +58,7 @@ class Eagle(nnx.Module):
         self.embed_tokens = Embed(layer.vocab_size, size, dtype, rngs) if config.own_embedding else None
         vocab = config.draft_vocab_size or layer.vocab_size
         self.lm_head = Embed(vocab, size, dtype, rngs) if config.own_head else None
-        # Maps every token of the target to its number among those that the head can draft, and the others to D.
+        # Maps each of the target's tokens to its number among those that the head can draft, and the others to D.
         known = None if config.draft_vocab_size is None else jnp.minimum(jnp.arange(layer.vocab_size), vocab)
         self.draft_ids = None if known is None else nnx.Variable(known)
 
@@ -69,24 +69,24 @@ class Eagle(nnx.Module):
 
     @property
     def target_ids(self) -> Array | None:
-        """The target's ids of the tokens that the head can draft, in the head's order, ``int32[D]``; None for all."""
+        """The target ids ``int32[D]`` of the tokens that the head can draft, in the head's order; None for all."""
         if self.draft_ids is None:
             return None
         return jnp.argsort(self.draft_ids[...], stable=True)[: self.config.draft_vocab_size]
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """Return an empty cache of `slots` positions for `batch` rows."""
+        """Return an empty cache with `slots` positions for each of `batch` rows."""
         layer = self.config.layer
         return empty_cache(1, (batch, layer.num_key_value_heads, slots, layer.head_dim), self.dtype)
 
     def embed(self, tokens: Array, target: Any) -> Array:
-        """Return ``[B, S, E]`` for ``int32[B, S]``, by the head's own embedding or the target's."""
+        """Return the embeddings ``[B, S, E]`` of ``tokens int32[B, S]``, from the head's own table or the target's."""
         return (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
 
     def fuse(self, features: Array, target: Any) -> Array:
         """Return one state ``[B, S, E]`` from the target's states ``features[B, S, F, E']``.
 
-        In generation 1 it is the state after the target's final norm, which the head's own output then imitates.
+        In generation 1 this is the state after the target's final norm, which the head's own output imitates.
         """
         if self.config.generation == 1:
             return target.norm(features[:, :, 0]).astype(self.dtype)
@@ -99,16 +99,16 @@ class Eagle(nnx.Module):
     def forward(
         self, embeddings: Array, states: Array, cache: KVCache, start: Array, *, branches: Branches | None = None
     ) -> tuple[Array, KVCache]:
-        """Read tokens, each with the state of the token before it.
+        """Read tokens, each together with the state at the token before it.
 
         Args:
             embeddings: ``[B, S, E]``.
-            states: ``[B, S, E]``, from `fuse` if the target has read the token before, else from this method.
-            cache, start, branches: as for `jspec.Llama.forward`; the second token of a text is in slot 0.
+            states: ``[B, S, E]``, from `fuse` if the target has read the preceding token, otherwise from this method.
+            cache, start, branches: as for `jspec.Llama.forward`. Slot 0 holds a sequence's second token.
 
         Returns:
-            States ``[B, S, E]`` for the tokens after, which are inputs of `logits` and the next `forward`; and the
-            cache.
+            The states ``[B, S, E]`` that predict the following tokens, which `logits` and the next `forward` take; and
+            the updated cache.
         """
         slots, positions = Branches.places(start, embeddings.shape[1], branches)
         layer = self.config.layer
@@ -119,13 +119,13 @@ class Eagle(nnx.Module):
         return self.out_of_layer(x, mixed), KVCache((keys,), (values,), cache.rows)
 
     def out_of_layer(self, x: Array, mixed: Array) -> Array:
-        """Return the result of `forward`, from the residual stream and the output of attention."""
+        """Compute the states that `forward` returns, from the residual stream and the attention output."""
         x = x + self.self_attn.o_proj(mixed)
         x = x + self.mlp.down_proj(self.mlp(self.post_attention_layernorm(x)))
         return self.norm(x) if self.norm is not None and self.config.norm_output else x
 
     def into_layer(self, embeddings: Array, states: Array) -> tuple[Array, Array]:
-        """Return the residual stream, and the input of attention."""
+        """Return the residual stream and the attention input."""
         if self.input_layernorm is None or self.hidden_norm is None:
             x = self.fc(jnp.concatenate([embeddings, states], axis=-1))
             return x, x
@@ -134,7 +134,7 @@ class Eagle(nnx.Module):
         return normed if self.config.norm_before_residual else states, read
 
     def logits(self, states: Array, target: Any) -> Array:
-        """Return ``float32[B, S, V]`` for the states from `forward`; -inf for tokens that the head cannot draft."""
+        """Return ``float32[B, S, V]`` for states from `forward`, with -inf for tokens that the head cannot draft."""
         found = self.draft_logits(states, target)
         if self.draft_ids is None:
             return found
@@ -142,7 +142,7 @@ class Eagle(nnx.Module):
         return jnp.take(room, self.draft_ids[...], axis=-1)
 
     def draft_logits(self, states: Array, target: Any) -> Array:
-        """Return ``float32[B, S, D]``: the logits of the tokens that the head can draft."""
+        """Return the logits of the tokens that the head can draft, ``float32[B, S, D]``."""
         if self.norm is not None and not self.config.norm_output:
             states = self.norm(states)
         return (self.lm_head or target.head).logits(states)

@@ -1,4 +1,4 @@
-"""EAGLE heads from and to files: `load` places what `convert` reads into an `Eagle`, and `save` does the reverse."""
+"""File I/O for EAGLE heads: `load` fills an `Eagle` with the arrays that `convert` reads, and `save` writes them."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ from jspec.models.load import as_stored, default_dtype
 
 
 def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
-    """Load a head, see `jspec.EagleDrafter.load`."""
+    """Load a head. See `jspec.EagleDrafter.load`."""
     found = eagle_files.read(source, None if target is None else target.config.num_hidden_layers)
     chosen = dtypes.parse(default_dtype() if dtype is None else dtype)
     config = found.config
@@ -35,13 +35,13 @@ def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
         leaves["draft_ids"].set_value(jnp.asarray(found.draft_ids))
         if lacking and target is not None:
             leaves["lm_head.weight"].set_value(target.head.wide(head.target_ids).astype(chosen))
-    # A dtype chosen here by default does not apply to files: they keep theirs.
+    # A dtype that was chosen here by default does not apply to saved files, which keep their own dtype.
     head.origin = found.origin if dtype is None else dataclasses.replace(found.origin, dtype=None)
     return head
 
 
 def save(head: Eagle, destination: str | Path, layout: str, own_head: bool | None) -> Path:
-    """Save a head, see `jspec.EagleDrafter.save`."""
+    """Save a head. See `jspec.EagleDrafter.save`."""
     config, origin = head.config, head.origin
     if own_head is None and origin is not None and origin.layout == layout:
         own_head = config.own_head and "lm_head.weight" in origin.names

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Hydra: heads like Medusa's, each of which reads the tokens that the heads before it have drafted."""
+"""Hydra: Medusa-like heads, each of which also reads the tokens that the preceding heads have drafted."""
 
 from typing import Any, ClassVar
 
@@ -20,12 +20,14 @@ from jspec.models.layers import Embed, Linear
 
 
 class HydraHead(nnx.Module):
-    """A head on a state and n embeddings side by side: ``R z + c + silu(W z + b)``, residual blocks, an output head.
+    """A head that reads z, a state concatenated with n embeddings.
+
+    It computes ``R z + c + silu(W z + b)``, followed by residual blocks and an output head.
 
     Args:
         num_tokens: n.
         num_blocks: the number of layers, including the one that reads z.
-        own_head: whether it has an output head, with a bias; otherwise it uses the target's.
+        own_head: whether the head has its own output head, with a bias. Otherwise it uses the target's output head.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class HydraHead(nnx.Module):
     def __call__(self, z: Array, target: Any) -> Array:
         """Return ``float32[B, S, V]`` for ``z[B, S, (n + 1) E]``.
 
-        The state after the target's final norm comes first in `z`.
+        `z` starts with the state after the target's final norm.
         """
         assert self.linear.bias is not None
         z = z.astype(self.linear.bias[...].dtype)
@@ -55,16 +57,16 @@ class HydraHead(nnx.Module):
 
 @pytree
 class HydraDrafter(HeadsDrafter, InOwnFiles):
-    """A drafter with H heads, one after another: head i reads the target's last state and the i + 1 tokens after it.
+    """A drafter with H sequential heads: head i reads the target's last state and the i + 1 tokens after it.
 
-    Ankner et al. 2024, "Hydra", section 3: the heads read the tokens, the text's last one first, by the target's own
-    embeddings. The heads are those that its authors published. The first layer goes from ``(i + 2) E`` to E, with a
-    linear residual. Medusa's blocks follow, which the authors' code ties to each other, and an output head with a bias.
-    The prefix layer of Hydra++ is not supported. In a tree every node reads the tokens of its own branch. If drafts
-    vary in length, all heads are run.
+    As in Ankner et al. 2024, "Hydra", section 3, the heads read the tokens through the target's own embeddings,
+    starting with the last token of the sequence. The architecture is that of the heads that the authors published. The
+    first layer maps ``(i + 2) E`` to E, with a linear residual. Medusa's blocks follow, which the authors' code ties to
+    each other, and then an output head with a bias. The prefix layer of Hydra++ is not supported. In a tree, every node
+    reads the tokens of its own branch. If draft lengths vary, all heads still run.
 
     Attributes:
-        heads: a `HydraHead` for each depth.
+        heads: one `HydraHead` per depth.
     """
 
     heads: tuple[HydraHead, ...]
@@ -118,7 +120,7 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
         return jnp.where(state.known[:, None, None], logits, -jnp.inf), (state, read)
 
     def _next(self, read: Array, tokens: Array, head: int, context: Context) -> tuple[Array, Array]:
-        """Return logits after ``tokens[B, S]``, and the inputs read up to them, ``[B, S, (head + 2) E]``."""
+        """Return the logits after ``tokens[B, S]``, and all inputs up to them, ``[B, S, (head + 2) E]``."""
         target = context.target.model
         read = jnp.concatenate([read, target.embed_tokens(tokens).astype(read.dtype)], axis=-1)
         return self.heads[head](read, target), read

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-"""Kangaroo: the target's first layers and a small trained attention, which stands for all the other layers."""
+"""Kangaroo: the target's first layers, and a small trained attention layer in place of all its other layers."""
 
 import dataclasses
 import functools
@@ -31,10 +31,11 @@ _ATTENTION = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head
 
 
 class Adapter(nnx.Module):
-    """A decoder layer without an MLP, and a norm: ``norm(x + attention(norm(x)))``.
+    """A decoder layer without an MLP, followed by a norm: ``norm(x + attention(norm(x)))``.
 
     Args:
-        config: of the target, with the same hidden size; heads and rope may differ.
+        config: a configuration with the target's hidden size. Its attention heads and rope may differ from the
+            target's.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -49,13 +50,13 @@ class Adapter(nnx.Module):
         return self.norm.weight[...].dtype
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        """Return an empty cache of `slots` positions for `batch` rows."""
+        """Return an empty cache with `slots` positions for each of `batch` rows."""
         return empty_cache(1, (batch, self.config.num_key_value_heads, slots, self.config.head_dim), self.dtype)
 
     def __call__(
         self, x: Array, cache: KVCache, start: Array, branches: Branches | None = None
     ) -> tuple[Array, KVCache]:
-        """Return normed states ``[B, S, E]``, for the target's output head, and the cache.
+        """Return normalised states ``[B, S, E]`` for the target's output head, and the updated cache.
 
         Args:
             x: ``[B, S, E]``, the output of the exit layer.
@@ -72,7 +73,7 @@ class Adapter(nnx.Module):
 
 @pytree
 class _Read:
-    """The adapter's cache of the text but its last token, and ``int32[B]``, the start of the last draft."""
+    """The adapter's cache of the sequence except its last token, and the start of the last draft, ``int32[B]``."""
 
     cache: KVCache
     start: Array
@@ -92,15 +93,15 @@ class _Drafting:
 class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     """A drafter with the target's first layers, a trained adapter and the target's output head.
 
-    See Liu et al. 2024, "Kangaroo", section 3. The adapter, one attention and two norms, turns the output of a shallow
-    layer into what the last norm would have returned. The target's cache of the text serves its first layers. The
-    adapter's own cache comes from the target's own states at that layer, as soon as the target has read a token.
-    Verification runs the first layers again, as one pass of the target. The paper's second exit, at a token that the
-    draft is unsure of, is `jspec.WhileConfident`.
+    See Liu et al. 2024, "Kangaroo", section 3. The adapter consists of one attention layer and two norms. It maps a
+    shallow layer's output to an approximation of the final norm's output. The first layers read the target's cache of
+    the sequence. The adapter's own cache is computed from the target's states at that layer, as soon as the target has
+    read a token. Verification runs the first layers again, as part of the target's pass. For the paper's second exit,
+    at a token that the draft is unsure of, use `jspec.WhileConfident`.
 
     Attributes:
         adapter: an `Adapter`.
-        num_layers: the number of the target's layers before the adapter.
+        num_layers: the number of target layers before the adapter.
     """
 
     adapter: Adapter
@@ -119,7 +120,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         return cls(Adapter(target.config, target.dtype, rngs), num_layers)
 
     def described(self) -> Fields:
-        """Return the drafter's sizes. The adapter's attention is the target's: its heads, norms and rope."""
+        """Return the drafter's sizes. The adapter's attention has the target's heads, norms and rope."""
         fields = llama_json.fields(self.adapter.config)
         return {"num_layers": self.num_layers} | {name: fields[name] for name in _ATTENTION}
 
@@ -128,7 +129,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         return (self.num_layers,)
 
     def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> _Read:
-        """Read the prompts' states with the adapter."""
+        """Prefill the adapter with the target's states over the prompts."""
         check_layers(target, type(self).__name__)
         check_hidden_size(type(self).__name__, self.adapter.config.hidden_size, target)
         batch, width = tokens.shape
@@ -137,7 +138,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         return _Read(enlarged(self.adapter.new_cache(batch, num_slots), read), start)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
-        """Read the next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece of the sequence. See `jspec.drafters.late_reading.read_on`."""
         return _Read(self.adapter(features[:, :, 0], state.cache, start)[1], state.start)
 
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Drafting]:
@@ -159,9 +160,9 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     ) -> _Read:
         """Read the target's states at the accepted tokens with the adapter.
 
-        Other slots are overwritten before they are read. The slots change only by rounding, except for a chain's last
-        token, which the adapter has not read. Tokens that stood elsewhere in a tree, and those of another drafter,
-        change too.
+        Other slots are overwritten before they are read. The accepted tokens' slots change only by rounding, with three
+        exceptions: a chain's last token, which the adapter has not read; tokens that had another place in a tree; and
+        tokens that another drafter proposed.
         """
         _, cache = self.adapter(at_path(features, verdict)[:, :, 0], state.cache, state.start)
         return dataclasses.replace(state, cache=cache)
@@ -169,7 +170,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     def _read(
         self, tokens: Array, carry: _Drafting, at: Array, branches: Branches | None, context: Context
     ) -> tuple[Array, _Drafting]:
-        """Return logits after ``tokens[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`)."""
+        """Return the logits after ``tokens[B, S]``, which start at position ``at[B]`` (`jspec.Llama.forward`)."""
         model = context.target.model
         x, own = run_layers(range(self.num_layers), tokens, carry.own, at, carry.start, context, branches)
         x, cache = self.adapter(x, carry.cache, at, branches)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Medusa: heads beside the target's own draft the tokens after the next one, all from one state of the target."""
+"""Medusa: additional heads draft the tokens after the next one, all from a single hidden state of the target."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -30,10 +30,10 @@ class ResBlock(nnx.Module):
 
 
 class MedusaHead(nnx.Module):
-    """Residual blocks, then an output head of its own.
+    """A head with residual blocks and its own output head.
 
     Attributes:
-        origin: the description in the files that all heads were loaded from; None if they were not loaded.
+        origin: a description of the files that all heads were loaded from; None if they were not loaded.
     """
 
     def __init__(self, config: LlamaConfig | MedusaConfig, num_blocks: int, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -52,12 +52,13 @@ class MedusaHead(nnx.Module):
 class MedusaDrafter(ParallelHeadsDrafter):
     """A drafter with H heads on the target's last state: head i drafts the token i + 1 positions after the next one.
 
-    Cai et al. 2024, "Medusa", section 2.1.1: ``logits_i = U_i(x + silu(W_i x + b_i))``, with x the state after the
-    target's final norm. A head does not see the tokens that the others have drawn. Heads that were trained together
-    with their target (Medusa-2) draft for that target, whose weights the training has changed.
+    The heads compute ``logits_i = U_i(x + silu(W_i x + b_i))``, in which x is the state after the target's final norm
+    (Cai et al. 2024, "Medusa", section 2.1.1). A head does not see the tokens that the other heads have drawn. Heads
+    that were trained together with their target (Medusa-2) draft for that target, whose weights the training has
+    changed.
 
     Attributes:
-        heads: a `MedusaHead` for each depth.
+        heads: one `MedusaHead` per depth.
     """
 
     heads: tuple[MedusaHead, ...]
@@ -71,19 +72,20 @@ class MedusaDrafter(ParallelHeadsDrafter):
 
     @classmethod
     def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
-        """Load heads from config.json and safetensors, with the names of Medusa and vLLM.
+        """Load heads from config.json and safetensors, in the layout of Medusa or vLLM.
 
-        If a checkpoint also holds the target (Medusa-2), this reads the heads; `jspec.load` reads the target.
+        If a checkpoint also holds the target (Medusa-2), this function reads the heads, and `jspec.load` reads the
+        target.
 
         Args:
             path: a directory, or a Hugging Face hub id.
-            target: the `jspec.Llama` that the heads were trained for. If given, sizes are checked at once.
-            dtype: of weights; as for `jspec.load`.
+            target: the `jspec.Llama` that the heads were trained for. If given, sizes are checked immediately.
+            dtype: the dtype of the weights, as for `jspec.load`.
 
         Raises:
             convert.CheckpointError: the files are not those of Medusa heads, or are damaged, or are pickles. The
                 message says what was found and expected.
-            ValueError: the heads were made for a target of other sizes.
+            ValueError: the heads were made for a target of different sizes.
         """
 
         def make(config: MedusaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> MedusaHead:
@@ -100,7 +102,7 @@ class MedusaDrafter(ParallelHeadsDrafter):
         Heads that were loaded from the same layout are written as they were.
 
         Args:
-            format: "vllm", or "medusa" for the names that were published with the paper.
+            format: "vllm", or "medusa" for the weight names that were published with the paper.
 
         Raises:
             convert.CheckpointError: `path` exists or cannot be written, or the format is unknown.

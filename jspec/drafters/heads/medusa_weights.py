@@ -1,4 +1,4 @@
-"""Medusa's heads from and to files: `load` places what `convert` reads into modules, and `save` does the reverse."""
+"""File I/O for Medusa heads: `load` fills modules with the arrays that `convert` reads, and `save` writes them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Make = Callable[[MedusaConfig, Any, nnx.Rngs], nnx.Module]
 
 
 def load(make: Make, source: str | Path, target: Any, dtype: Any) -> tuple[tuple[Any, ...], MedusaOrigin]:
-    """Return the heads, which `make` makes, and their origin, see `MedusaDrafter.load`."""
+    """Return heads that are created by `make`, and their origin. See `MedusaDrafter.load`."""
     files = medusa_files.read(source)
     chosen = dtypes.parse(default_dtype() if dtype is None else dtype)
     config = files.config
@@ -31,7 +31,7 @@ def load(make: Make, source: str | Path, target: Any, dtype: Any) -> tuple[tuple
     first = leaves["0.lm_head.weight"]
     for name, array in files.arrays(chosen):
         leaves.pop(name).set_value(jnp.asarray(array).T)
-    for name, leaf in leaves.items():  # missing in the files: biases, or output heads beside the first
+    for name, leaf in leaves.items():  # missing in the files: biases, or output heads after the first
         leaf.set_value(jnp.zeros(leaf.shape, leaf.dtype) if name.endswith("bias") else first[...])
     return heads, files.origin if dtype is None else dataclasses.replace(files.origin, dtype=None)
 
@@ -39,13 +39,13 @@ def load(make: Make, source: str | Path, target: Any, dtype: Any) -> tuple[tuple
 def save(
     heads: Sequence[nnx.Module], sizes: MedusaConfig, origin: MedusaOrigin | None, destination: str | Path, layout: str
 ) -> Path:
-    """Save heads, see `MedusaDrafter.save`."""
+    """Save heads. See `MedusaDrafter.save`."""
     if layout not in FORMATS:
         raise CheckpointError(f"format {layout!r} is unknown; choose one of {', '.join(FORMATS)}.")
     arrays = {f"{i}.{name}": np.ascontiguousarray(np.asarray(leaf[...]).T)
               for i, head in enumerate(heads) for name, leaf in _leaves(head).items()}  # fmt: skip
     arrays = as_stored(arrays, None if origin is None else origin.dtype)
-    # The names and config of heads that were trained with their target cover both.
+    # If heads were trained with their target, the names and config of their files describe both.
     same = origin is not None and origin.layout == layout and origin.prefix != MEDUSA
     how = origin if origin is not None and same else usual_origin(layout)
     biased = any(array.any() for name, array in arrays.items() if name.endswith("bias"))

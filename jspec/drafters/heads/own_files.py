@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Files in jspec's own format, config.json and model.safetensors, for drafters that no other program reads."""
+"""Files in jspec's own format (config.json and model.safetensors), for drafters that no other program reads."""
 
 import math
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from jspec.models.load import default_dtype
 
 
 class InOwnFiles:
-    """A drafter that can be saved and loaded: its arrays by their names in it, with its sizes beside them.
+    """A mixin for drafters that can be saved and loaded. Arrays are stored by attribute name, next to the sizes.
 
     Attributes:
-        KIND: the drafter's name in config.json, and in `jspec.train_drafter`.
-        SIZES: arguments of ``untrained(target, ..., rngs=)`` and their types, int or bool.
-        PARTS: the sizes whose product is the number of parts, each of which has arrays of its own.
+        KIND: the drafter's name in config.json and in `jspec.train_drafter`.
+        SIZES: the arguments of ``untrained(target, ..., rngs=)`` and their types, int or bool.
+        PARTS: the sizes whose product is the number of parts, each of which has its own arrays.
     """
 
     KIND: ClassVar[str]
@@ -38,7 +38,7 @@ class InOwnFiles:
     PARTS: ClassVar[tuple[str, ...]] = ()
 
     def described(self) -> Fields:
-        """Return the drafter's sizes, and all properties of the target that it depends on, as JSON values."""
+        """Return, as JSON values, the drafter's sizes and all target properties that it depends on."""
         raise NotImplementedError
 
     @classmethod
@@ -59,12 +59,12 @@ class InOwnFiles:
 
     @classmethod
     def load(cls, path: str | Path, target: Any, dtype: Any = None) -> Self:
-        """Load what `save` wrote.
+        """Load a drafter that was written by `save`.
 
         Args:
             path: a directory, or a Hugging Face hub id.
             target: the `jspec.Llama` that the drafter was trained for.
-            dtype: of the drafter's weights; as for `jspec.load`.
+            dtype: the dtype of the drafter's weights, as for `jspec.load`.
 
         Raises:
             convert.CheckpointError: the files have another format, or are damaged.
@@ -94,7 +94,7 @@ def _named(drafter: Any) -> Iterator[tuple[str, Array]]:
 def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> None:
     """Raise CheckpointError if there are more parts than tensors.
 
-    A damaged config would otherwise make `load` create them one by one.
+    With a damaged config, `load` would otherwise create all of these parts one by one.
     """
     if math.prod(parts.values()) > num_tensors:
         told = ", ".join(f"{name} {size}" for name, size in parts.items())

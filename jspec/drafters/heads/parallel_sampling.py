@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""PaSS: after the text the target reads vectors in place of tokens, and predicts the tokens there."""
+"""PaSS: the target reads vectors in place of the tokens after the sequence, and predicts the tokens there."""
 
 import functools
 import numbers
@@ -37,7 +37,7 @@ class _Ahead:
 
 @pytree
 class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
-    """A chain of the tokens that the target expects in the places of its vectors."""
+    """A chain of the tokens that the target predicts at the positions of the vectors."""
 
     vocab_size = None
     max_positions = None
@@ -58,13 +58,13 @@ class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
 
 @pytree
 class PassDrafter(InOwnFiles, ReadsNothing):
-    """A drafter of the target's own predictions for the M places after the next token, where it reads vectors.
+    """A drafter that uses the target's own predictions for the M positions after the next token.
 
-    Monea et al. 2023, "PaSS: Parallel Speculative Sampling": only these look-ahead embeddings are trained. The paper
-    drafts in one pass and verifies in another; here both are one. The target reads the M vectors after the last token
-    and after each of the M guesses, so the next guesses are there whatever is accepted. A pass has M + (M + 1) M tokens
-    besides the last one, and M of them can be accepted. The first round after the prompt has no guess. A guess does not
-    depend on those before it.
+    The target reads trained vectors at these positions. Only these look-ahead embeddings are trained (Monea et al.
+    2023, "PaSS: Parallel Speculative Sampling"). The paper drafts in one pass and verifies in another; here a single
+    pass does both. The target reads the M vectors after the last token and after each of the M draft tokens, so the
+    next draft is ready whatever is accepted. A pass has M + (M + 1) M tokens besides the last one, and M of them can be
+    accepted. The first round after the prompt drafts nothing. A draft token does not depend on the ones before it.
 
     Attributes:
         embeddings: ``[M, E]``.
@@ -78,7 +78,7 @@ class PassDrafter(InOwnFiles, ReadsNothing):
 
     @classmethod
     def untrained(cls, target: Any, num_vectors: int = 2, *, rngs: nnx.Rngs) -> "PassDrafter":
-        """Return a drafter whose vectors begin at the mean of all embeddings, and a little apart."""
+        """Return a drafter whose vectors are initialised to the mean of all embeddings plus a little noise."""
         check_count("num_vectors", num_vectors)
         weight = target.embed_tokens.wide()
         noise = 0.1 * weight.std() * jax.random.normal(rngs.params(), (num_vectors, len(weight)))
@@ -86,7 +86,7 @@ class PassDrafter(InOwnFiles, ReadsNothing):
 
     @classmethod
     def of_token(cls, target: Any, token_id: int, count: int) -> "PassDrafter":
-        """Return a drafter with `count` times the target's embedding of one token, such as its padding.
+        """Return a drafter whose `count` vectors all equal the target's embedding of one token, such as padding.
 
         It needs no training.
 
@@ -104,7 +104,7 @@ class PassDrafter(InOwnFiles, ReadsNothing):
 
     @property
     def tree(self) -> Tree:
-        """A chain of M guesses, then the vectors in a row after each of its nodes, beginning with the last token."""
+        """A chain of M draft tokens, then a chain of vectors after the last token and after each of the M nodes."""
         return _layout(len(self.embeddings))[0]
 
     def init(self, tokens: Array, num_slots: int) -> _Ahead:
@@ -113,7 +113,7 @@ class PassDrafter(InOwnFiles, ReadsNothing):
         return _Ahead(hidden, jnp.zeros(len(tokens), bool))
 
     def propose(self, state: _Ahead, context: Context, num_draft_tokens: int) -> tuple[Draft, _Ahead]:
-        """Draw guesses from the distributions of their places, and add the vectors for those of the next round."""
+        """Draw draft tokens from the distributions at their positions, and add the vectors for the next round."""
         count = len(self.embeddings)
         tree, nodes = _layout(count)
         guesses, state = _Guesses().propose(state, context, count)

@@ -1,1 +1,1 @@
-"""Drafters that need no second drafter and no trained head."""
+"""Standalone drafters, which need neither a second drafter nor a trained head."""

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Drafting token by token: the base class of drafters whose distributions depend on the tokens before."""
+"""Token-by-token drafting: the base class of drafters whose distributions depend on the preceding tokens."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
@@ -20,7 +20,7 @@ Carry = TypeVar("Carry")
 
 @pytree
 class _Drawn:
-    """A token ``[B]``, its distribution ``[B, V]``, the counts that include it, and whether the row continues."""
+    """A token ``[B]``, its distribution ``[B, V]``, the token counts including it, and whether the row continues."""
 
     token: Array
     probs: Array
@@ -33,21 +33,22 @@ _Loop = tuple[Array | int, _Carried[Carry], tuple[Array, Array]]
 
 
 class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
-    """A drafter that gives the distribution of the next token: `begin` and `extend`. `propose` draws a chain from them.
+    """A base class for drafters whose `begin` and `extend` return the distribution of the next token.
 
-    `jspec.TreeDrafter` draws a tree from them. `carry`, a pytree, is what the drafter remembers within a draft. A
-    drafter that remembers more, from round to round, defines its own `init`, `end` and `keep`. For a type checker,
-    ``AutoregressiveDrafter[State, Carry]`` gives the types of both; an empty state is ``tuple[()]``.
+    `propose` draws a chain from these distributions, and `jspec.TreeDrafter` draws a tree. `carry`, a pytree, is the
+    drafter's memory within a draft. A drafter that also keeps a state between rounds defines its own `init`, `end` and
+    `keep`. For a type checker, ``AutoregressiveDrafter[State, Carry]`` declares the types of both; an empty state is
+    ``tuple[()]``.
 
     Attributes:
         unrolled: whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with
-            it. This is for few steps that differ. All of them then run, whatever the row's draft length.
+            it. This suits a small number of steps that differ. All steps then run, whatever the row's draft length.
     """
 
     unrolled = False
 
     def begin(self, state: State, context: Context, tree: Tree) -> tuple[Array, Carry]:
-        """Return logits ``[B, V]`` of the tokens after the text, and the carry, with room for a draft of shape `tree`.
+        """Return the next token's logits ``[B, V]``, and a carry with space for a draft of shape `tree`.
 
         A row of logits that are all -inf means "no guess".
         """
@@ -62,19 +63,20 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
         return cast(State, ())  # a drafter with another state has its own `end`
 
     def keep(self, state: State, start: Array, path: Array) -> State:
-        """Return the state with the entries of an accepted path only.
+        """Return the state with only the entries of an accepted path.
 
-        `jspec.models.kv_cache.keep` does the same with a cache.
+        `jspec.models.kv_cache.keep` does the same for a cache.
 
         Args:
             state: the result of `end`.
             start: ``int32[B]``, the position of node 0.
-            path: ``int32[B, K]``, the numbers of its nodes by depth, in the order in which `extend` has read them.
+            path: ``int32[B, K]``, the path's node at each depth. Nodes are numbered in the order in which `extend` has
+                read them.
         """
         return state
 
     def propose(self, state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
-        """Draw a draft, each token from the distribution of its logits after the sampling transforms."""
+        """Draw a draft. Each token comes from the distribution of its logits after the sampling transforms."""
 
         def advance(carried: _Carried[Carry], k: Array | int) -> tuple[_Carried[Carry], tuple[Array, Array]]:
             carry, last = carried
@@ -92,9 +94,9 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
 
 
 def _starts(logits: Array, context: Context) -> Array:
-    """Return the rows that draft at all.
+    """Return ``bool[B]``: whether each row drafts at all.
 
-    Only their distributions decide, and no drawn token, so that no draft is discarded.
+    The decision depends only on the row's distribution and not on a drawn token, so no draft is ever discarded.
     """
     starts = getattr(context.draft_length, "starts", None)
     if starts is None:
@@ -106,7 +108,7 @@ def _starts(logits: Array, context: Context) -> Array:
 def _draw(
     logits: Array, token_counts: TokenCounts | None, continues: Array, k: Array | int, context: Context
 ) -> _Drawn:
-    """Draw draft token k; rows whose draft ends before it get a distribution of zeros."""
+    """Draw draft token k. Rows whose draft ends before it get an all-zero distribution."""
     logits = fit_vocabulary(logits, context.vocab_size)
     probs = token_probs(logits[:, None], context.transforms, token_counts)[:, 0]
     token = context.draw(k, probs)
@@ -145,7 +147,7 @@ def _scan_while_continued(
     carried: _Carried[Carry],
     ks: Array,
 ) -> tuple[_Carried[Carry], tuple[Array, Array]]:
-    """Run `lax.scan` over 1, 2, ..., but stop when no row continues; outputs that it does not reach are 0."""
+    """Run `lax.scan` over 1, 2, ..., but stop when no row continues. The outputs of later steps are 0."""
     first = carried[1]
     outputs = _zeros(ks.size, first.token), _zeros(ks.size, first.probs)
     if ks.size == 0:  # nothing can be stored in an empty array, not even in a loop that never runs

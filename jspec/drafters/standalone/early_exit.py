@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""Self-drafting: some of the target's own layers draft for all of them."""
+"""Self-drafting: some of the target's own layers draft for the full target."""
 
 import dataclasses
 import functools
@@ -21,15 +21,15 @@ from jspec.models.kv_cache import KVCache
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_layers", "skipped"])
 @dataclasses.dataclass(frozen=True)
 class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
-    """A drafter with the target's own first layers and its head, without weights or a cache of its own.
+    """A drafter that runs the target's first layers and its head, and has no weights or cache of its own.
 
-    It reads the target's cache of the text. Keys and values of the draft itself are kept beside it until the round
-    ends. Early exit follows Elhoushi et al. 2024, LayerSkip; `skipped` follows Zhang et al. 2024, Draft & Verify. A
-    model that was not trained for early exit agrees with itself only if few layers are missing.
+    It reads the target's cache of the sequence. The draft's own keys and values are stored separately until the round
+    ends. Early exit follows Elhoushi et al. 2024, LayerSkip; `skipped` follows Zhang et al. 2024, Draft & Verify. If a
+    model was not trained for early exit, its draft agrees with it only if few layers are missing.
 
     Attributes:
-        num_layers: the number of first layers to run; at most all of the target's.
-        skipped: indices of the layers among them to leave out.
+        num_layers: the number of initial layers to run; at most the target's number of layers.
+        skipped: the indices of layers to leave out among these.
     """
 
     num_layers: int
@@ -56,7 +56,7 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
     def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[KVCache, Array]]:
         """Read the tokens that the target has not read yet.
 
-        The carry is a small cache, and the position of its first slot.
+        The carry is a small cache and the position of its first slot.
         """
         view = context.target
         check_layers(view.model, type(self).__name__)
@@ -88,13 +88,13 @@ def run_layers(
     context: Context,
     branches: Branches | None = None,
 ) -> tuple[Array, KVCache]:
-    """Run some of the target's layers; return the output of the last, ``[B, S, E]``, and `own`.
+    """Run some of the target's layers. Return the last layer's output ``[B, S, E]``, and the updated `own`.
 
     `own` is a cache of the draft alone.
 
     Args:
-        tokens: ``int32[B, S]``, which stand at position ``at[B]`` (`jspec.Llama.forward`).
-        start: ``int32[B]``, the position of the first slot of `own`; the target's cache holds everything before it.
+        tokens: ``int32[B, S]``, which start at position ``at[B]`` (`jspec.Llama.forward`).
+        start: ``int32[B]``, the position of the first slot of `own`. The target's cache holds all earlier positions.
     """
     view = context.target
     return view.model.forward(tokens, own, at, layers=layers, past=(view.cache, start),
@@ -102,7 +102,7 @@ def run_layers(
 
 
 def check_layers(model: Any, user: str) -> None:
-    """Raise TypeError unless `model` has layers that can be run one by one, as `user` needs."""
+    """Raise TypeError unless `model` has layers that can be run one by one, as `user` requires."""
     if not hasattr(model, "layers"):
         raise TypeError(f"{user} runs layers of a jspec.Llama, and {type(model).__name__} has no `layers`; "
                         "use another drafter.")  # fmt: skip

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Lookahead decoding: the target extends its earlier predictions while it verifies, and later drafts quote them."""
+"""Lookahead decoding: the target extends its own predictions while it verifies, and later drafts reuse them."""
 
 import dataclasses
 import functools
@@ -16,18 +16,19 @@ from jspec.drafters.base import Context, certain
 from jspec.drafters.late_reading import ReadsNothing
 from jspec.drafters.standalone.ngram import NGramDrafter, trie
 
-# The number of n-grams that a row remembers: those of about 800 rounds with a window of 5.
+# The number of n-grams that a row stores: those of about 800 rounds with a window of 5.
 _POOL = 4096
 
 
 @pytree
 class _State:
-    """The memory of earlier rounds in each row.
+    """Each row's memory of earlier rounds.
 
     Attributes:
-        window: ``int32[B, N - 1, W]``, the target's predictions of the last N - 1 rounds, each column about one
-            position further, each row about one position later; -1 before the first round.
-        pool: ``int32[B, M, N]``, the n-grams from these predictions, the last first, -1 where there are none.
+        window: ``int32[B, N - 1, W]``, the target's predictions from the last N - 1 rounds. Each column is about one
+            position further ahead than the previous column, and each row about one position after the previous row. -1
+            before the first round.
+        pool: ``int32[B, M, N]``, the n-grams from these predictions, newest first; -1 in empty entries.
     """
 
     window: Array
@@ -37,20 +38,20 @@ class _State:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["window", "ngram", "guesses"])
 @dataclasses.dataclass(frozen=True)
 class LookaheadDrafter(ReadsNothing):
-    """A drafter without a model: it drafts what the target predicted beyond the text, at all positions at once.
+    """A drafter without a model: it drafts the target's own predictions for positions beyond the end of the sequence.
 
-    Fu et al. 2024: the pass that verifies also reads a window of tokens, N - 1 at each of the W positions to come.
-    These are not guesses. They are the tokens that the target itself predicted in the last N - 1 rounds (Jacobi
-    iteration, section 3.1). Its predictions after them are the window's newest tokens. Each column of the window is an
-    n-gram, which goes to a pool (section 3.2).
+    In Fu et al. 2024, the pass that verifies also reads a window of tokens, N - 1 at each of the next W positions.
+    These are not draft tokens. They are the tokens that the target itself predicted in the last N - 1 rounds, at all
+    positions at once (Jacobi iteration, section 3.1). The target's predictions after them become the window's newest
+    tokens. Each column of the window is an n-gram, which is added to a pool (section 3.2).
 
-    The guesses are the n-grams of the pool that begin with the text's last token, then the tokens that followed that
-    token in the text. All of them depend only on what came before the round. So they have one-hot distributions, under
-    any rule for trees but "k-seq".
+    The draft consists of the pool's n-grams that start with the sequence's last token, followed by the tokens that came
+    after earlier occurrences of that token in the sequence. All of them depend only on data from before the round.
+    Therefore they have one-hot distributions, and any tree rule except "k-seq" can verify them.
 
     Attributes:
         window: W, the number of positions to look ahead.
-        ngram: N, the tokens of an n-gram, of which N - 1 are drafted at once.
+        ngram: N, the number of tokens in an n-gram, of which N - 1 are drafted at once.
         guesses: G, the number of n-grams that one pass verifies. The pass has ``(W + G) (N - 1)`` tokens.
     """
 
@@ -69,7 +70,7 @@ class LookaheadDrafter(ReadsNothing):
 
     @property
     def tree(self) -> Tree:
-        """The guesses, then the window: a chain of its first row's tokens, and after each the rest of its column."""
+        """The draft, then the window: a chain of its first row, with the rest of each column after its first token."""
         return _layout(self)[0]
 
     def init(self, tokens: Array, num_slots: int) -> _State:
@@ -79,12 +80,12 @@ class LookaheadDrafter(ReadsNothing):
         return _State(window, jnp.full((len(tokens), rows, self.ngram), -1, jnp.int32))
 
     def propose(self, state: _State, context: Context, num_draft_tokens: int) -> tuple[Draft, _State]:
-        """Draft the tokens that the pool and the text have after the last token, and add the window."""
+        """Draft the continuations of the last token that are in the pool and the sequence, and add the window."""
         tree, nodes = _layout(self)
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         tokens, found = self._guesses(state.pool, last, context)
         count = (self.ngram - 1) * self.window
-        places = jnp.arange(count)[None] * context.lengths[:, None] // count  # evenly spread: any tokens will do
+        places = jnp.arange(count)[None] * context.lengths[:, None] // count  # evenly spaced; any tokens would do
         some = jnp.take_along_axis(context.tokens, places, axis=1).reshape(state.window.shape)
         window = jnp.where(state.window < 0, some, state.window)
         window = jnp.where(nodes[None] == 0, last[..., None], window)
@@ -94,8 +95,8 @@ class LookaheadDrafter(ReadsNothing):
         return certain(tokens, found, context, tree), dataclasses.replace(state, window=window)
 
     def _guesses(self, pool: Array, last: Array, context: Context) -> tuple[Array, Array]:
-        """Return the nodes of the guesses' branches, and which of them exist."""
-        count = min(4 * self.guesses, pool.shape[1])  # some begin alike
+        """Return the tokens of the draft's branches, and whether each of them exists."""
+        count = min(4 * self.guesses, pool.shape[1])  # some start with the same tokens
         same = pool[:, :, 0] == last
         order = lax.top_k(jnp.where(same, pool.shape[1] - jnp.arange(pool.shape[1])[None], 0), count)[1]
         pooled = jnp.take_along_axis(pool, order[..., None], axis=1)[..., 1:]
@@ -106,9 +107,9 @@ class LookaheadDrafter(ReadsNothing):
         return jnp.where(guessed, tokens, 0), guessed
 
     def commit(self, state: _State, draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array) -> _State:
-        """Move the window's columns, with the predictions after them, to the pool, and advance the window.
+        """Add the window's columns, with the predictions after them, to the pool, and advance the window.
 
-        The window moves as far as the text has.
+        The window advances by as many tokens as the sequence.
         """
         newest = likeliest[:, _layout(self)[1][-1], 0]
         columns = jnp.concatenate([state.window, newest[:, None]], axis=1)
@@ -121,13 +122,13 @@ class LookaheadDrafter(ReadsNothing):
 
 
 def _branches(drafter: LookaheadDrafter) -> Tree:
-    """Return the tree of the guesses: G that follow the last token, and a chain after each."""
+    """Return the tree of the draft: G children of the last token, and a chain after each child."""
     return Tree.branching((drafter.guesses, *[1] * (drafter.ngram - 2)))
 
 
 @functools.cache
 def _layout(drafter: LookaheadDrafter) -> tuple[Tree, np.ndarray]:
-    """Return the tree of a round, and the node of each token of the window, ``int[N - 1, W]``."""
+    """Return the tree of a round, and the node of each window token, ``int[N - 1, W]``."""
     parents = list(_branches(drafter).parents)
     nodes = np.zeros((drafter.ngram - 1, drafter.window), int)
     for (row, column), _ in np.ndenumerate(nodes):

@@ -19,7 +19,11 @@ from jspec.models.load import load, save
 
 @pytree
 class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
-    """A drafter with `model`, any `jspec.Llama` with the target's vocabulary (Leviathan et al. 2023, section 2)."""
+    """A drafter that runs a draft model (Leviathan et al. 2023, section 2).
+
+    Attributes:
+        model: any `jspec.Llama` with the target's vocabulary.
+    """
 
     model: Any
 
@@ -52,21 +56,21 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         return self.model.config.max_position_embeddings
 
     def init(self, tokens: Array, num_slots: int) -> KVCache:
-        """Prefill the prompt into a cache of `num_slots`."""
+        """Prefill the prompts into a cache with `num_slots` slots."""
         return prefill(self.model, tokens, num_slots)
 
     def read(self, state: KVCache, tokens: Array, start: Array, count: Array) -> KVCache:
-        """Read the next piece of the text, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece of the sequence. See `jspec.drafters.late_reading.read_on`."""
         return self.model.forward(tokens[:, :-1], state, start)[1]
 
     def begin(self, state: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
         """Read all tokens that may be unread, in one pass.
 
         If the whole draft was accepted, the cache lacks its last token, which was drawn but never read. Reading it here
-        costs a few more rows. A pass of its own would cost all the weights again.
+        costs a few additional rows. A separate pass would read all weights again.
         """
         block, start, last = last_tokens(context.tokens, context.lengths, context.unread)
-        # A row that is shorter than that writes slots past its end; the next steps overwrite them before they are read.
+        # A row shorter than the block writes slots past its end. Later steps overwrite them before they are read.
         hidden, cache = self.model.forward(block, state, start)
         return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
 
@@ -87,26 +91,26 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
 
 
 def as_drafter(draft: Any) -> Any:
-    """Return `draft` if it is a drafter, or a `ModelDrafter` if it is a model; raise TypeError for a class."""
+    """Return `draft` as a drafter, wrapping a model in a `ModelDrafter`; raise TypeError if `draft` is a class."""
     if isinstance(draft, type):
         raise TypeError(f"draft is the class {draft.__name__}; pass an object of it, such as {draft.__name__}(...).")
     return ModelDrafter(draft) if isinstance(draft, Llama) else draft
 
 
 def positions(target: Any, draft: Any) -> int:
-    """Return the largest number of tokens that a text may have in all."""
+    """Return the largest number of tokens, prompt included, that a sequence may have."""
     limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
     return min(limit for limit in limits if limit is not None)
 
 
 def as_part(name: str, draft: Any, told: bool = False) -> Any:
-    """Return `as_drafter` of `draft`, which is called `name` in a drafter that combines chains.
+    """Return `draft` as a drafter that can be part of a combined chain drafter, which calls it `name`.
 
     Args:
-        told: whether the combination passes on what it receives from the target.
+        told: whether the combined drafter forwards the values that it receives from the target.
 
     Raises:
-        TypeError: `draft` drafts a tree, or requests from the target what it would not receive.
+        TypeError: `draft` drafts a tree, or requests values from the target that it would not receive.
     """
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:

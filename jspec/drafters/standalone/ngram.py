@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Prompt lookup: copy the tokens after an earlier match in the text (Leviathan et al. 2023, section 3.6, "copy")."""
+"""Prompt lookup: copy the tokens after an earlier match in the row (Leviathan et al. 2023, section 3.6, "copy")."""
 
 import dataclasses
 import functools
@@ -17,21 +17,22 @@ from jspec.drafters.base import Context, Stateless, as_tree, certain
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["max_ngram", "min_ngram", "tree"])
 @dataclasses.dataclass(frozen=True)
 class NGramDrafter(Stateless):
-    """A drafter that copies the tokens after the most recent of the longest earlier matches of the row's last tokens.
+    """A drafter that finds the longest earlier match of the row's last tokens and copies the tokens after it.
 
-    The match may run into the draft: text that repeats with a period is copied on and on. A row without a match has no
-    guess. The distribution of a copied token is one-hot, so it is accepted with probability p(x).
+    If several matches are equally long, the most recent one is used. A match may run into the draft, so periodic text
+    is repeated indefinitely. A row without a match proposes nothing. The distribution of a copied token is one-hot, so
+    the token is accepted with probability p(x).
 
-    With a `tree` the draft is a trie of the tokens after several matches. A node's children are the different tokens
-    with which the matches that agree with its branch continued. They are in the order of these matches: longest first,
-    then the most recent. A node depends on the text alone, so it has a one-hot distribution here too, under any rule
-    for trees but "k-seq".
+    With a `tree`, the draft is a trie of the tokens after several matches. A node's children are the distinct next
+    tokens of the matches that agree with its branch. They are ordered by match: the longest first, then the most
+    recent. A node depends only on the sequence so far, so it also has a one-hot distribution, and any tree rule except
+    "k-seq" can verify it.
 
     Attributes:
         max_ngram: the largest number of tokens to compare.
         min_ngram: the smallest number of tokens that must match.
-        tree: a `jspec.Tree`, whose nodes are renumbered by depth; None for a chain. A node is not a guess if too few
-            matches continued in different ways.
+        tree: a `jspec.Tree`, whose nodes are renumbered by depth, or None for a chain. If there are too few distinct
+            continuations, some nodes are not drafted.
     """
 
     max_ngram: int = 3
@@ -53,12 +54,12 @@ class NGramDrafter(Stateless):
         if self.tree is None:
             followed, found = self.matches(context, 1, num_draft_tokens)
             return certain(followed[:, 0], found, context), state
-        # Some matches continue alike, so compare more of them than the tree has branches.
+        # Some matches continue with the same tokens, so compare more matches than the tree has branches.
         followed, found = self.matches(context, 4 * self.tree.max_width, num_draft_tokens)
         return certain(*trie(self.tree, followed, found), context, self.tree), state
 
     def matches(self, context: Context, count: int, num_draft_tokens: int) -> tuple[Array, Array]:
-        """Return the tokens after the best matches, ``int32[B, M, K]``, and which of them exist, ``bool[B, M]``.
+        """Return the tokens after the best matches, ``int32[B, M, K]``, and whether each match exists, ``bool[B, M]``.
 
         M is at most `count`.
         """
@@ -67,14 +68,14 @@ class NGramDrafter(Stateless):
         return jax.vmap(copy)(context.tokens, context.lengths)
 
     def _copy(self, tokens: Array, length: Array, count: int, num_draft_tokens: int) -> tuple[Array, Array]:
-        """Return the tokens after one row's best matches, ``int32[count, K]``, and which of them exist; unbatched."""
+        """Return the tokens after one row's best matches, ``int32[count, K]``, and whether each match exists."""
         ends = jnp.arange(tokens.size)
         same, matched = (ends < length - 1), jnp.zeros(tokens.size, jnp.int32)
         for back in range(self.max_ngram):
             same &= (jnp.roll(tokens, back) == tokens[length - 1 - back]) & (ends >= back)
             matched += same.astype(jnp.int32)
         matched = jnp.where(matched >= self.min_ngram, matched, 0)
-        scores = matched * tokens.size + ends  # the longest, and the last of those
+        scores = matched * tokens.size + ends  # the longest match, and the latest of equally long ones
         best = jnp.argmax(scores)[None] if count == 1 else lax.top_k(scores, count)[1]
         period = jnp.maximum(length - 1 - best, 1)[:, None]
         source = best[:, None] + 1 + jnp.arange(num_draft_tokens)[None] % period
@@ -82,16 +83,16 @@ class NGramDrafter(Stateless):
 
 
 def trie(tree: Tree, followed: Array, found: Array) -> tuple[Array, Array]:
-    """Return the nodes of `tree`, ``int32[B, N]``, and which of them are guesses.
+    """Return the tokens at the nodes of `tree`, ``int32[B, N]``, and whether each node is drafted.
 
     Args:
-        tree: a tree that is numbered by depth.
-        followed: ``int32[B, M, max_depth]``, the tokens after every match.
-        found: ``bool[B, M]``, which matches exist.
+        tree: a tree whose nodes are numbered by depth.
+        followed: ``int32[B, M, max_depth]``, the tokens after each match.
+        found: ``bool[B, M]``, whether each match exists.
     """
     tokens: list[Array] = []
     guessed: list[Array] = []
-    agree = found[:, None]  # which matches agree with every node of a level, [B, S, M]
+    agree = found[:, None]  # whether each match agrees with each node of a level, [B, S, M]
     for depth in range(tree.max_depth):
         following, left = followed[:, None, :, depth], agree
         children: list[tuple[Array, Array, Array]] = []

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Token recycling: when a token comes again, draft the tokens that the target once found likely after it."""
+"""Token recycling: when a token recurs, draft the tokens that the target ranked as most likely after it before."""
 
 import dataclasses
 import functools
@@ -15,20 +15,20 @@ from jspec.drafters.base import Context, certain
 from jspec.drafters.late_reading import ReadsNothing
 from jspec.theory.tree_yield import best_tree
 
-# The rough frequency with which the target's token had each rank, in 96 rounds of greedy answers of SmolLM2.
+# The rough frequency with which the target's token had each rank, in 96 rounds of SmolLM2's greedy answers.
 _ACCEPTANCE = (0.45, 0.13, 0.05, 0.03, 0.015, 0.01, 0.01, 0.005)
 _MAX_DEPTH = 6
-# The number of table rows to keep: those of 124 rounds with 32 nodes.
+# The number of table rows to keep, which is the number written by 124 rounds with 32 nodes.
 _ROWS = 4096
 
 
 @pytree
 class _Table:
-    """The tokens that the target found likely after each token, the newest rows first.
+    """The tokens that the target ranked as most likely after each token, with the newest rows first.
 
     Attributes:
-        tokens: ``int32[B, M]``, -1 where the table is empty.
-        followers: ``int32[B, M, R]``, the likeliest first, -1 where there are none.
+        tokens: ``int32[B, M]``, -1 in empty rows.
+        followers: ``int32[B, M, R]``, the most likely token first; -1 in empty entries.
     """
 
     tokens: Array
@@ -38,15 +38,16 @@ class _Table:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_nodes"])
 @dataclasses.dataclass(frozen=True)
 class TokenRecyclingDrafter(ReadsNothing):
-    """A drafter of trees without a model: after a token it drafts what the target last found likely there.
+    """A tree drafter without a model: after a token it drafts the tokens that the target last ranked highest there.
 
-    Luo et al. 2024: every pass of the target gives the eight likeliest tokens after each node of the tree, accepted or
-    not. They are a row of an adjacency matrix of tokens. The next tree is read from the matrix: a node's child of rank
-    r has the token of rank r (sections 3.2 and 3.3).
+    In Luo et al. 2024, every pass of the target returns the eight most likely tokens after each node of the tree,
+    whether the node is accepted or not. They form one row of a token adjacency matrix. The next tree is read from the
+    matrix: a node's child of rank r has the token of rank r (sections 3.2 and 3.3).
 
-    Here the matrix is a list of the rows that were written last, at most 4,096 for each request. The list starts empty.
-    If it has no row for a token, the child is what last followed that token in the text. So all nodes depend only on
-    what came before the round. They have one-hot distributions, under any rule for trees but "k-seq".
+    Here the matrix is a list of the most recently written rows, at most 4,096 per request. The list starts empty. If it
+    has no row for a token, the child is the token that last followed that token in the sequence. Therefore all nodes
+    depend only on data from before the round. They have one-hot distributions, and any tree rule except "k-seq" can
+    verify them.
 
     Attributes:
         num_nodes: N, the number of draft tokens that the target verifies in one pass.
@@ -62,11 +63,11 @@ class TokenRecyclingDrafter(ReadsNothing):
 
     @property
     def tree(self) -> Tree:
-        """The tree that yields most for the measured acceptance of ranks."""
+        """The tree with the highest yield at the measured acceptance rate of each rank."""
         return _best(int(self.num_nodes))
 
     def init(self, tokens: Array, num_slots: int) -> tuple[_Table, Array]:
-        """Return an empty table, and ``int32[B]``, the token at node 0 of the last tree."""
+        """Return an empty table, and the token at node 0 of the last tree, ``int32[B]``."""
         nodes = self.tree.size + 1
         rows = len(tokens), max(nodes, min(_ROWS, num_slots * nodes))
         empty = _Table(jnp.full(rows, -1, jnp.int32), jnp.full((*rows, self.num_likeliest), -1, jnp.int32))
@@ -75,7 +76,7 @@ class TokenRecyclingDrafter(ReadsNothing):
     def propose(
         self, state: tuple[_Table, Array], context: Context, num_draft_tokens: int
     ) -> tuple[Draft, tuple[_Table, Array]]:
-        """Draft level by level what the table has after every node."""
+        """Draft level by level, looking up the tokens after each node in the table."""
         tree, table = self.tree, state[0]
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         token, guess = last, jnp.ones(last.shape, bool)
@@ -92,7 +93,7 @@ class TokenRecyclingDrafter(ReadsNothing):
     def commit(
         self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array
     ) -> tuple[_Table, Array]:
-        """Put the rows of all nodes before those of earlier rounds; the first node of equal tokens counts."""
+        """Insert the rows of all nodes before those of earlier rounds. If nodes share a token, the first one counts."""
         table, last = state
         tokens = jnp.concatenate([last[:, None], jnp.where(is_guess(draft), draft.tokens, -1)], axis=1)
         missing = self.num_likeliest - likeliest.shape[-1]  # if the vocabulary is small
@@ -111,9 +112,9 @@ def _best(num_nodes: int) -> Tree:
 
 
 def _followers(table: _Table, tokens: Array, context: Context) -> Array:
-    """Return the tokens after ``tokens[B, S]``, ``int32[B, S, R]``: from the table, or else from the text.
+    """Return the tokens after ``tokens[B, S]``, ``int32[B, S, R]``, from the table or otherwise from the sequence.
 
-    The text gives the one token that last followed.
+    The sequence supplies only one token, the one that last followed.
     """
     same = tokens[..., None] == table.tokens[:, None]
     row = jnp.take_along_axis(table.followers, jnp.argmax(same, axis=-1)[..., None], axis=1)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Retrieval: draft what followed in a corpus where it matches the text's last tokens (He et al. 2023, "REST")."""
+"""Retrieval: draft the continuations of the row's last tokens in a corpus (He et al. 2023, "REST")."""
 
 import dataclasses
 import functools
@@ -31,17 +31,20 @@ _SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order"], meta_fields=_SIZES)
 @dataclasses.dataclass(frozen=True)
 class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
-    """A drafter of what followed the longest matches of the row's last tokens in a corpus; see `from_tokens`.
+    """A drafter that finds the longest matches of the row's last tokens in a corpus, and drafts their continuations.
 
-    The distribution of a token is how often it followed, among the matches that agree with the draft so far. If none is
-    left, there is no guess. If there are more than `num_matches` matches, a sample of them is used.
+    `from_tokens` builds one. A token's probability is the frequency with which it followed, among the matches that
+    agree with the draft so far. If no such match remains, the row proposes nothing. If there are more than
+    `num_matches` matches, a sample of them is used.
 
     Attributes:
         tokens: ``int32[N]``, the corpus.
-        order: ``int32[N]``, its positions sorted by the tokens before them, the nearest first; ties at random.
+        order: ``int32[N]``, the corpus positions, sorted by the tokens before them, nearest token first. Ties are in
+            random order.
         max_ngram: the largest number of tokens to compare.
         min_ngram: the smallest number of tokens that must match.
-        num_matches: M, the number of positions to examine: those around the place of the row's last tokens in `order`.
+        num_matches: M, the number of positions to examine, which surround the sort position of the row's last tokens in
+            `order`.
     """
 
     tokens: Array
@@ -64,10 +67,10 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     def from_tokens(
         cls, tokens: Any, vocab_size: int, max_ngram: int = 8, min_ngram: int = 2, num_matches: int = 16
     ) -> "RetrievalDrafter":
-        """Sort the corpus ``tokens int[N]``, whose documents are best separated by the EOS token.
+        """Return a drafter for the corpus ``tokens int[N]``. Separate its documents by the EOS token.
 
         Raises:
-            ValueError: there are no tokens, tokens are outside the vocabulary, or sizes are impossible.
+            ValueError: there are no tokens, tokens are outside the vocabulary, or sizes are invalid.
         """
         check_count("vocab_size", vocab_size)
         check_count("max_ngram", max_ngram)
@@ -78,8 +81,8 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, Array]:
         """Return logits and the carry.
 
-        The carry is ``int32[B, S, M, K]``: the tokens after each match, -1 where it is ruled out or the corpus ends. It
-        has an entry for each of the S tokens of a level, because the tokens before them differ.
+        The carry is ``int32[B, S, M, K]``: the tokens after each match, or -1 if the match is ruled out or the corpus
+        ends. It has an entry for each of a level's S tokens, because the tokens before them differ.
         """
         at = context.lengths[:, None] - 1 - jnp.arange(self.max_ngram)[None]
         last = jnp.where(at >= 0, jnp.take_along_axis(context.tokens, jnp.maximum(at, 0), axis=1), -1)
@@ -96,16 +99,16 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return jax.vmap(self._law, in_axes=1, out_axes=1)(following), carry
 
     def _law(self, tokens: Array) -> Array:
-        """Return log-frequencies ``float32[B, V]`` of ``tokens[B, M]``; tokens that are -1 do not count."""
+        """Return the log-frequencies ``float32[B, V]`` of ``tokens[B, M]``, ignoring tokens that are -1."""
         counted = (tokens >= 0).astype(jnp.float32)
         counts = tally(jnp.zeros((len(tokens), self.vocab_size), jnp.float32), tokens, counted)
         return jnp.log(counts / jnp.maximum(counted.sum(-1, keepdims=True), 1))
 
     def _matches(self, last: Array) -> Array:
-        """Return the positions ``int32[M]`` after the longest matches of one row, filled up with N; unbatched.
+        """Return the positions ``int32[M]`` after one row's longest matches, padded with N.
 
         Args:
-            last: ``int32[max_ngram]``, the row's last tokens, the nearest first, -1 where there are none.
+            last: ``int32[max_ngram]``, the row's last tokens, nearest first; -1 before the start of the row.
         """
         size = self.order.size
         start = jnp.clip(self._rank(last) - self.num_matches // 2, 0, max(size - self.num_matches, 0))
@@ -115,7 +118,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return jnp.where((matched == longest) & (longest >= self.min_ngram), positions, size)
 
     def _rank(self, last: Array) -> Array:
-        """Return how many positions are sorted before `last`, by bisection; the best matches are next to that place."""
+        """Return the number of positions sorted before `last`, by bisection. The best matches are around that index."""
         steps, index = self.order.size.bit_length(), jnp.arange(self.max_ngram)
 
         def try_bit(i: Array, rank: Array) -> Array:
@@ -127,12 +130,12 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return cast(Array, lax.fori_loop(0, steps, try_bit, vary_like(jnp.int32(0), last)))
 
     def _before(self, positions: Array) -> Array:
-        """Return the tokens before ``positions[...]``, the nearest first: ``int32[..., max_ngram]``."""
+        """Return the tokens before ``positions[...]``, nearest first, as ``int32[..., max_ngram]``."""
         back = lax.broadcast_to_rank(jnp.arange(self.max_ngram), positions.ndim + 1)
         return _read(self.tokens, positions[..., None] - 1 - back)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, which appears whole or not at all.
+        """Write the drafter to a safetensors file. The file appears complete or not at all.
 
         Raises:
             FileNotFoundError: the directory does not exist.
@@ -150,7 +153,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RetrievalDrafter":
-        """Load what `save` wrote.
+        """Load a file that was written by `save`.
 
         Raises:
             ValueError: the file has another format, or is damaged.
@@ -159,7 +162,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is no file; build a datastore with `jspec index`.")
         try:
-            with cast(Any, safe_open(path, "numpy")) as file:  # it has no useful types
+            with cast(Any, safe_open(path, "numpy")) as file:  # safe_open has no useful types
                 notes: dict[str, str] = file.metadata() or {}
                 if notes.get("format") != _FORMAT:
                     raise ValueError(f"its format is {notes.get('format')!r}, not {_FORMAT!r}")
@@ -177,22 +180,22 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
 
 def _read(tokens: Array, positions: Array) -> Array:
-    """Return ``tokens[positions]``, and -1 where a position is outside."""
+    """Return ``tokens[positions]``, with -1 for positions that are out of range."""
     inside = (positions >= 0) & (positions < tokens.size)
     return jnp.where(inside, tokens[jnp.clip(positions, 0, tokens.size - 1)], -1)
 
 
 def _common(before: Array, last: Array) -> Array:
-    """Return how many tokens ``before[..., n]`` and ``last[n]`` have in common at their start; -1 is not a token."""
+    """Return the length of the common prefix of ``before[..., n]`` and ``last[n]``; -1 is not a token."""
     index, last = (lax.broadcast_to_rank(part, before.ndim) for part in (jnp.arange(last.size), last))
     return jnp.min(jnp.where((before != last) | (last < 0), index, last.size), axis=-1)
 
 
 def _sorted(tokens: np.ndarray, max_ngram: int) -> np.ndarray:
-    """Return `RetrievalDrafter.order`, by doubling (Manber, Myers 1990).
+    """Return `RetrievalDrafter.order`, by prefix doubling (Manber, Myers 1990).
 
-    The order by the last w tokens gives that by 2 w. Equal contexts come in random order, so that the few to examine
-    are a fair sample of many.
+    The order by the last w tokens determines the order by the last 2 w. Equal contexts are in random order, so the few
+    that are examined are a fair sample of all of them.
     """
     rank = np.pad(tokens[:-1].astype(np.int64) + 1, (1, 0))
     width = 1

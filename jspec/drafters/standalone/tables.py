@@ -17,7 +17,7 @@ _MOST_BYTES = 2**30
 
 @pytree
 class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
-    """A drafter with one distribution, whatever the text.
+    """A drafter with one fixed distribution, regardless of the sequence so far.
 
     Attributes:
         logits: ``float32[V]``, log-probabilities.
@@ -28,9 +28,9 @@ class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
     @classmethod
     def from_tokens(cls, tokens: Any, vocab_size: int, smoothing: float = 1.0) -> "UnigramDrafter":
-        """Return a drafter with the frequencies of ``tokens int[N]``.
+        """Return a drafter with the token frequencies of ``tokens int[N]``.
 
-        `smoothing` is a number of additional tokens that are spread over the vocabulary.
+        `smoothing` is a number of additional tokens that are spread evenly over the vocabulary.
 
         Raises:
             ValueError: there are no tokens, tokens are outside the vocabulary, or smoothing is not positive.
@@ -62,13 +62,14 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
     @classmethod
     def from_tokens(cls, tokens: Any, vocab_size: int, smoothing: float = 1.0) -> "BigramDrafter":
-        """Return a drafter with the frequencies of what follows each token in ``tokens int[N]``.
+        """Return a drafter with the bigram frequencies of ``tokens int[N]``.
 
-        `smoothing` is a number of additional tokens after each token, distributed as all tokens are (`UnigramDrafter`).
+        `smoothing` is a number of additional tokens after each token. They are distributed like the corpus as a whole
+        (`UnigramDrafter`).
 
         Raises:
             ValueError: there are fewer than two tokens, tokens are outside the vocabulary, smoothing is not positive,
-                or the table of the vocabulary would not fit in 1 GiB.
+                or the bigram table would not fit in 1 GiB.
         """
         if 4 * vocab_size**2 > _MOST_BYTES:
             raise ValueError(f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
@@ -85,7 +86,7 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
         return self.logits.shape[-1]
 
     def begin(self, state: tuple[()], context: Context, tree: Tree) -> tuple[Array, tuple[()]]:
-        """Return one row of the table for each text."""
+        """Return the table row of each sequence's last token."""
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]
         return self.logits[last], state
 
@@ -94,7 +95,7 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
 
 def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarray:
-    """Return the frequencies ``float64[V]``, summing to 1."""
+    """Return the token frequencies ``float64[V]``, which sum to 1."""
     if not (np.isfinite(smoothing) and smoothing > 0):
         raise ValueError(f"smoothing must be a positive number; got {smoothing!r}.")
     counts = np.bincount(tokens, minlength=vocab_size) + smoothing / vocab_size
@@ -105,7 +106,7 @@ def checked_tokens(tokens: Any, vocab_size: int, least: int) -> np.ndarray:
     """Return `tokens` as a NumPy array ``int[N]``.
 
     Raises:
-        ValueError: there are fewer than `least` tokens, or ids outside the vocabulary.
+        ValueError: there are fewer than `least` tokens, or token ids are outside the vocabulary.
     """
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < least:

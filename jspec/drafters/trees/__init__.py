@@ -1,1 +1,1 @@
-"""Drafters that propose a tree of tokens."""
+"""Tree drafters, which propose a tree of tokens."""

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""A dynamic tree of draft tokens, which grows in each round where acceptance is likeliest."""
+"""A dynamic tree of draft tokens, which grows in each round where acceptance is most likely."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ from jspec.drafters.late_reading import read_on
 from jspec.drafters.trees.static import as_branching
 from jspec.models.kv_cache import whole_tiles
 
-# The confidence that the target draws the token that the draft would draw. Both draw with the same noise, from
-# distributions that differ a little. Not tuned; `python -m bench trees` measures trees with this value.
+# The confidence that the target draws the same token as the draft. Both draw with the same noise, from distributions
+# that differ slightly. The value is not tuned; `python -m bench trees` measures trees with it.
 _SHARPNESS = 2.0
 
 
@@ -29,10 +29,10 @@ class _Pool:
     """All nodes that the search has examined; each array is ``[B, M]``.
 
     Attributes:
-        scores: sums of log-probabilities down to the nodes.
+        scores: the sum of log-probabilities along the branch down to each node.
         tokens: the draft tokens.
-        parents: index of the parent in the pool, -1 for the last committed token.
-        slots: number of the node in the order in which `draft` has read them, 0 if it has not.
+        parents: the index of each node's parent in the pool; -1 if the parent is the last committed token.
+        slots: each node's number in the order in which `draft` has read the nodes; 0 if it has not read the node.
     """
 
     scores: Array
@@ -46,18 +46,18 @@ class _Pool:
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicTreeDrafter(Around):
-    """A drafter of the `num_nodes` likeliest nodes that a search with `draft` finds, anew in every round and row.
+    """A tree drafter that searches with `draft`, in every round and row, for the `num_nodes` most likely nodes.
 
-    The search goes level by level. Among the children of `width` nodes, the `width` likeliest are read next (Li et al.
-    2024, EAGLE-2; Wang et al. 2024, OPT-Tree). The search knows the noise with which the target will draw, so it can
-    predict the drawn token at any temperature. Therefore only the rule "coupled" can verify the tree. In greedy
-    decoding the likeliest nodes are those of the draft.
+    The search goes level by level. Among the children of `width` nodes, the `width` most likely ones are read next (Li
+    et al. 2024, EAGLE-2; Wang et al. 2024, OPT-Tree). The search knows the noise with which the target will draw, so it
+    can predict the drawn token at any temperature. Therefore only the rule "coupled" can verify the tree. In greedy
+    decoding, "most likely" means most likely under the draft's own distribution.
 
     Attributes:
         draft: an `AutoregressiveDrafter`, or a model.
         num_nodes: N, the number of draft tokens that the target verifies in one pass.
-        max_depth: the largest number of them that one round can accept.
-        width: the number of nodes of a level that `draft` reads, in one pass per level.
+        max_depth: the largest number of draft tokens that one round can accept.
+        width: the number of nodes per level that `draft` reads, in one pass per level.
     """
 
     draft: Any
@@ -83,7 +83,7 @@ class DynamicTreeDrafter(Around):
         return DynamicTree(None, int(self.num_nodes), int(self.max_depth))
 
     def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array, Array]:
-        """Return the state of `draft`; ``int32[B]``, the start of the last tree; and the slot of each of its nodes."""
+        """Return the state of `draft`, the start of the last tree ``int32[B]``, and the slot of each of its nodes."""
         batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
         return self.draft.init(tokens, whole_tiles(num_slots + more), **told), jnp.zeros(batch, jnp.int32), slots
@@ -91,13 +91,13 @@ class DynamicTreeDrafter(Around):
     def read(
         self, state: tuple[Any, Array, Array], tokens: Array, start: Array, count: Array, **told: Any
     ) -> tuple[Any, Array, Array]:
-        """Read with `draft`, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece with `draft`. See `jspec.drafters.late_reading.read_on`."""
         return read_on(self.draft, state[0], tokens, start, count, **told), *state[1:]
 
     def propose(
         self, state: tuple[Any, Array, Array], context: Context, num_draft_tokens: int
     ) -> tuple[Draft, tuple[Any, Array, Array]]:
-        """Search, then draft the likeliest nodes of all that the search found."""
+        """Search, then draft the most likely of all nodes that the search found."""
         batch, width = context.lengths.size, self.width
         logits, carry = self.draft.begin(state[0], context, DynamicTree(None, width * self.max_depth, self.max_depth))
         logits, scores = logits[:, None], jnp.zeros((batch, 1), jnp.float32)
@@ -129,15 +129,15 @@ class DynamicTreeDrafter(Around):
     def commit(
         self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, Array, Array]:
-        """Keep only the accepted path in what `draft` remembers of its search."""
+        """Keep only the accepted path in the state that `draft` has of its search."""
         inner, start, slots = state
         assert verdict.path is not None, "a rule that takes no trees is refused"
-        # A node that was not read is the last of its path, and will be read later.
+        # A node that was not read is the last one on its path, and will be read later.
         inner = self.draft.keep(inner, start, _at(slots, verdict.path))
         return self.draft.commit(inner, draft, verdict, hidden, **told), start, slots
 
     def _log_probs(self, logits: Array, depth: int, read: Array, seen: Array, context: Context) -> Array:
-        """Return log-probabilities that the target draws each token after the nodes of a level, ``[B, S, V]``."""
+        """Return the log-probability ``[B, S, V]`` that the target draws each token after each node of a level."""
         logits = fit_vocabulary(logits, context.vocab_size)
         law = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=read, seen=seen)
         drawn = foreseen(context.noise[:, None, depth, 0], law(context.transforms), _SHARPNESS)
@@ -145,12 +145,12 @@ class DynamicTreeDrafter(Around):
         return jnp.where(greedy, jnp.log(law(without_filters(context.transforms))), drawn)
 
     def _likeliest(self, pool: _Pool) -> tuple[Draft, Array]:
-        """Return the best nodes as a draft, parents first, and the slots of its nodes, ``int32[B, N + 1]``."""
+        """Return the best nodes as a draft, parents first, and the slots of these nodes, ``int32[B, N + 1]``."""
         batch, missing = len(pool.scores), max(0, self.num_nodes - pool.scores.shape[1])
         padding = _Pool(*(jnp.full((batch, missing), value, leaf.dtype) for value, leaf in
                           zip((-jnp.inf, 0, -1, 0), jax.tree.leaves(pool), strict=True)))  # fmt: skip
         pool = jax.tree.map(_joined, pool, padding)
-        # A parent is at least as likely as its child and comes before it, so that it is chosen first if they tie.
+        # A parent is at least as likely as its child and comes before it, so the parent is chosen first if they tie.
         chosen = jnp.sort(lax.top_k(pool.scores, self.num_nodes)[1], axis=1)
         kept: _Pool = jax.tree.map(functools.partial(_at, index=chosen), pool)
         valid = kept.scores > -jnp.inf
@@ -161,7 +161,7 @@ class DynamicTreeDrafter(Around):
 
 
 def _joined(*parts: Array) -> Array:
-    """Return ``[B, sum of M]`` from several ``[B, M]``."""
+    """Concatenate several arrays ``[B, M]`` into one, ``[B, sum of M]``."""
     return jnp.concatenate(parts, axis=1)
 
 

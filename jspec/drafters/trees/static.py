@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""A static tree of draft tokens, from any drafter that gives the distribution of the next token."""
+"""A static tree of draft tokens, from any drafter that returns the distribution of the next token."""
 
 import dataclasses
 import functools
@@ -24,18 +24,19 @@ from jspec.drafters.standalone.model import as_drafter
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["tree", "replacement"])
 @dataclasses.dataclass(frozen=True)
 class TreeDrafter(Around):
-    """A drafter of a tree of one shape: the children of every node are drawn from the distribution of `draft` there.
+    """A fixed-shape tree drafter: it draws each node's children from the distribution of `draft` at that node.
 
-    Children are drawn one after another. Each is drawn from what its elder siblings have left of the distribution,
-    renormalised (without replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024, Sequoia). If
-    nothing is left, as in greedy decoding, the likeliest of the other tokens follows, with a one-hot distribution.
-    Under the rule "coupled" all siblings are drawn with the target's own noise, so that they are the tokens it is
-    likeliest to draw.
+    Children are drawn one after another. Each is drawn from the distribution without the tokens of its earlier
+    siblings, renormalised (without replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024,
+    Sequoia). If no probability remains, as in greedy decoding, the next child is the most likely of the other tokens,
+    with a one-hot distribution. Under the rule "coupled", all siblings are drawn with the target's own noise, so they
+    are the tokens that the target is most likely to draw.
 
     Attributes:
         draft: an `AutoregressiveDrafter`, or a model.
-        tree: a `jspec.Tree`, static; its nodes are renumbered by depth.
-        replacement: draw children independently of each other (Miao et al. 2024, SpecInfer); not under "coupled".
+        tree: a static `jspec.Tree`, whose nodes are renumbered by depth.
+        replacement: whether to draw children independently of each other (Miao et al. 2024, SpecInfer). This is not
+            available under "coupled".
     """
 
     draft: Any
@@ -49,19 +50,19 @@ class TreeDrafter(Around):
             raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
 
     def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array]:
-        """Return the state of `draft`, and ``int32[B]``, the start of the last tree."""
+        """Return the state of `draft`, and the start of the last tree, ``int32[B]``."""
         return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
 
     def read(
         self, state: tuple[Any, Array], tokens: Array, start: Array, count: Array, **told: Any
     ) -> tuple[Any, Array]:
-        """Read with `draft`, see `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece with `draft`. See `jspec.drafters.late_reading.read_on`."""
         return read_on(self.draft, state[0], tokens, start, count, **told), state[1]
 
     def propose(
         self, state: tuple[Any, Array], context: Context, num_draft_tokens: int
     ) -> tuple[Draft, tuple[Any, Array]]:
-        """Draft level by level: read one level with a pass of `draft`, then draw the next."""
+        """Draft level by level: read one level in a single pass of `draft`, then draw the next level."""
         tree = self.tree
         logits, carry = self.draft.begin(state[0], context, tree)
         tokens, probs = self._draw(logits[:, None], 0, None, context)
@@ -75,13 +76,13 @@ class TreeDrafter(Around):
     def commit(
         self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
     ) -> tuple[Any, Array]:
-        """Keep only the accepted path in what `draft` remembers of the tree."""
+        """Keep only the accepted path in the state that `draft` has of the tree."""
         inner, start = state
         inner = inner if verdict.path is None else self.draft.keep(inner, start, verdict.path)
         return self.draft.commit(inner, draft, verdict, hidden, **told), start
 
     def _draw(self, logits: Array, depth: int, tokens: Array | None, context: Context) -> tuple[Array, Array]:
-        """Draw the next level ``[B, S']`` and its distributions, from ``logits[B, S, V]`` after the nodes of `depth`.
+        """Draw the next level ``[B, S']`` and its distributions, from ``logits[B, S, V]`` after the nodes at `depth`.
 
         Args:
             tokens: ``int32[B, n]``, the tree so far.
@@ -94,7 +95,7 @@ class TreeDrafter(Around):
         law = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=tokens, seen=seen)
         probs = law(context.transforms)
         spare = law(without_filters(context.transforms)) if most > 1 else None
-        # Every node has noise of its own: traversal looks at cousins before it decides between their parents.
+        # Every node has its own noise, because traversal looks at cousins before it decides between their parents.
         noise = context.noise[:, depth][:, self.tree.rank_at_depth[children[:, :most]]]
         drawn = _siblings(noise, probs, spare, most, self.replacement)
         there = np.flatnonzero(children[:, :most] > 0)
@@ -103,22 +104,22 @@ class TreeDrafter(Around):
 
 
 def as_branching(draft: Any) -> Any:
-    """Return `as_drafter` of a drafter that can branch; raise TypeError for another."""
+    """Return `draft` as a drafter that can branch; raise TypeError if it cannot."""
     drafter = as_drafter(draft)
     if hasattr(drafter, "propose") and not isinstance(drafter, AutoregressiveDrafter):
         raise TypeError(f"draft is of type {type(drafter).__name__}, which cannot branch, for it does not say what law "
                         "follows a token; use a jspec.drafters.AutoregressiveDrafter.")  # fmt: skip
-    # After isinstance the type checker takes it for a drafter of unknown state.
+    # After isinstance, the type checker infers a drafter with an unknown state type.
     return drafter  # pyright: ignore[reportUnknownVariableType]
 
 
 def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replacement: bool) -> tuple[Array, Array]:
-    """Return the children of every node of a level ``[B, S, count]`` and their distributions given the elder ones.
+    """Draw the children of each node in a level, and return them with their distributions given earlier siblings.
 
     Args:
         noise: ``float32[B, S, count, 2, W]``.
-        law: ``float32[B, S, V]``, the distribution after every node.
-        spare: `law` without filters, for the likeliest tokens after `law` has nothing left.
+        law: ``float32[B, S, V]``, the distribution after each node.
+        spare: `law` without filters, which supplies the most likely tokens once `law` has no probability left.
 
     Returns:
         ``int32[B, S, count]``, and ``float32[B, S, count, V]``.
@@ -134,7 +135,7 @@ def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replace
         certain = jnp.where((index == likeliest[..., None]) & (spare > 0), 1.0, 0.0)
         drawn = sample_with_noise(noise[:, :, rank], left)
         tokens.append(jnp.where(mass[..., 0] > 0, drawn, likeliest))
-        # The eldest has the distribution as it is: a division by almost 1 would change its rounding.
+        # The first child keeps the distribution unchanged: dividing by almost 1 would change its rounding.
         laws.append(jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1) if rank else left, certain))
         if not replacement:
             taken = index == tokens[-1][..., None]

@@ -1,12 +1,12 @@
-"""Hand-written kernels for operations that XLA splits into many kernels, and the limits of their arguments.
+"""Hand-written kernels for operations that XLA splits into many kernels, and the limits on their arguments.
 
-The kernels are imported when a program that has one is lowered, because importing Pallas takes a quarter of a second.
+A kernel is imported when a program that uses it is lowered, because importing Pallas takes a quarter of a second.
 """
 
-# The limits of `jspec.models.kernels.decode_attention.decode_attention`.
-MAX_TOKENS = 16  # in a pass; tensor cores multiply at least as many, so tiles are padded to it
-MAX_ROWS = 64  # queries of one group, whose sums are held in registers
+# The limits on the arguments of `jspec.models.kernels.decode_attention.decode_attention`.
+MAX_TOKENS = 16  # per pass; tensor cores multiply at least this many, so tiles are padded to it
+MAX_ROWS = 64  # queries per group; their sums are held in registers
 HEAD_SIZES = (64, 128)
 
-# The limits of `jspec.models.kernels.add_norm.project_add_norm`.
+# The limits on the arguments of `jspec.models.kernels.add_norm.project_add_norm`.
 MAX_NORMS = 64  # rows; one processor norms each row

@@ -1,7 +1,8 @@
-"""The end of a block as one Pallas kernel for NVIDIA GPUs: it sums the parts of a product, adds the sum and norms it.
+"""The end of a block as one Pallas kernel for NVIDIA GPUs.
 
-A product with few rows must be cut along the dimension that it sums over, or it keeps few of a GPU's processors busy.
-XLA then adds the parts in one kernel and norms in the next.
+The kernel sums the parts of a product, adds the sum to the residual stream and norms the result. A product with few
+rows must be split along the dimension that it sums over, or it keeps only a few of a GPU's processors busy. XLA would
+then add the parts in one kernel and compute the norm in the next.
 """
 
 import functools
@@ -13,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-_TILE = 64  # columns that a processor multiplies at a time, as in XLA's products
+_TILE = 64  # columns that a processor multiplies at once, as in XLA's products
 _TILES = 384  # enough to keep an H100 busy
 _MOST = 16
 
@@ -27,9 +28,9 @@ def project_add_norm(
         x: ``[B, S, E]``, bfloat16, the stream before the block.
         inner: ``[B, S, I]``, the input of the block's last projection.
         weight: ``[I, E]``, that projection.
-        gamma: ``[E]``, the weight of the norm that follows, see `jspec.models.layers.RMSNorm`.
+        gamma: ``[E]``, the weight of the norm that follows. See `jspec.models.layers.RMSNorm`.
         eps: the epsilon of the norm.
-        interpret: run on any platform, slowly.
+        interpret: whether to interpret the kernel, which is slow but runs on any platform.
 
     Returns:
         ``x + inner weight`` and its norm, ``[B, S, E]`` each.
@@ -54,7 +55,7 @@ def project_add_norm(
 
 
 def _num_parts(inner: int, size: int) -> int:
-    """Return a power of two that divides the summed dimension, large enough for `_TILES` tiles."""
+    """Return a power of two that divides the summed dimension and is large enough for `_TILES` tiles."""
     count = 1
     while count < _MOST and count * size < _TILES * _TILE and inner % (2 * count) == 0:
         count *= 2

@@ -1,10 +1,11 @@
-"""Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to the input of the output one.
+"""Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to the output projection's input.
 
-Launches dominate the time of a decoding layer. XLA needs about ten of them to rotate, write the cache and attend. In
-this kernel a program has one row, one group of heads and a share of the filled slots. It rotates its queries and
-processes its share block by block, with a softmax that is corrected for each larger score (Milakov and Gimelshein
-2018). The sums of several shares are combined afterwards (flash-decoding, Dao et al. 2023). The new tokens are read
-directly from the projection, and the last share writes them. No program needs the writes of another one.
+Kernel launches dominate the time of a layer in decoding. XLA needs about ten launches to rotate, write the cache and
+attend. In this kernel, each program handles one row, one group of heads and a share of the filled slots. It rotates its
+queries and processes its share block by block. Its softmax is rescaled whenever a larger score appears (Milakov and
+Gimelshein 2018). The sums of several shares are combined afterwards (flash-decoding, Dao et al. 2023). The new tokens
+are read directly from the projection, and the program with the last share writes them. No program depends on another
+program's writes.
 """
 
 import functools
@@ -19,8 +20,8 @@ from jax.experimental.pallas import triton
 
 from jspec.models.kernels import MAX_TOKENS
 
-_BLOCK = 8192  # elements of keys, and of values, loaded at once; an L4's shared memory has room for three of both
-# Assumptions until measured: slots that make a share worth the launch that combines it, programs that fill a GPU.
+_BLOCK = 8192  # elements of keys, and of values, loaded at once; three of each fit into an L4's shared memory
+# Assumed until measured: the slots that make a share worth its combining launch, and the programs that fill a GPU.
 _SHARE = 512
 _PROGRAMS = 128
 _MAX_SHARES = 32
@@ -37,21 +38,21 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Write this pass's keys and values, then attend. The caches are updated in place.
+    """Write this pass's keys and values, then attend. The KV cache is updated in place.
 
-    If a row's tokens do not all fit into the cache, none of them is written.
+    If a row's tokens do not all fit into the cache, none of them are written.
 
     Args:
-        qkv: ``[B, R, (H + 2 G) D]``, queries, keys and values from the projection; rows beyond S are padding.
+        qkv: ``[B, R, (H + 2 G) D]``, the projection's queries, keys and values. Rows beyond S are padding.
         tables: from `jspec.models.rope.rope_tables`, ``float32[B, 1, S, D / 2]``.
         keys: ``[B, G, D, T]``.
-        values: ``[B, G, T, D]``; slots that no query sees may hold anything.
-        positions: ``int32[B, S]``, consecutive in each row; S is at most 16.
-        sizes: H, G and D, which is 64 or 128; ``R H / G`` is at most 64.
-        interpret: run on any platform, slowly.
+        values: ``[B, G, T, D]``. Slots that no query sees may hold anything.
+        positions: ``int32[B, S]``, consecutive in each row. S is at most 16.
+        sizes: H, G and D. D is 64 or 128, and ``R H / G`` is at most 64.
+        interpret: whether to interpret the kernel, which is slow but runs on any platform.
 
     Returns:
-        ``[B, R, H D]``, of which rows beyond S are arbitrary, and the updated keys and values.
+        ``[B, R, H D]``, in which rows beyond S are arbitrary, and the updated keys and values.
     """
     heads, groups, size = sizes
     batch, rows, _ = qkv.shape
@@ -81,7 +82,7 @@ def decode_attention(
 
 
 def _num_shares(programs: int, slots: int) -> int:
-    """Return the number of shares that `slots` are split into, for `programs` programs per share."""
+    """Return the number of shares to split `slots` into, for `programs` programs per share."""
     return max(1, min(slots // _SHARE, _PROGRAMS // max(programs, 1), _MAX_SHARES))
 
 
@@ -101,7 +102,7 @@ def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> di
 
 
 def _combine(sums: Array, highest: Array, weights: Array) -> Array:
-    """Combine the softmax of shares ``[N, ...]`` one by one: that is one XLA kernel, and reductions are several."""
+    """Combine the softmax of shares ``[N, ...]`` one by one. This is one XLA kernel; reductions are several."""
     top = functools.reduce(jnp.maximum, list(highest))
     scales = [jnp.exp(part - top) for part in highest]
     weight = functools.reduce(jnp.add, [scale * part for scale, part in zip(scales, weights, strict=True)])
@@ -110,7 +111,7 @@ def _combine(sums: Array, highest: Array, weights: Array) -> Array:
 
 
 class _Sums(NamedTuple):
-    """The sums over the tiles so far, per query row: weights times values, the highest score, the sum of weights."""
+    """Running sums over the tiles, per query row: weights times values, the highest score, and the sum of weights."""
 
     total: Array
     highest: Array
@@ -120,7 +121,7 @@ class _Sums(NamedTuple):
 def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_ref: Any, values_ref: Any,
             new_keys_ref: Any, new_values_ref: Any, sums_ref: Any, *weight_refs: Any,
             sizes: tuple[int, int, int], shares: int) -> None:  # fmt: skip
-    """Run one program on the parts that `_specs` gives it."""
+    """Run one program on the array parts that `_specs` assigns to it."""
     heads, groups, size = sizes
     steps, ratio, slots = positions_ref.shape[0], heads // groups, keys_ref.shape[1]
     group, share, start = pl.program_id(1), pl.program_id(2), positions_ref[0]
@@ -153,21 +154,21 @@ def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_r
 
 
 def _tokens(ref: Any, steps: Array, heads: Array, dims: Array, real: Array) -> Array:
-    """Return ``[rows, dims]`` of the projection, zero in rows that are not `real`."""
+    """Return ``[rows, dims]`` of the projection, with zeros in rows that are not `real`."""
     return triton.load(ref.at[steps[:, None], heads[:, None], dims[None, :]], mask=real[:, None], other=0)
 
 
 def _halves(ref: Any, steps: Array, heads: Array, real: Array) -> list[Array]:
-    """Return the first and second half of the dimensions of `_tokens` in float32.
+    """Return the two halves of the dimensions of `_tokens`, in float32.
 
-    The kernel can load parts of an array but cannot split one.
+    A kernel can load parts of an array, but it cannot split one.
     """
     half = ref.shape[2] // 2
     return [_tokens(ref, steps, heads, part * half + jnp.arange(half), real).astype(jnp.float32) for part in (0, 1)]
 
 
 def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real: Array) -> tuple[Array, Array]:
-    """Rotate as `jspec.models.rope.rotate` does, in float32 and in halves."""
+    """Rotate as `jspec.models.rope.rotate` does, and return the two halves in float32."""
     where = steps[:, None], jnp.arange(ref.shape[2] // 2)[None, :]
     cos, sin = (triton.load(table.at[where], mask=real[:, None], other=0) for table in tables)
     first, second = _halves(ref, steps, heads, real)
@@ -177,10 +178,10 @@ def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real
 def _new_tokens(
     ref: Any, tables: tuple[Any, Any], count: int, key_head: Array, value_head: Array
 ) -> tuple[list[Array], Array]:
-    """Return this pass's keys, as halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
+    """Return this pass's keys, as two halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
 
-    A value that is not finite must affect only the queries that see its token, but 0 * NaN is NaN. So the NaN is stored
-    in its key, where the mask removes it.
+    A non-finite value must affect only the queries that see its token, but 0 * NaN is NaN. The NaN is therefore stored
+    in the token's key, where the mask removes it.
     """
     steps = jnp.arange(MAX_TOKENS)
     real, (keys, values) = steps < count, (jnp.full_like(steps, head) for head in (key_head, value_head))
@@ -195,7 +196,7 @@ def _finite(x: Array) -> Array:
 
 
 def _write(keys_ref: Any, values_ref: Any, k: list[Array], v: Array, start: Array, written: Array) -> None:
-    """Write the tokens marked by `written`, from slot `start` on."""
+    """Write the tokens marked by `written`, starting at slot `start`."""
     window, half = pl.ds(start, MAX_TOKENS), keys_ref.shape[0] // 2
     for part in (0, 1):
         triton.store(keys_ref.at[pl.ds(part * half, half), window], k[part], mask=written[None, :])
@@ -203,11 +204,11 @@ def _write(keys_ref: Any, values_ref: Any, k: list[Array], v: Array, start: Arra
 
 
 def _read(q: list[Array], keys_ref: Any, values_ref: Any, filled: Array, block: int, i: Array, sums: _Sums) -> _Sums:
-    """Add the i-th block of the cache, of which all queries see `filled` slots.
+    """Add the i-th block of the cache. All queries see the cache's first `filled` slots.
 
-    Keys are masked only at the cache's end, and only if no block ends there. A mask that begins at an arbitrary
-    position would make the kernel load keys one by one. It also does that if the number of slots is not a multiple of
-    8. A NaN among the keys is replaced together with its score.
+    Keys are masked only at the end of the cache, and only if no block ends there. A mask that starts at an arbitrary
+    position would make the kernel load keys one by one. That also happens if the number of slots is not a multiple of
+    8. A NaN among the keys disappears when its score is masked.
     """
     size, slots = keys_ref.shape
     window, at = pl.ds(i * block, block), i * block + jnp.arange(block)
@@ -218,7 +219,7 @@ def _read(q: list[Array], keys_ref: Any, values_ref: Any, filled: Array, block: 
 
 
 def _add(q: list[Array], k: list[Array], v: Array, seen: Array, sums: _Sums) -> _Sums:
-    """Add a tile of N tokens: `k` in halves ``[D / 2, N]``, ``v[N, D]``, and which of them each row sees."""
+    """Add a tile of N tokens: `k` as halves ``[D / 2, N]``, ``v[N, D]``, and the mask of tokens each row sees."""
     scores = sum(jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in zip(q, k, strict=True))
     scores = jnp.where(seen, scores / math.sqrt(v.shape[1]), _LOWEST)
     highest = jnp.maximum(sums.highest, jnp.max(scores, axis=1))

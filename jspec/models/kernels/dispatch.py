@@ -1,4 +1,4 @@
-"""The choice of programs that get a kernel. The platform and the number of devices are known only at lowering."""
+"""The decision whether a program uses a kernel. The platform and the device count are known only at lowering."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ def attention(
     positions: Array,
     sizes: tuple[int, int, int],
 ) -> tuple[Array, Array, Array]:
-    """Run `decode_attention` if it can run, else `otherwise`; see `_choose`."""
+    """Run `decode_attention` if it supports the arguments and platform, else `otherwise`. See `_choose`."""
     heads, groups, size = sizes
     rows = qkv.shape[1] * heads // groups
     small = positions.shape[1] <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
@@ -37,7 +37,7 @@ def attention(
 def project_add_norm(
     otherwise: Callable[..., tuple[Array, Array]], x: Array, inner: Array, weight: Array, gamma: Array, eps: float
 ) -> tuple[Array, Array]:
-    """Run `jspec.models.kernels.add_norm.project_add_norm` if it can run, else `otherwise`; see `_choose`."""
+    """Run `jspec.models.kernels.add_norm.project_add_norm` if possible, else `otherwise`. See `_choose`."""
     suits = (
         math.prod(x.shape[:-1]) <= MAX_NORMS and x.dtype == inner.dtype == weight.dtype == gamma.dtype == jnp.bfloat16
     )
@@ -45,16 +45,17 @@ def project_add_norm(
 
 
 def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
-    """Run the kernel of a `primitive`, if it `suits`, on one NVIDIA GPU of the Ampere generation or later.
+    """Run the kernel of `primitive`, if `suits`, on a single NVIDIA GPU of the Ampere generation or later.
 
-    On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program is the one without a kernel. XLA
-    cannot divide a kernel, and would gather caches and weights on each of several devices. Under `jax.shard_map` there
-    is nothing to divide. `jax.vmap` and derivatives use `otherwise`.
+    On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program runs without the kernel. XLA cannot
+    divide a kernel. With several devices, it would gather caches and weights on each of them. Under `jax.shard_map`
+    there is nothing to divide. `jax.vmap` and derivatives use `otherwise`.
 
     Args:
-        otherwise: does the same with arguments of any shape and dtype; it also distinguishes programs.
+        suits: whether the kernel supports the shapes and dtypes of the arguments.
+        otherwise: a function that does the same for any shape and dtype. It also distinguishes programs.
     """
-    arguments = vary_like(arguments, arguments)  # a new cache varies like this once it is written
+    arguments = vary_like(arguments, arguments)  # a new cache varies in this way once it is written
     if not suits:
         return otherwise(*arguments, **options)
     leaves, tree = jax.tree.flatten(arguments)
@@ -80,11 +81,11 @@ def _norm_on_gpu(*arguments: Any, **options: Any) -> Any:
 
 
 def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
-    """Return a primitive with two forms.
+    """Return a primitive with two implementations.
 
     Args:
-        on_gpu: the form for GPUs, with the same arguments as `otherwise`.
-        results: maps the types of the flat arguments to the types of the results.
+        on_gpu: the implementation for GPUs, with the same arguments as `otherwise`.
+        results: a function from the types of the flat arguments to the types of the results.
     """
 
     def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
@@ -105,7 +106,7 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
 
 
 def _on_one_device(axes: Any) -> bool:
-    """Return whether XLA divides no part of the lowered program."""
+    """Return whether the lowered program is one that XLA does not divide over devices."""
     if isinstance(axes, mlir.SPMDAxisContext):  # jax.shard_map
         return axes.manual_axes == frozenset(axes.mesh.axis_names)
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
