@@ -63,7 +63,7 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
     """Return the target's and draft's configs for a pair name, as in `bench.pairs.pair`, except "bundled".
 
     Raises:
-        ValueError: there is no such pair of shapes.
+        ValueError: the pair is unknown.
     """
     first, _, second = pair.removesuffix(":int8").partition("/")
     if first in pairs.STRETCHED and not second:

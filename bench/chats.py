@@ -39,7 +39,7 @@ def by_kind(tokenizer: Any, count: int, folder: Path | None) -> dict[str, list[n
     """Return kind -> the token ids of `count` questions: the four kinds, or those held out by a training in `folder`.
 
     Raises:
-        ValueError: the training holds out fewer questions, or there is no text at all.
+        ValueError: the training holds out fewer questions than `count`, or `folder` has no text.
     """
     if folder is None:
         return {kind: rows(tokenizer, kind, count) for kind in KINDS}

@@ -36,7 +36,7 @@ def prepare(name: str) -> Device:
     """Return the device with this name, and set the environment variables that JAX needs before it starts.
 
     Raises:
-        ValueError: there is no such device, or JAX cannot compile for it here. The message then names the command that
+        ValueError: the device is unknown, or JAX cannot compile for it here. The message then names the command that
             makes it possible.
     """
     if name not in DEVICES:

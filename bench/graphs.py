@@ -50,7 +50,7 @@ def compiled(lowered: Any, options: dict[str, Any] | None = None) -> tuple[Any, 
 def of_round(launches: str, trips: Sequence[int]) -> Graphs | None:
     """Count the launches in one iteration of a program's top-level loop.
 
-    Return None if there is no launch list, or not exactly one such loop.
+    Return None if there is no launch list or the number of such loops is not one.
 
     Args:
         launches: the list from `compiled`.

@@ -17,7 +17,7 @@ _GREEDY = jspec.SamplingParams(temperature=0.0)
 
 
 def check(record: Record, rehearse: bool) -> None:
-    """Compare outputs token by token: greedy, with a coupled draft and, for the record, in bfloat16."""
+    """Compare outputs token by token: greedily, with a coupled draft and, for reference, in bfloat16."""
     batch, length = (2, 16) if rehearse else (8, 200)
     target, draft, tokenizer = jspec.demo_pair(jnp.float32)
     tokens = held_out(tokenizer, batch)["inside a module"]

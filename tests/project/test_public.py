@@ -166,6 +166,14 @@ def test_no_test_file_imports_another():
     assert not {name for name, modules in imported.items() if any(str(m).startswith("test_") for m in modules)}
 
 
+def test_no_test_is_skipped_for_want_of_a_file_of_ours():
+    """`importorskip` of a helper that has moved would skip the test for good."""
+    ours = {path.stem for path in (ROOT.parent / "tests" / "support").glob("*.py")} | {"support", "jspec", "convert"}
+    for path in (ROOT.parent / "tests").rglob("*.py"):
+        names = re.findall(r"importorskip\(\"(\w+)", path.read_text(encoding="utf-8"))
+        assert not ours & {*names}, path.name
+
+
 def test_few_modules_are_at_the_top():
     assert len([*ROOT.glob("*.py")]) <= 8
 
