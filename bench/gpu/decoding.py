@@ -17,6 +17,7 @@ from bench.gpu.record import Record
 from bench.gpu.sizes import Sizes, sizes
 from bench.gpu.weights import random_model
 from bench.timing import spread
+from jspec.core.devices import DEVICES
 
 PLAIN = "3B plain"
 # Programs to profile, after the first three groups: the profiler takes seconds to start.
@@ -40,6 +41,7 @@ def run(record: Record, rehearse: bool) -> None:
     """Measure all groups. A rehearsal has fewer groups."""
     size, kept, taken = sizes(rehearse), {}, {}
     bandwidth = read_bandwidth(record)
+    ahead = _AHEAD if device_here() == DEVICES["h100"] else {}
     for done, cases in enumerate(_groups(record, size, rehearse)):
         if done == _BEFORE:
             _profiles(record, kept, taken, size)
@@ -47,7 +49,7 @@ def run(record: Record, rehearse: bool) -> None:
             reference = {name: program for name, program in kept.items() if name == PLAIN}
             programs = reference | compile_together(record, cases)
             timings = timed(record, programs, size.lengths, size.repeats)
-            add_rows(record, programs, timings, PLAIN, bandwidth, _AHEAD)
+            add_rows(record, programs, timings, PLAIN, bandwidth, ahead)
             new = [name for name in timings if name in _PROFILED and name not in kept]
             kept |= {name: programs[name] for name in new}
             taken |= {name: spread(timings[name].seconds).median for name in new}
