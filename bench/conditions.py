@@ -22,6 +22,12 @@ def _first_line(command: list[str]) -> str | None:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
 
 
+def _commit() -> str:
+    commit = _first_line(["git", "rev-parse", "--short", "HEAD"])
+    changed = _first_line(["git", "status", "--porcelain", "--", "..", ":!results"])
+    return f"{commit}+changes" if commit and changed else commit or "unknown"
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
@@ -41,8 +47,6 @@ def conditions() -> dict[str, object]:
     gpu = _first_line(
         ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
     )
-    commit = _first_line(["git", "rev-parse", "--short", "HEAD"])
-    changed = _first_line(["git", "status", "--porcelain", "--", "..", ":!results"])
     return {
         "device": device.device_kind,
         "platform": device.platform,
@@ -53,7 +57,7 @@ def conditions() -> dict[str, object]:
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": f"{commit}+changes" if commit and changed else commit or os.environ.get("BENCH_COMMIT", "unknown"),
+        "commit": os.environ.get("BENCH_COMMIT") or _commit(),
         "command": "python -m bench " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
     }

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.abstract import trace
 from bench.gpu import profile
 from bench.gpu.bandwidth import read_bandwidth
 from bench.gpu.programs import Case, Program, add_rows, compile_together, device_here, plain, speculative, timed
@@ -55,8 +54,6 @@ def run(record: Record, rehearse: bool) -> None:
             taken |= {name: spread(timings[name].seconds).median for name in new}
     if rehearse:
         _profiles(record, kept, taken, size)
-    with record.attempt(f"gaps of {PLAIN} within graphs"):
-        _gaps(record, kept[PLAIN].case, size)
 
 
 def _profiles(record: Record, programs: dict[str, Program], seconds: Mapping[str, float], size: Sizes) -> None:
@@ -95,13 +92,3 @@ def _profile(record: Record, program: Program, seconds: float, size: Sizes) -> N
     found, rounds = profile.traced(program, size.lengths[0])
     kernels = program.kernels.kernels
     record.add(f"profile of {program.case.name}", **profile.figures(found, kernels, rounds, device_here(), seconds))
-
-
-def _gaps(record: Record, case: Case, size: Sizes) -> None:
-    """Trace the program with its kernels in CUDA graphs, as it runs untraced. The instructions then have no names."""
-    lowered = trace(case.target, case.draft, case.setting).lower()
-    program = Program(case, lowered.compile({"xla_enable_command_buffers_during_profiling": True}), 0.0)
-    for _ in range(2):  # graphs are built in the first two calls
-        program(size.lengths[0])
-    found, rounds = profile.traced(program, size.lengths[0])
-    record.add(f"gaps of {case.name} within graphs", rounds=rounds, **profile.gaps(found))

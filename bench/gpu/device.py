@@ -47,7 +47,7 @@ def run(record: Record, rehearse: bool) -> None:
 
 
 def _read(record: Record, rehearse: bool) -> None:
-    """Read one large array by a sum and by a product with a vector. The faster one gives the bandwidth."""
+    """Read one large array in several ways. The fastest gives the bandwidth."""
     found = {name: rate / 1e9 for name, rate in (rates(3, 16) if rehearse else rates(15)).items()}
     record.add("read bandwidth", gb_per_s=max(found.values()), **found)
 

@@ -33,13 +33,13 @@ class Drill:
         seconds: the time limit for all steps together.
         rehearse: whether to measure tiny models and arrays on CPU instead.
         steps: all steps, in order.
-        only: the names of the steps to run; empty for all.
+        only: the names of the steps to run; empty for all except those that run on request.
     """
 
     def __init__(self, folder: Path, seconds: float, rehearse: bool, steps: Sequence[Step] = STEPS,
                  only: Sequence[str] = ()):  # fmt: skip
         self._folder, self._rehearse, self._all = folder.resolve(), rehearse, steps
-        self._steps = [step for step in steps if not only or step.name in only]
+        self._steps = [step for step in steps if step.name in only or (not only and (rehearse or not step.on_request))]
         self._scale = seconds / sum(step.share for step in self._steps)
         self._begin = time.monotonic()
         self.facts: dict[str, Any] = {"state": "running", "seconds_given": seconds, "rehearsal": rehearse}

@@ -7,7 +7,6 @@ time minus its kernel times.
 
 import collections
 import dataclasses
-import itertools
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from bench import compiled
 from bench.trace import covered
@@ -85,16 +83,6 @@ def figures(found: Sequence[Launch], kernels: Sequence[compiled.Kernel], rounds:
         "parts": _by(inside, lambda kernel: kernel.part or "other", rounds, device),
         "costliest": _by(inside, _kind, rounds, device)[:COSTLIEST],
     }
-
-
-def gaps(found: Sequence[Launch]) -> dict[str, float]:
-    """Return the time between the launches in a trace, in microseconds. Launches that overlap have no gap."""
-    ordered = sorted(found, key=lambda launch: launch.start)
-    between = np.maximum(0, [after.start - before.end for before, after in itertools.pairwise(ordered)]) / 1e3
-    low, median, high = (float(part) for part in np.percentile(between, [25, 50, 75]))
-    busy = covered((launch.start, launch.end) for launch in found) / 1e3
-    return {"launches": len(found), "busy_us": busy, "gaps_us": float(between.sum()), "gap_us": median,
-            "gap_us_low": low, "gap_us_high": high}  # fmt: skip
 
 
 def _by(

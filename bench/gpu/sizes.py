@@ -58,7 +58,7 @@ _REAL = Sizes(
     new_tokens=384,
     lengths=(32, 160),
     repeats=7,
-    few=(9, 33),  # multiples of 3, so that a fully accepted round of K = 2 is not cut short
+    few=(3, 15),  # multiples of 3, so that a fully accepted round of K = 2 is not cut short
     few_repeats=3,
     batches=(8, 32),
     contexts=(1024, 4096, 16384),

@@ -14,24 +14,28 @@ class Step:
         module: a module with a function ``run(record: Record, rehearse: bool) -> None``.
         share: seconds of a drill of 540, beside those that earlier steps left over.
         environment: the environment variables of its process.
+        on_request: whether a drill runs it only if it is named; a rehearsal runs it anyway.
     """
 
     name: str
     module: str
     share: float
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    on_request: bool = False
 
 
 # For processes that share the device, because JAX otherwise takes three quarters of its memory at startup.
 _SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 STEPS = (
-    Step("device", "bench.gpu.device", 35.0),
-    Step("decoding", "bench.gpu.decoding", 180.0),
+    Step("device", "bench.gpu.device", 25.0),
+    Step("decoding", "bench.gpu.decoding", 185.0),
     Step("correctness", "bench.gpu.correctness", 90.0),
     Step("without-kernels", "bench.gpu.without_kernels", 40.0, {"JSPEC_KERNELS": "0"}),
-    Step("rivals", "bench.gpu.rivals", 110.0, _SHARED),
+    Step("rivals", "bench.gpu.rivals", 115.0, _SHARED),
     Step("settings", "bench.gpu.settings", 65.0),
     Step("checks", "bench.gpu.checks", 20.0, _SHARED),
+    Step("products", "bench.gpu.products", 75.0, on_request=True),
+    Step("constants", "bench.gpu.constants", 75.0, on_request=True),
 )
 
 

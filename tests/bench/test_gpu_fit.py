@@ -133,9 +133,3 @@ def test_a_trace_is_read_beside_the_kernels_of_a_round():
 def test_a_trace_of_other_names_is_refused():
     with pytest.raises(ValueError, match=r"None of the 1 launches .*\['kernel_17'\]"):
         profile.figures([profile.Launch("kernel_17", 0, 1)], KERNELS, 1, H100, 1e-3)
-
-
-def test_gaps_between_launches():
-    found = profile.gaps([profile.Launch("b", 3e3, 5e3), profile.Launch("a", 0, 2e3), profile.Launch("c", 4e3, 9e3)])
-    assert found["launches"] == 3
-    assert (found["busy_us"], found["gaps_us"], found["gap_us"]) == pytest.approx((8.0, 1.0, 0.5))

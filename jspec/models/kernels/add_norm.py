@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton
 _TILE = 64  # columns that a processor multiplies at once, as in XLA's products
 _TILES = 384  # enough to keep an H100 busy
 _MOST = 16
+_WARPS = 8
 
 
 def project_add_norm(
@@ -46,7 +47,7 @@ def project_add_norm(
         in_specs=[row, pl.BlockSpec((count, None, size), lambda r: (0, r, 0)), pl.BlockSpec((size,), lambda r: (0,))],
         out_specs=[row, row],
         out_shape=[like, like],
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
         name="add_norm",
     )(x.reshape(-1, size), parts, gamma)

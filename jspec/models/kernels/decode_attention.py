@@ -25,6 +25,7 @@ _BLOCK = 8192  # elements of keys, and of values, loaded at once; three of each 
 _SHARE = 512
 _PROGRAMS = 128
 _MAX_SHARES = 32
+_WARPS, _STAGES = 4, 3
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -73,7 +74,7 @@ def decode_attention(
         out_specs=[spec["keys"], spec["values"], spec["sums"], spec["weights"], spec["weights"]][: len(results)],
         out_shape=results,
         input_output_aliases={4: 0, 5: 1},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="decode_attention",
     )(positions.astype(jnp.int32), *tables, qkv.reshape(batch, rows, heads + 2 * groups, size), keys, values)
