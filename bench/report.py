@@ -40,6 +40,7 @@ def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes:
     for note in notes:
         console.print(note, highlight=False)
     console.print(", ".join(f"{key} {value}" for key, value in here.items() if value), highlight=False, style="dim")
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / (re.sub(r"[^\w.]+", "-", name) + ".json")
     report = {"title": title, "conditions": here, "notes": list(notes), "rows": rows, **facts}
     file.write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
