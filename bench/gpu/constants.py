@@ -22,17 +22,16 @@ _CHANGES: dict[str, tuple[Any, dict[str, int]]] = {
     "attention, 8 warps": (decode_attention, {"_WARPS": 8}),
     "attention, 2 warps": (decode_attention, {"_WARPS": 2}),
     "attention, 2 stages": (decode_attention, {"_STAGES": 2}),
+    "attention, shares of 512": (decode_attention, {"_SHARE": 512}),
     "attention, shares of 256": (decode_attention, {"_SHARE": 256}),
-    "attention, shares of 128": (decode_attention, {"_SHARE": 128}),
-    "attention, shares of 128, 2 warps": (decode_attention, {"_SHARE": 128, "_WARPS": 2}),
+    "attention, shares of 64": (decode_attention, {"_SHARE": 64}),
+    "attention, shares of 64 in blocks of 4096": (decode_attention, {"_SHARE": 64, "_BLOCK": 4096}),
     "attention, blocks of 16384": (decode_attention, {"_BLOCK": 16384, "_STAGES": 2, "_WARPS": 8}),
     "attention, blocks of 4096": (decode_attention, {"_BLOCK": 4096}),
     "norm, 16 warps": (add_norm, {"_WARPS": 16}),
-    "norm, 32 warps": (add_norm, {"_WARPS": 32}),
-    "norm, 4 warps": (add_norm, {"_WARPS": 4}),
+    "norm, 8 warps": (add_norm, {"_WARPS": 8}),
     "norm, 192 tiles": (add_norm, {"_TILES": 192}),
     "norm, 96 tiles": (add_norm, {"_TILES": 96}),
-    "norm, 192 tiles, 16 warps": (add_norm, {"_TILES": 192, "_WARPS": 16}),
 }
 
 

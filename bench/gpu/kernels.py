@@ -8,15 +8,15 @@ from jax import Array
 
 from jspec.models.kv_cache import visible
 
-# Batch, tokens, heads, groups, head size, slots, row starts. Head ratios are 1, 3 and 4, with 512 slots per share.
+# Batch, tokens, heads, groups, head size, slots, row starts. Head ratios are 1, 3 and 4, with 128 slots per share.
 ATTENTION = {
     "one token": (1, 1, 4, 4, 64, 40, [7]),
     "an empty cache": (1, 5, 6, 2, 128, 5, [0]),
     "ratio 3": (3, 5, 6, 2, 128, 200, [0, 63, 195]),
     "ratio 4": (3, 9, 4, 1, 64, 300, [1, 128, 250]),
     "whole blocks": (1, 2, 2, 2, 64, 256, [128]),
-    "two shares": (3, 2, 4, 1, 64, 1030, [1000, 3, 0]),
-    "three shares": (1, 1, 3, 1, 128, 1600, [1500]),
+    "eight shares": (3, 2, 4, 1, 64, 1030, [1000, 3, 0]),
+    "twelve shares": (1, 1, 3, 1, 128, 1600, [1500]),
     "rows to the brim": (1, 16, 8, 2, 64, 1100, [1084]),
 }
 # Batch, tokens, contracted size, result size. The parts are 16, 16 and 2, and sizes are not all powers of two.

@@ -36,7 +36,7 @@ def _by_head(mixed, size):
     return np.asarray(mixed, np.float32).reshape(*mixed.shape[:2], -1, size)
 
 
-@pytest.mark.parametrize("name", by_default(CASES, ("an empty cache", "ratio 4", "two shares")))
+@pytest.mark.parametrize("name", by_default(CASES, ("an empty cache", "ratio 4", "eight shares")))
 def test_the_kernel_computes_what_xla_does(name, report):
     """The same caches bit for bit, and results no further from the truth."""
     arguments = attention_arguments(*CASES[name])
@@ -54,7 +54,7 @@ def test_the_kernel_computes_what_xla_does(name, report):
     assert errors[0].max() <= 2**-7 * np.abs(np.asarray(values, np.float64)).max()
 
 
-@pytest.mark.parametrize("name", ["ratio 3", "two shares"])
+@pytest.mark.parametrize("name", ["ratio 3", "eight shares"])
 def test_what_no_query_sees_does_not_matter(name):
     """NaN in every slot behind the new tokens, and in those that they are about to take."""
     qkv, tables, keys, values, positions, sizes = attention_arguments(*CASES[name])
@@ -143,7 +143,7 @@ def test_nothing_is_jitted_where_nothing_may_be():
     np.testing.assert_allclose(np.float32(found[0]), np.float32(XLA(qkv, *others, sizes)[0]), atol=0.03)
 
 
-@pytest.mark.parametrize("name", ["one token", "two shares"])
+@pytest.mark.parametrize("name", ["one token", "eight shares"])
 def test_a_row_that_is_no_token_changes_nothing(name):
     qkv, *others, sizes = attention_arguments(*CASES[name])
     more = jnp.concatenate([qkv, jnp.full_like(qkv[:, :1], 3)], axis=1)

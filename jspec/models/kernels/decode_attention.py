@@ -21,8 +21,9 @@ from jax.experimental.pallas import triton
 from jspec.models.kernels import MAX_TOKENS
 
 _BLOCK = 8192  # elements of keys, and of values, loaded at once; three of each fit into an L4's shared memory
-# Assumed until measured: the slots that make a share worth its combining launch, and the programs that fill a GPU.
-_SHARE = 512
+# The slots that make a share worth its combining launch (`python -m bench gpu --step constants`), and the programs that
+# fill a GPU, assumed until measured.
+_SHARE = 128
 _PROGRAMS = 128
 _MAX_SHARES = 32
 _WARPS, _STAGES = 4, 3
