@@ -16,7 +16,7 @@ from convert.config import LlamaConfig
 from jspec.decoding.program import decode_program, traced
 from jspec.drafters.draft_length import as_draft_length
 from jspec.drafters.standalone.model import as_drafter
-from jspec.models.array_layout import BY_COLUMN, BY_TOKEN
+from jspec.models.array_layout import BY_TOKEN
 from jspec.models.quantize import matrices
 from jspec.rules import RULES, Rule
 
@@ -110,8 +110,6 @@ def divided(tree: Any, mesh: Mesh) -> Any:
         where = place(name, leaf.shape) if mesh.size > 1 and is_matrix else whole
         if name.endswith("embed_tokens.weight") and mesh.devices.flat[0].platform == "tpu":
             where = Format(BY_TOKEN, where)  # as `jspec.load` does it
-        if is_matrix and leaf.dtype == jnp.int8 and mesh.devices.flat[0].platform == "gpu":
-            where = Format(BY_COLUMN, where)
         return _at(leaf, where)
 
     return jax.tree_util.tree_map_with_path(put, tree)

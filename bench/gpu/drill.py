@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from bench.gpu import summary
 from bench.gpu.record import write
-from bench.gpu.steps import STEPS, Step, file_of
+from bench.gpu.steps import STEPS, Step, choose, file_of
 
 _ROOT = Path(__file__).parents[2]
 _LEAST = 2.0  # seconds that a step has even if earlier steps overran
@@ -39,7 +39,7 @@ class Drill:
     def __init__(self, folder: Path, seconds: float, rehearse: bool, steps: Sequence[Step] = STEPS,
                  only: Sequence[str] = ()):  # fmt: skip
         self._folder, self._rehearse, self._all = folder.resolve(), rehearse, steps
-        self._steps = [step for step in steps if step.name in only or (not only and (rehearse or not step.on_request))]
+        self._steps = choose(steps, only, rehearse)
         self._scale = seconds / sum(step.share for step in self._steps)
         self._begin = time.monotonic()
         self.facts: dict[str, Any] = {"state": "running", "seconds_given": seconds, "rehearsal": rehearse}

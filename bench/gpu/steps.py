@@ -39,6 +39,13 @@ STEPS = (
 )
 
 
+def choose(steps: Sequence[Step], only: Sequence[str], rehearse: bool) -> list[Step]:
+    """Return the steps that a drill runs: those named in `only`, or else all, the ones `on_request` in a rehearsal."""
+    if only:
+        return [step for step in steps if step.name in only]
+    return [step for step in steps if rehearse or not step.on_request]
+
+
 def file_of(folder: Path, name: str, steps: Sequence[Step] = STEPS) -> Path:
     """Return where the results of the step `name` are written: ``<position>-<name>.json``."""
     position = next(i for i, step in enumerate(steps, 1) if step.name == name)

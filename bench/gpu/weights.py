@@ -14,7 +14,6 @@ from jax import Array
 import jspec
 from bench import abstract
 from convert.config import LlamaConfig
-from jspec.models.array_layout import lay_out
 
 _STD = 0.02
 _INT8_STD = 73.9  # standard deviation of uniform bytes
@@ -26,9 +25,7 @@ def random_model(config: LlamaConfig, dtype: Any, seed: int, quantized: bool = F
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     arrays = [_array(key, leaf.shape, leaf.dtype, "scale" in str(path))
               for key, (path, leaf) in zip(keys, leaves, strict=True)]  # fmt: skip
-    model = form.unflatten(arrays)
-    lay_out(model)
-    return model
+    return form.unflatten(arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "is_scale"))

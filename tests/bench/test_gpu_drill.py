@@ -15,7 +15,7 @@ import pytest
 from bench.gpu import summary
 from bench.gpu.drill import Drill
 from bench.gpu.record import Record
-from bench.gpu.steps import STEPS, Step
+from bench.gpu.steps import STEPS, Step, choose
 from support.places import ROOT
 
 MODULES = {
@@ -129,15 +129,25 @@ def test_a_figure_that_json_does_not_know_costs_nothing(tmp_path):
 def test_the_summary_fits_what_a_terminal_keeps(tmp_path):
     """Wrong results come first, however many rows are right."""
     entries = []
-    for step in STEPS:
+    steps = choose(STEPS, (), rehearse=False)
+    for step in steps:
         record = Record(tmp_path / f"{step.name}.json")
         for i in range(100):
             record.add(f"a measurement with a long name, number {i}", figure=i / 7, text="x" * 300, ok=i != 90)
         entries.append({"step": step.name, "file": f"{step.name}.json", "state": "done", "seconds": 1.0})
     text = summary.text(tmp_path, {"steps": entries})
-    assert len(text) < 12_000 and text.count("FAILED a measurement with a long name, number 90") == len(STEPS)
+    assert len(text) < 12_000 and text.count("FAILED a measurement with a long name, number 90") == len(steps)
 
 
 def test_steps_are_named_once_and_share_a_drill_of_540_seconds():
     assert len({step.name for step in STEPS}) == len({step.module for step in STEPS}) == len(STEPS)
-    assert sum(step.share for step in STEPS) == 540
+    assert sum(step.share for step in choose(STEPS, (), rehearse=False)) == 540
+
+
+def test_steps_on_request_run_if_they_are_named_and_in_a_rehearsal():
+    steps = Step("usual", "a", 1.0), Step("rare", "b", 1.0, on_request=True)
+    names = {(only, rehearse): [step.name for step in choose(steps, only, rehearse)]
+             for only in ((), ("rare",), ("usual",)) for rehearse in (False, True)}  # fmt: skip
+    assert names == {((), False): ["usual"], ((), True): ["usual", "rare"]} | {
+        ((name,), rehearse): [name] for name in ("rare", "usual") for rehearse in (False, True)
+    }
