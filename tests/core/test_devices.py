@@ -91,13 +91,13 @@ def test_nor_where_a_library_multiplies(name, plain):
 
 @pytest.mark.cuda
 def test_kernels_of_an_h100(report):
-    """Attention, a norm after each block, four products, a sum of parts, and the activation."""
+    """Attention, the sum of its shares, a norm after each block, four products, a sum of parts, and the activation."""
     device = devices.prepare("h100")
     few, more = ([*abstract.pair(PAIRS["h100"], device.dtype, num_hidden_layers=n)] for n in (2, 4))
     layers = compiled.by_layer(device, *zip(few, more, strict=True), abstract.Setting())
     base = program("h100", plain=True)[0].count() - 2 * layers["plain"]
     report(**layers, beside_layers=base)
-    assert max(layers.values()) <= 10 and base + 28 * layers["plain"] <= 300
+    assert max(layers.values()) <= 11 and base + 28 * layers["plain"] <= 330
 
 
 @pytest.mark.cuda
