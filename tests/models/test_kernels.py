@@ -248,6 +248,11 @@ def test_programs_can_do_without_kernels(monkeypatch):
     assert _has_kernel(_choose, _shapes())
 
 
+def test_a_jax_without_triton_compiles_programs_without_kernels(monkeypatch):
+    monkeypatch.setattr(choice, "_TRITON", "jax.experimental.pallas.was_removed")
+    assert not _has_kernel(_choose, _shapes())
+
+
 def test_elsewhere_the_program_is_as_without_it():
     def without(*arguments):
         return _attend_projected(*arguments, (6, 2, 64))

@@ -1,6 +1,7 @@
 """The decision whether a program uses a kernel. The platform and the device count are known only at lowering."""
 
 import functools
+import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from jax.interpreters import ad, batching, mlir
 from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
 from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
+
+_TRITON = "jax.experimental.pallas.triton"
 
 
 def attention(
@@ -47,9 +50,10 @@ def project_add_norm(
 def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
     """Run the kernel of `primitive`, if `suits`, on a single NVIDIA GPU of the Ampere generation or later.
 
-    On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program runs without the kernel. XLA cannot
-    divide a kernel. With several devices, it would gather caches and weights on each of them. Under `jax.shard_map`
-    there is nothing to divide. `jax.vmap` and derivatives use `otherwise`.
+    On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program runs without the kernel. The same
+    holds for a JAX without Pallas' Triton backend, which has been deprecated since 0.11. XLA cannot divide a kernel.
+    With several devices, it would gather caches and weights on each of them. Under `jax.shard_map` there is nothing to
+    divide. `jax.vmap` and derivatives use `otherwise`.
 
     Args:
         suits: whether the kernel supports the shapes and dtypes of the arguments.
@@ -91,7 +95,7 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
     def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
         alone = _on_one_device(context.module_context.axis_context)
         wanted = alone and not is_before_ampere() and os.environ.get("JSPEC_KERNELS") != "0"
-        form = on_gpu if wanted else otherwise
+        form = on_gpu if wanted and importlib.util.find_spec(_TRITON) else otherwise
         return mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others)
 
     primitive = Primitive(name)
