@@ -3,9 +3,6 @@
 import json
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from bench.gpu.record import Record
 from bench.roofline import probes
 from bench.timing import in_turns, spread
@@ -30,13 +27,7 @@ def _of_device_step(record: Record) -> float | None:
 
 
 def rates(repeats: int, megabytes: int | None = None) -> dict[str, float]:
-    """Return the bytes per second of each way to read a large array of `megabytes` MB, or of the default size.
-
-    The product with two rows is what a decoding step does. On an H200 it reads a fifth faster than a sum.
-    """
+    """Return the bytes per second of each way to read a large array of `megabytes` MB, or of the default size."""
     size, calls = probes(None if megabytes is None else megabytes * 2**20)
-    matrix = jax.random.normal(jax.random.key(0), (4096, size // 4 // 4096), jnp.bfloat16)  # half of `size`
-    rows, product = jnp.ones((2, 4096), jnp.bfloat16), jax.jit(lambda rows, matrix: rows @ matrix)
-    times = in_turns(calls | {"two rows": lambda: product(rows, matrix)}, repeats)
-    read = dict.fromkeys(calls, size) | {"two rows": matrix.nbytes}
-    return {name.removeprefix("read: "): read[name] / spread(taken).median for name, taken in times.items()}
+    times = in_turns(calls, repeats)
+    return {name.removeprefix("read: "): size / spread(taken).median for name, taken in times.items()}

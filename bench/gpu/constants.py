@@ -46,7 +46,7 @@ def run(record: Record, rehearse: bool) -> None:
             module, changes = _CHANGES[name]
             case = plain(name, target, size)
             with record.attempt(name), mock.patch.multiple(module, **changes):
-                jax.clear_caches()  # constants are no part of their keys
+                jax.clear_caches()  # their keys do not contain the constants
                 pending.append((case, pool.submit(trace(target, None, case.setting).lower().compile)))
         for case, future in pending:
             with record.attempt(case.name):
