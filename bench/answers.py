@@ -18,7 +18,7 @@ from bench.subject import Subject
 from bench.timing import in_turns, ratio, spread
 from jspec import text
 from jspec.drafters.base import own_tree
-from jspec.drafters.combine.fallback import behind_lookup
+from jspec.drafters.combine.fallback import with_lookup_first
 
 DRAFTING = ("tokens a round", "accepted")
 RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")
@@ -55,7 +55,7 @@ def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple
         found["head, tree"] = jspec.TreeDrafter(subject.draft, jspec.Tree(tree))
     far: dict[str, tuple[Any, int | None]] = {name: (drafter, k) for name, drafter in found.items()}
     if own_tree(subject.draft) is None:  # a drafter with a tree of its own has no chain to fall back on
-        far |= {"head, one token": (subject.draft, 1), "lookup, else head": (behind_lookup(subject.draft), None)}
+        far |= {"head, one token": (subject.draft, 1), "lookup, else head": (with_lookup_first(subject.draft), None)}
     return far
 
 

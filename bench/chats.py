@@ -13,7 +13,7 @@ import jspec
 from bench.subject import Request, Subject
 from jspec import text
 from jspec.drafters.base import own_tree
-from jspec.generation.complete import how_far
+from jspec.generation.complete import draft_length_of
 from jspec.text.chat_template import encode
 from jspec.training.dataset import divide, written
 from jspec.training.train import Recipe
@@ -84,7 +84,7 @@ def decoder(
                "eos_ids": ends(subject)}  # fmt: skip
     if drafter is None:
         return lambda: [jax.device_get(jspec.generate(subject.target, *one, **options)) for one in asked]
-    options["num_draft_tokens"] = how_far(drafter, k if own_tree(drafter) is None else None)
+    options["num_draft_tokens"] = draft_length_of(drafter, k if own_tree(drafter) is None else None)
     return lambda: [
         jax.device_get(jspec.speculative_generate(subject.target, drafter, *one, **options)) for one in asked
     ]

@@ -78,13 +78,13 @@ def _under_way(engine: Engine, count: int, requests: list[Request]) -> Callable[
             if result.finish_reason:
                 free.release()
 
-        tenants = []
+        active_requests = []
         for request in requests:
             free.acquire()
-            tenants.append(engine.submit(request, listen))
+            active_requests.append(engine.submit(request, listen))
         for _ in range(count):
             free.acquire()
-        written = np.array([len(tenant.result.tokens) for tenant in tenants])
+        written = np.array([len(active.result.tokens) for active in active_requests])
         assert np.array_equal(written, [request.max_new_tokens for request in requests]), "a request has failed"
         return written
 

@@ -145,7 +145,7 @@ def run(pair: str, target: str | None) -> None:
     name = Path(target or pair).name
     publish(f"startup-{name}-{jax.default_backend()}", f"{name}: a fresh process, prompt of 64 tokens", rows,
             plots.startup,
-            notes=["First call: of an engine of 8 slots all until it is ready, its rehearsal included.",
+            notes=["First call: of an engine of 8 slots all until it is ready, its warm-up included.",
                    "Its first constrained request waits for programs that no cache keeps: "
                    + ", ".join(f"{one['waits, s']:.1f} s, another's tokens meanwhile at {one['others, share']:.2f} "
                                "of their speed" for one in constrained) + ".",

@@ -16,7 +16,7 @@ from jspec import text
 from jspec.bundled import PAIR
 from jspec.cli.common import UsageError
 from jspec.cli.model_args import BESIDE, LOOKUP, NONE, check_exit, is_model, sources, without_model
-from jspec.drafters.combine.fallback import behind_lookup
+from jspec.drafters.combine.fallback import with_lookup_first
 from pair.corpus import is_held_out, read_documents
 
 WIDTH = 96
@@ -144,7 +144,7 @@ def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None)
             drafter = without_model(where.draft)
             if isinstance(drafter, jspec.EarlyExitDrafter):
                 check_exit(where.draft, len(found.target.layers))
-            found = dataclasses.replace(found, draft=behind_lookup(drafter) if where.looks_up else drafter)
+            found = dataclasses.replace(found, draft=with_lookup_first(drafter) if where.looks_up else drafter)
         else:
             tokenizer = where.tokenizer()
             found = Subject(Path(target).resolve().name, *where.load(), tokenizer)

@@ -16,7 +16,7 @@ from jspec.training.batches import Batch, side_by_side
 from jspec.training.dataset import of_answer
 from jspec.training.fit import Schedule, begin
 from jspec.training.kinds import KINDS, Trainee, trainee_of
-from jspec.training.target_states import Sight, laws_of, look
+from jspec.training.target_states import TargetStates, distribution_stats, run_target
 
 LENGTH = 256
 
@@ -47,19 +47,19 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
     trainee = trainee_of(KINDS[kind](target, few, depth, 0))
     training = begin(trainee, Schedule(None, depth))
     read = jax.jit(functools.partial(_read, trainee))
-    sight = jax.block_until_ready(read(target, batch.tokens))
+    target_states = jax.block_until_ready(read(target, batch.tokens))
     state = jax.tree.map(jax.numpy.copy, training.state)
-    stored = training.step.lower(state, target, batch.tokens, batch.learned, sight).compile()
+    stored = training.step.lower(state, target, batch.tokens, batch.learned, target_states).compile()
 
-    def step(made: Callable[..., Any], seen: Sight | None) -> Any:
+    def step(made: Callable[..., Any], seen: TargetStates | None) -> Any:
         nonlocal state
         state, score = made(state, target, batch.tokens, batch.learned, seen)
         return score
 
     seconds = in_turns({
         "target": lambda: read(target, batch.tokens),
-        "forward": lambda: training.score(training.state, target, batch.tokens, batch.learned, sight),
-        "step": lambda: step(stored, sight),
+        "forward": lambda: training.score(training.state, target, batch.tokens, batch.learned, target_states),
+        "step": lambda: step(stored, target_states),
         "unstored": lambda: step(training.step, None),
     }, repeats)  # fmt: skip
     median = {name: float(np.median(values)) for name, values in seconds.items()}
@@ -76,7 +76,11 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
     }
 
 
-def _read(trainee: Trainee, target: Any, tokens: Any) -> Sight:
+def _read(trainee: Trainee, target: Any, tokens: Any) -> TargetStates:
     """Return the data that is stored for a batch."""
-    sight = look(target, tokens, trainee.features)
-    return sight if trainee.draft_ids is None else sight._replace(laws=laws_of(target, sight.hidden))
+    target_states = run_target(target, tokens, trainee.features)
+    return (
+        target_states
+        if trainee.draft_ids is None
+        else target_states._replace(stats=distribution_stats(target, target_states.hidden))
+    )

@@ -23,7 +23,7 @@ class Stream:
 
     def __init__(self, engine: Engine, request: Request):
         self.times, self.begun, self.ended = [], time.perf_counter(), threading.Event()
-        self.tenant = engine.submit(request, self._more)
+        self.active_request = engine.submit(request, self._more)
 
     def _more(self, result: Any) -> None:
         self.times += [time.perf_counter()] * (len(result.tokens) - len(self.times))
@@ -91,7 +91,7 @@ def _figures(engine: Engine, prompt: tuple[int, ...], text: tuple[int, ...], tur
     before = [share for stream in streams for share in stream.each(quiet, asked.begun)]
     during = [share for stream in streams for share in stream.each(asked.begun, asked.begun + beside)]
     for stream in streams:
-        engine.cancel(stream.tenant)
+        engine.cancel(stream.active_request)
         stream.ended.wait()
     p99 = [float(np.percentile(shares, 99)) * 1e3 if shares else float("nan") for shares in (before, during)]
     return {"first token, ms": first * 1e3, "p99 of a token, ms": p99[0], "... while it is read": p99[1],

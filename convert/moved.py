@@ -67,7 +67,7 @@ MOVED = {
     "jspec.drafters.ngram": "jspec.drafters.standalone.ngram",
     "jspec.drafters.own_files": "jspec.drafters.heads.own_files",
     "jspec.drafters.parallel_sampling": "jspec.drafters.heads.parallel_sampling",
-    "jspec.drafters.reading": "jspec.drafters.late_reading",
+    "jspec.drafters.reading": "jspec.drafters.chunked_prefill",
     "jspec.drafters.recycling": "jspec.drafters.standalone.recycling",
     "jspec.drafters.retrieval": "jspec.drafters.standalone.retrieval",
     "jspec.drafters.tables": "jspec.drafters.standalone.tables",

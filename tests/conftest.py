@@ -128,8 +128,8 @@ def engines_compile_when_needed():
     A test that needs all of them calls the `Device.compile` that its file has kept.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jspec.engine.runner.Device.compile", lambda _: None)
-        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
+        patch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
+        patch.setattr("jspec.engine.engine.warm_up", lambda *_: None)
         yield
 
 
@@ -234,16 +234,18 @@ def running(sources):
 
 @pytest.fixture
 def gate(running, monkeypatch):
-    """``gate.set()`` lets the device play; until then it is as slow as can be. It is open again afterwards."""
+    """``gate.set()`` lets the engine decode; until then it is as slow as can be. It is open again afterwards."""
     from support.streams import until
 
     engine = running.engine  # whose last call for an earlier request must not wait at the gate
     until(lambda: not engine._heartbeat._running and not engine._loop.is_busy)
-    opened, play = threading.Event(), running.engine.device.play
-    monkeypatch.setattr(running.engine.device, "play", lambda *arguments: (opened.wait(), play(*arguments))[1])
+    opened, decode_rounds = threading.Event(), running.engine.device.decode_rounds
+    monkeypatch.setattr(
+        running.engine.device, "decode_rounds", lambda *arguments: (opened.wait(), decode_rounds(*arguments))[1]
+    )
     yield opened
     opened.set()
-    until(lambda: not running.server.open and not running.engine.seated)
+    until(lambda: not running.server.open and not running.engine.running_requests)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,10 @@ from convert.gguf.vocabulary import Vocabulary, vocabulary
 
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = ("bos", "eos", "unk", "pad")
-_USUAL = {"gpt2": {"<|endoftext|>"}, "llama": {"<unk>", "<s>", "</s>"}}  # special, even if the file does not mark them
+_SPECIAL = {
+    "gpt2": {"<|endoftext|>"},
+    "llama": {"<unk>", "<s>", "</s>"},
+}  # special, even if the file does not mark them
 
 
 def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
@@ -138,9 +141,9 @@ def _with_added(tokenizer: Tokenizer, words: Vocabulary) -> Tokenizer:
 def _special_ids(words: Vocabulary) -> list[int]:
     """Return the ids of control tokens, tokens that the file names, and tokens that end generation."""
     control = [i for i, kind in enumerate(words.types) if kind == _CONTROL]
-    usual = [i for i, token in enumerate(words.tokens) if token in _USUAL[words.kind]]
+    implied = [i for i, token in enumerate(words.tokens) if token in _SPECIAL[words.kind]]
     named = [i for name, i in words.ids.items() if name in _NAMED]
-    return list(dict.fromkeys([*usual, *control, *named, *words.ends]))
+    return list(dict.fromkeys([*implied, *control, *named, *words.ends]))
 
 
 def _ends(words: Vocabulary) -> processors.TemplateProcessing:

@@ -19,9 +19,9 @@ def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) ->
     """
     count = len(offsets)
     tokens = offsets + np.arange(count)
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if outside.size:
-        row = outside[0]
+    out_of_vocab = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if out_of_vocab.size:
+        row = out_of_vocab[0]
         raise CheckpointError(f"d2t names token {tokens[row]} in row {row}; the target's are 0 to {vocab_size - 1}: "
                               f"{_FIX}.")  # fmt: skip
     found = np.full(vocab_size, count, np.int32)

@@ -36,8 +36,8 @@ class Block(Rule):
         depths = jnp.arange(1, num_draft_tokens + 1)[None]
         num_accepted = jnp.where(kept, depths, 0).max(axis=1, initial=0).astype(jnp.int32)
         weight = jnp.take_along_axis(weights, num_accepted[:, None], axis=1)
-        law = next_probs(num_accepted, draft, target_probs, weight)
-        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
+        probs = next_probs(num_accepted, draft, target_probs, weight)
+        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), probs))
 
 
 def block_weights(draft: Draft, target_probs: Array) -> Array:

@@ -45,8 +45,8 @@ class KSeq(Rule):
         uniforms = by_rank[:, tree.sibling_ranks[1:], tree.offsets[1:] - 1]
         kept, rest = judge_alike(uniforms, draft, target_probs)
         num_accepted, path = follow(kept, tree)
-        law = law_behind_all(end_of(num_accepted, path), rest, target_probs)
-        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law), path=path)
+        probs = law_behind_all(end_of(num_accepted, path), rest, target_probs)
+        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), probs), path=path)
 
 
 def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:

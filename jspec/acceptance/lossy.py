@@ -177,8 +177,8 @@ def accept_longest(
     kept, distortion = kept_in_turn([never] * tree.max_children, draft, target_probs, bound)
     num_eldest, eldest = follow(kept, tree)
     num_accepted, path = follow_longest(kept, tree)
-    law = law_behind(end_of(num_accepted, path), draft, target_probs, bound)
-    token = sample(stream(keys, start + num_accepted, Purpose.TARGET), law)
+    probs = law_behind(end_of(num_accepted, path), draft, target_probs, bound)
+    token = sample(stream(keys, start + num_accepted, Purpose.TARGET), probs)
     steps = jnp.arange(tree.max_depth + 1)
     paid = jnp.where(steps <= num_eldest[:, None], along(distortion, eldest), 0)
     apart = jnp.pad(jnp.cumsum(path != eldest, axis=1), ((0, 0), (0, 1)), mode="edge") > 0

@@ -57,8 +57,8 @@ def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, 
     uniforms = uniform(stream(keys, positions_from(start, draft.tokens.shape[1]), Purpose.ACCEPT))
     num_accepted = count_accepted(uniforms, draft, bound)
     accepted = Draft(draft.tokens, jnp.minimum(draft.probs, bound))
-    law = next_probs(num_accepted, accepted, target_probs)
-    return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law))
+    probs = next_probs(num_accepted, accepted, target_probs)
+    return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), probs))
 
 
 def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Verdict:
@@ -69,8 +69,8 @@ def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, b
     tree = draft.static_tree
     kept, distortion = kept_in_turn(sibling_uniforms(keys, start, tree), draft, target_probs, bound)
     num_accepted, path = follow(kept, tree)
-    law = law_behind(end_of(num_accepted, path), draft, target_probs, bound)
-    token = sample(stream(keys, start + num_accepted, Purpose.TARGET), law)
+    probs = law_behind(end_of(num_accepted, path), draft, target_probs, bound)
+    token = sample(stream(keys, start + num_accepted, Purpose.TARGET), probs)
     return Verdict(num_accepted, token, None if bound is whole else along(distortion, path), path)
 
 

@@ -36,9 +36,9 @@ class Traversal(Rule):
         by_rank = [stream(of_sibling(round_keys, r), positions_from(start, tree.max_depth), Purpose.ACCEPT)
                    for r in range(rank.max() + 1)]  # fmt: skip
         uniforms = jnp.stack([uniform(keys) for keys in by_rank], axis=1)[:, rank, depths - 1]
-        end, law = traverse(uniforms, draft, target_probs)
+        end, remaining = traverse(uniforms, draft, target_probs)
         num_accepted, path = jnp.asarray(tree.offsets)[end], jnp.asarray(tree.paths)[end]
-        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), law), path=path)
+        return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), remaining), path=path)
 
 
 def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
@@ -59,19 +59,19 @@ def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array,
 
     def visit(node: int, weight: Array) -> None:
         nonlocal end, behind, done
-        law = residual(target_probs[:, node], jnp.zeros_like(behind))
+        remaining = residual(target_probs[:, node], jnp.zeros_like(behind))
         for child in tree.children[node][tree.children[node] > 0]:
             token, probs = draft.tokens[:, child - 1], draft.probs[:, child - 1]
-            p, q = weight * at_tokens(law, token), at_tokens(probs, token)
+            p, q = weight * at_tokens(remaining, token), at_tokens(probs, token)
             visit(int(child), jnp.where(q > 0, jnp.where(p >= q, 1, p / jnp.where(q > 0, q, 1)), 0))
-            mass = weight[:, None] * law
+            mass = weight[:, None] * remaining
             left = jnp.where(probs > 0, jnp.maximum(mass - probs, 0), mass).sum(-1)
             # If the target has no valid distribution, the text ends and the missing mass counts as remaining.
             left = jnp.where(mass.sum(-1) > 0, left, weight)
-            law = residual(mass, probs)
+            remaining = residual(mass, probs)
             weight = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
         kept = ~done & (uniforms[:, node - 1] < weight if node else True)
-        end, behind, done = jnp.where(kept, node, end), jnp.where(kept[:, None], law, behind), done | kept
+        end, behind, done = jnp.where(kept, node, end), jnp.where(kept[:, None], remaining, behind), done | kept
 
     visit(0, jnp.ones(batch, target_probs.dtype))
     return end, behind

@@ -123,12 +123,12 @@ def law_behind(end: Array, draft: Draft, target_probs: Array, bound: Bound = who
     """Return the distribution ``[B, V]`` after a path: p after rejecting all children of its last node, ``end[B]``."""
     children = jnp.asarray(draft.static_tree.children)[end]
     p = jnp.take_along_axis(target_probs, end[:, None, None], axis=1)[:, 0]
-    law = residual(p, jnp.zeros_like(p))
+    remaining = residual(p, jnp.zeros_like(p))
     for rank in range(draft.static_tree.max_children):
         child = children[:, rank, None, None]
         probs = jnp.take_along_axis(draft.probs, jnp.maximum(child - 1, 0), axis=1)
-        law = residual(law, jnp.minimum(jnp.where(child > 0, probs, 0)[:, 0], bound(law, p)))
-    return law
+        remaining = residual(remaining, jnp.minimum(jnp.where(child > 0, probs, 0)[:, 0], bound(remaining, p)))
+    return remaining
 
 
 def is_guess(draft: Draft) -> Array:

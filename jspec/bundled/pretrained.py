@@ -6,7 +6,7 @@ from convert.hub_names import MODELS
 from jspec.bundled.head_data import head_of
 from jspec.core.sharding import Placement
 from jspec.drafters import EagleDrafter, FallbackDrafter, NGramDrafter
-from jspec.drafters.combine.fallback import behind_lookup
+from jspec.drafters.combine.fallback import with_lookup_first
 from jspec.models.llama import Llama
 from jspec.models.load import load
 from jspec.text import load_tokenizer
@@ -33,5 +33,5 @@ def pretrained(
     if name not in MODELS:
         raise ValueError(f"{name!r} is none of the known models, {', '.join(MODELS)}; use jspec.load for others.")
     target, folder = load(name, dtype, quantize, sharding), head_of(name)
-    drafter = NGramDrafter() if folder is None else behind_lookup(EagleDrafter.load(folder, target, dtype))
+    drafter = NGramDrafter() if folder is None else with_lookup_first(EagleDrafter.load(folder, target, dtype))
     return target, drafter, load_tokenizer(name)

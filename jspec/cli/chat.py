@@ -26,7 +26,7 @@ from jspec.cli.model_args import sources
 if TYPE_CHECKING:
     from jspec.generation.complete import Completion
 
-_USUAL = "smollm2"
+_DEFAULT_PAIR = "smollm2"
 
 
 def chat(
@@ -80,16 +80,16 @@ def chat(
     where = sources(_target(target), draft, plain, tokenizer_source)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
-    with status_line() as say:
-        from jspec.generation.complete import of_engine
+    with status_line() as set_status:
+        from jspec.generation.complete import engine_draft_length
 
-        far = of_engine if num_draft_tokens is None else lambda _: num_draft_tokens
-        engine, tokenizer = engine_of(where, say, dtype, quantize, far, max_length, slots=1)
+        draft_length = engine_draft_length if num_draft_tokens is None else lambda _: num_draft_tokens
+        engine, tokenizer = engine_of(where, set_status, dtype, quantize, draft_length, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
             raise UsageError("--system is for a model with a chat template, and this one has none; leave it out.")
         if tokenizer.chat_template is None and variables:
             raise UsageError("--template is for a model with a chat template, and this one has none; leave it out.")
-        compile_all(engine, say)
+        compile_all(engine, set_status)
     sampling = chosen_sampling(engine.device.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                                repetition_penalty=repetition_penalty)  # fmt: skip
     with lines.whole_lines():
@@ -100,11 +100,11 @@ def _target(target: str | None) -> str | None:
     """Return the target. If none is given, return a chat model that is available locally, or None."""
     from convert import hub_names as names
 
-    if target is None and names.find(_USUAL) is not None:
-        return _USUAL
+    if target is None and names.find(_DEFAULT_PAIR) is not None:
+        return _DEFAULT_PAIR
     if target is None:
         typer.echo("The bundled pair continues Python source and answers nothing. A small model that does: "
-                   f"{names.MODELS[_USUAL].command}", err=True)  # fmt: skip
+                   f"{names.MODELS[_DEFAULT_PAIR].command}", err=True)  # fmt: skip
     return target
 
 
@@ -147,7 +147,7 @@ class Conversation:
         request = Request(task.ids, min(self._most, room), self._sampling, key, task.ends(target))
         answer = ""
         try:
-            for part in parts(target, task, request, self._engine.here(request)):
+            for part in parts(target, task, request, self._engine.stream_sync(request)):
                 answer += part.text
                 yield part
         finally:

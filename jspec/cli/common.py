@@ -93,11 +93,11 @@ def wrong_options() -> Iterator[None]:
 
 
 @contextmanager
-def logged_to(say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Send jspec's log messages in the block to `say`, and its warnings to `warn`, but not to parent handlers."""
+def logged_to(emit: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Send jspec's log messages in the block to `emit`, and its warnings to `warn`, but not to parent handlers."""
     log = logging.getLogger("jspec")
     handler = logging.Handler()
-    handler.emit = lambda record: (say if record.levelno < logging.WARNING else warn or say)(record.getMessage())
+    handler.emit = lambda record: (emit if record.levelno < logging.WARNING else warn or emit)(record.getMessage())
     level, propagates = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -112,7 +112,7 @@ def logged_to(say: Callable[[str], None], warn: Callable[[str], None] | None = N
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Show a status line, on terminals only. ``say(what)`` and jspec's log messages set its text.
+    """Show a status line, on terminals only. ``set_status(text)`` and jspec's log messages set its text.
 
     Warnings are printed to standard error and remain visible.
     """

@@ -13,33 +13,33 @@ from jspec.cli.model_args import Sources
 
 def engine_of(
     where: Sources,
-    say: Callable[[str], None],
+    set_status: Callable[[str], None],
     dtype: Any,
     quantize: Any,
-    far: Callable[[Any], Any],
+    draft_length: Callable[[Any], Any],
     max_length: int | None,
-    **wishes: Any,
+    **engine_options: Any,
 ) -> tuple[Any, Any]:
     """Return an engine that has not been started, and the target's tokenizer.
 
     Args:
-        far: a function that maps a drafter to the number of draft tokens.
+        draft_length: a function that maps a drafter to the number of draft tokens.
         max_length: the maximum sequence length; None for the default length, or the models' maximum if it is smaller.
     """
     from jspec.engine import Engine
 
-    say("Loading")
+    set_status("Loading")
     with _mistakes():
         tokenizer = where.tokenizer()
         target, drafter = where.load(dtype, quantize)
         if drafter is not None:
-            wishes["num_draft_tokens"] = far(drafter)
-        return Engine(target, drafter, max_length=max_length, **wishes), tokenizer
+            engine_options["num_draft_tokens"] = draft_length(drafter)
+        return Engine(target, drafter, max_length=max_length, **engine_options), tokenizer
 
 
-def compile_all(engine: Any, say: Callable[[str], None]) -> None:
+def compile_all(engine: Any, set_status: Callable[[str], None]) -> None:
     """Compile everything that the engine will run. If the status line is not visible, print a line about the wait."""
-    say("Compiling, which is kept for the next time")
+    set_status("Compiling, which is kept for the next time")
     if sys.stderr and not sys.stderr.isatty():
         typer.echo("Compiling: minutes the first time, then kept and seconds", err=True)
     engine.device.compile()

@@ -85,38 +85,38 @@ def generate(
     where = sources(target, draft, plain, tokenizer_source)
     _check(top_p, show, as_json)
     drafting = _drafting(where, num_draft_tokens, tree, accept, show)
-    asked = gather(prompts, file, chat, system, may_be_empty=target is not None)
-    variables = _variables(template, asked)
+    inputs = gather(prompts, file, chat, system, may_be_empty=target is not None)
+    variables = _variables(template, inputs)
     times: dict[str, float] = {}
     if num_draft_tokens == "auto":
         typer.echo("auto: measuring for a minute or more; `jspec tune` once and pass its number to save that", err=True)
-    with status_line() as say:
+    with status_line() as set_status:
         with timed(times, "import"):
             import jspec
             from jspec.generation import complete as completion
-        say("Loading")
+        set_status("Loading")
         with timed(times, "load"):
             tokenizer = where.tokenizer()
             with wrong_options():
-                task = completion.prepare(tokenizer, asked, stop, variables)
+                task = completion.prepare(tokenizer, inputs, stop, variables)
             models = where.load(dtype, quantize)
         if tree:
             models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
         elif where.drafts:
-            drafting["num_draft_tokens"] = completion.how_far(models[1], num_draft_tokens)
+            drafting["num_draft_tokens"] = completion.draft_length_of(models[1], num_draft_tokens)
         sampling = chosen_sampling(models[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                                    repetition_penalty=repetition_penalty)  # fmt: skip
-        out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, say)
-    completions, found = task.completions(models[0], out), out.stats.accepted_at.shape[1]
+        out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, set_status)
+    completions, chosen_length = task.completions(models[0], out), out.stats.accepted_at.shape[1]
     if as_json:
-        print_json(completions, found, times)
+        print_json(completions, chosen_length, times)
     elif show:
         for row in range(len(completions)):
             out.show(task.tokenizer, row)
     else:
         print_text(completions, times, by_origin=where.drafts)
     if num_draft_tokens == "auto" and not as_json:
-        typer.echo(choice_of_auto(found), err=True)
+        typer.echo(choice_of_auto(chosen_length), err=True)
     _suggest_chat(task.tokenizer, is_answered=chat or file is not None)
 
 
@@ -133,24 +133,24 @@ def _check(top_p: float | None, show: bool, as_json: bool) -> None:
         raise UsageError("--show draws for people and --json is for machines; leave one of them out.")
 
 
-def _variables(template: list[str] | None, asked: list[Any]) -> dict[str, Any]:
+def _variables(template: list[str] | None, inputs: list[Any]) -> dict[str, Any]:
     """Return the chat template variables, which are valid only for conversations."""
     variables = template_variables(template or [])
-    if variables and not any(isinstance(prompt, list) for prompt in asked):
+    if variables and not any(isinstance(prompt, list) for prompt in inputs):
         raise UsageError("--template is for conversations; add --chat.")
     return variables
 
 
 def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, show: bool) -> dict[str, Any]:
     """Return the drafting options, which are invalid without a draft."""
-    given = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept, "show": show or None}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given and not where.drafts:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+    options = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept, "show": show or None}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and not where.drafts:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in options)
         raise UsageError(f"--plain (or --draft none) decodes without a draft; leave out {names}.")
-    if given.pop("show", None):
-        given["record"] = True
-    if given.pop("tree", None):
+    if options.pop("show", None):
+        options["record"] = True
+    if options.pop("tree", None):
         if num_draft_tokens is not None:
             raise UsageError("--tree says what is guessed a round; leave out --num-draft-tokens.")
         if not where.can_branch:
@@ -158,7 +158,7 @@ def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, sho
                 f"--tree needs a draft that can branch: a model, a head, a datastore or exit:N; {where.name} cannot."
                 + (" Leave out lookup+, or give --draft head." if where.looks_up else "")
             )
-    return given
+    return options
 
 
 def _decode(
@@ -169,7 +169,7 @@ def _decode(
     seed: int,
     drafting: dict[str, Any],
     times: dict[str, float],
-    say: Callable[[str], None],
+    set_status: Callable[[str], None],
 ) -> "Output":
     """Decode twice. The first run compiles and decodes one token, so that the second run only decodes."""
     import jax
@@ -179,7 +179,7 @@ def _decode(
             return jax.device_get(task.decode(*models, max_new_tokens, sampling, seed, **drafting))
 
     task.check_length(*models, max_new_tokens)  # the run that compiles requests one token, which always fits
-    say("Compiling, which is kept for the next time")
+    set_status("Compiling, which is kept for the next time")
     run("compile", dataclasses.replace(sampling, max_tokens=1))
-    say("Decoding")
+    set_status("Decoding")
     return run("run", sampling)

@@ -26,13 +26,13 @@ def index(
     if not output.parent.is_dir():
         raise FileNotFoundError(f"{output.parent} is no folder; make it first, or give another --output.")
     times: dict[str, float] = {}
-    with status_line() as say:
+    with status_line() as set_status:
         from jspec import RetrievalDrafter, text
 
         with timed(times, "index"):
-            say("Reading")
+            set_status("Reading")
             tokens, vocab_size = text.corpus(sources(tokenizer, "none").target, files)
-            say(f"Sorting {len(tokens)} tokens")
+            set_status(f"Sorting {len(tokens)} tokens")
             RetrievalDrafter.from_tokens(tokens, vocab_size, max_ngram).save(output)
     size = output.stat().st_size / 1e6
     typer.echo(f"{output}: {len(tokens)} tokens, {size:.1f} MB, {times['index']:.1f} s")

@@ -74,7 +74,7 @@ class Sources:
     def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
         """Return the target and its drafter, if any. `dtype` and `quantize` apply to both, but heads are never int8."""
         from jspec import load
-        from jspec.drafters.combine.fallback import behind_lookup
+        from jspec.drafters.combine.fallback import with_lookup_first
 
         drafter = without_model(self.draft)  # quick checks come first
         if _EXIT.fullmatch(self.draft):
@@ -84,7 +84,7 @@ class Sources:
             drafter = drafter_class(kind).load(self.draft, target, dtype)
         elif is_model(self.draft):
             drafter = load(self.draft, dtype, quantize)
-        return target, behind_lookup(drafter) if self.looks_up else drafter
+        return target, with_lookup_first(drafter) if self.looks_up else drafter
 
     def _check_vocabulary(self, size: int) -> None:
         import convert

@@ -42,14 +42,14 @@ def plan(
     where = sources(target, draft)
     if not is_model(where.draft) or head_kind(where.draft) or where.looks_up:
         raise UsageError(f"DRAFT {draft} is no model, and only models can be planned; measure it by jspec tune.")
-    with status_line() as say:
+    with status_line() as set_status:
         from rich.console import Console
 
         import jspec
         from jspec.cli import report
         from jspec.planning.plan import NO_ROOM
 
-        say("Reading configurations")
+        set_status("Reading configurations")
         found = jspec.plan(where.target, where.draft, device=device, batch=batch, length=length,
                            acceptance=acceptance, num_draft_tokens=num_draft_tokens, quantize=quantize)  # fmt: skip
     advice = report.plan_advice(found)

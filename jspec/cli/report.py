@@ -89,37 +89,37 @@ def legend(marks: bool = False) -> Text:
     return Text(" ").join([Text("prompt", "dim"), *(Text(NAMES[i], COLOURS[i]) for i in NAMES)])
 
 
-def tuning_table(found: Tuning, conditions: dict[str, Any]) -> Table:
+def tuning_table(tuning: Tuning, conditions: dict[str, Any]) -> Table:
     """Return a table of the cost, yield and predicted speed of plain decoding and every K, with the fastest marked."""
     title = ", ".join(f"{name} {value}" for name, value in conditions.items())
-    lengths = range(len(found.round_seconds) + 1)
-    timed = {0, *doubling(len(found.round_seconds))}
+    lengths = range(len(tuning.round_seconds) + 1)
+    timed = {0, *doubling(len(tuning.round_seconds))}
     notes = ["~ interpolated"] if timed < {*lengths} else []
     table = Table(title=title, caption="; ".join([*notes, "tokens/s of each text"]), box=box.SIMPLE_HEAD)
     for title in ("K", "ms/round", "tokens/round", "tokens/s", "speed-up", ""):
         table.add_column(title, justify="right", no_wrap=True)
-    costs, yields = (found.plain_seconds, *found.round_seconds), (1.0, *found.expected_tokens)
-    for k, seconds, tokens, speedup in zip(lengths, costs, yields, (1.0, *found.speedups), strict=True):
-        best = k == found.num_draft_tokens and found.tree is None
+    costs, yields = (tuning.plain_seconds, *tuning.round_seconds), (1.0, *tuning.expected_tokens)
+    for k, seconds, tokens, speedup in zip(lengths, costs, yields, (1.0, *tuning.speedups), strict=True):
+        best = k == tuning.num_draft_tokens and tuning.tree is None
         cost = f"{'' if k in timed else '~'}{seconds * 1e3:.3g}"
         cells = ("plain" if k == 0 else str(k), cost, f"{tokens:.2f}", f"{tokens / seconds:.0f}", f"{speedup:.2f}x")
         table.add_row(*cells, "<- best" if best else "", style="bold green" if best else None)
-    if found.tree is not None:
-        table.add_row("tree", "", "", f"{found.tree_speedup / found.plain_seconds:.0f}", f"{found.tree_speedup:.2f}x",
-                      "<- best", style="bold green")  # fmt: skip
+    if tuning.tree is not None:
+        table.add_row("tree", "", "", f"{tuning.tree_speedup / tuning.plain_seconds:.0f}",
+                      f"{tuning.tree_speedup:.2f}x", "<- best", style="bold green")  # fmt: skip
     return table
 
 
-def advice(found: Tuning) -> str:
+def advice(tuning: Tuning) -> str:
     """Return the recommendation from a tuning run in one sentence."""
-    if found.tree is not None:
-        parents = found.tree.parents
-        chain = f"num_draft_tokens={found.num_draft_tokens}" if found.num_draft_tokens else "plain decoding"
-        return (f"use jspec.Tree({parents}), or --tree {','.join(map(str, parents))} ({found.tree_speedup:.2f}x plain; "
-                f"{chain} {found.speedup:.2f}x)")  # fmt: skip
-    if found.num_draft_tokens:
-        return f"use num_draft_tokens={found.num_draft_tokens} ({found.speedup:.2f}x plain)"
-    return _against(found.speedups)
+    if tuning.tree is not None:
+        parents = tuning.tree.parents
+        chain = f"num_draft_tokens={tuning.num_draft_tokens}" if tuning.num_draft_tokens else "plain decoding"
+        return (f"use jspec.Tree({parents}), or --tree {','.join(map(str, parents))} ({tuning.tree_speedup:.2f}x "
+                f"plain; {chain} {tuning.speedup:.2f}x)")  # fmt: skip
+    if tuning.num_draft_tokens:
+        return f"use num_draft_tokens={tuning.num_draft_tokens} ({tuning.speedup:.2f}x plain)"
+    return _against(tuning.speedups)
 
 
 def _against(speedups: Sequence[float]) -> str:
@@ -130,37 +130,37 @@ def _against(speedups: Sequence[float]) -> str:
     )
 
 
-def training_line(look: "Progress") -> str:
+def training_line(evaluation: "Progress") -> str:
     """Return one line about an evaluation on held-out text. Its tokens per round are for a chain of the full depth."""
     from jspec.training.fit import predicted  # not imported for every command, because it imports optax
 
-    kept, same = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (look.acceptance, look.agreement))
-    rounds = [f"{predicted(rates):.2f}" for rates in (look.acceptance, look.agreement)]
-    return (f"step {look.step}: loss {look.loss:.4f}; accepted by depth {kept} ({rounds[0]} tokens a round), "
-            f"greedily {same} ({rounds[1]})")  # fmt: skip
+    kept, same = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (evaluation.acceptance, evaluation.agreement))
+    rounds = [f"{predicted(rates):.2f}" for rates in (evaluation.acceptance, evaluation.agreement)]
+    return (f"step {evaluation.step}: loss {evaluation.loss:.4f}; "
+            f"accepted by depth {kept} ({rounds[0]} tokens a round), greedily {same} ({rounds[1]})")  # fmt: skip
 
 
-def training_table(found: "Sequence[Result]") -> Table:
+def training_table(results: "Sequence[Result]") -> Table:
     """Return a table of a trained drafter's tokens per round and speed."""
     table = Table("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed", box=box.SIMPLE_HEAD,
                   caption="foreseen: of the held-out texts as they are; measured: of what the target answers to them",
                   caption_justify="left")  # fmt: skip
-    for one in found:
-        table.add_row(str(one.num_draft_tokens), f"{one.temperature:g}", f"{one.foreseen:.2f}",
-                      f"{one.tokens_per_round:.2f}", f"{one.speedup:.2f}x")  # fmt: skip
+    for result in results:
+        table.add_row(str(result.num_draft_tokens), f"{result.temperature:g}", f"{result.foreseen:.2f}",
+                      f"{result.tokens_per_round:.2f}", f"{result.speedup:.2f}x")  # fmt: skip
     return table
 
 
-def memory_table(found: Plan) -> Table:
+def memory_table(plan: Plan) -> Table:
     """Return a table of the predicted memory use on the device, with and without the draft."""
-    device = found.device
-    title = (f"{device.title}, {device.dtype}: batch {found.batch}, length {found.length}\n"
-             f"{found.prompt} of it prompt, acceptance {found.acceptance:g} assumed")  # fmt: skip
+    device = plan.device
+    title = (f"{device.title}, {device.dtype}: batch {plan.batch}, length {plan.length}\n"
+             f"{plan.prompt} of it prompt, acceptance {plan.acceptance:g} assumed")  # fmt: skip
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("GB, predicted", no_wrap=True)
     for column in ("weights", "caches", "besides", "all", f"of {device.memory / 1e9:.1f}"):
         table.add_column(column, justify="right", no_wrap=True)
-    rows = {"plain": found.plain_footprint} | {name: one.footprint for name, one in _drafts(found).items()}
+    rows = {"plain": plan.plain_footprint} | {name: one.footprint for name, one in _drafts(plan).items()}
     for name, held in rows.items():
         parts = *_gigabytes(held), f"{held.total / 1e9:.2f}", f"{held.total / device.memory:.0%}"
         table.add_row(name, *parts)
@@ -170,26 +170,26 @@ def memory_table(found: Plan) -> Table:
     return table
 
 
-def plan_table(found: Plan) -> Table:
+def plan_table(plan: Plan) -> Table:
     """Return a table of the predicted cost, yield and speed for plain decoding and every K, with each draft."""
     notes = ["predicted, not measured; tokens/s of each text"]
-    drafts = _drafts(found)
+    drafts = _drafts(plan)
     if len(drafts) > 1:
         notes.append("an int8 draft is taken to be accepted as often")
     table = Table(caption="\n".join(notes), box=box.SIMPLE_HEAD)
     for title in ("K", "tokens/round", "ms/round", "tokens/s", *drafts):
         table.add_column(title, justify="right", no_wrap=True)
-    for k in range(len(found.draft.speedups) + 1):
-        seconds, tokens = _costs(found.draft)[k - 1] if k else (found.plain_seconds, 1.0)
+    for k in range(len(plan.draft.speedups) + 1):
+        seconds, tokens = _costs(plan.draft)[k - 1] if k else (plan.plain_seconds, 1.0)
         table.add_row("plain" if k == 0 else str(k), f"{tokens:.2f}", f"{seconds * 1e3:.3g}", f"{tokens / seconds:.0f}",
                       *(_speed(one, k) for one in drafts.values()),
-                      style="bold green" if k == found.draft.best else None)  # fmt: skip
+                      style="bold green" if k == plan.draft.best else None)  # fmt: skip
     return table
 
 
-def _drafts(found: Plan) -> dict[str, Drafting]:
+def _drafts(plan: Plan) -> dict[str, Drafting]:
     """Return the drafts to compare: the given draft and its int8 version, or only the latter if they are the same."""
-    return ({} if found.int8 == found.draft else {"draft": found.draft}) | {"int8 draft": found.int8}
+    return ({} if plan.int8 == plan.draft else {"draft": plan.draft}) | {"int8 draft": plan.int8}
 
 
 def _costs(draft: Drafting) -> list[tuple[float, float]]:
@@ -204,32 +204,32 @@ def _gigabytes(held: Footprint) -> tuple[str, str, str]:
     return f"{held.weights / 1e9:.2f}", f"{held.caches / 1e9:.2f}", f"~{held.temporaries / 1e9:.2f}"
 
 
-def plan_advice(found: Plan) -> str:
+def plan_advice(plan: Plan) -> str:
     """Return the recommendation from a plan in one sentence."""
-    given, int8 = found.draft, found.int8
-    if found.verdict == NO_ROOM:
-        return _no_room(found)
-    if found.verdict == QUANTIZE:
-        as_given = f"as given at {given.speedup:.2f}x" if given.best else "while as given it does not pay"
+    draft, int8 = plan.draft, plan.int8
+    if plan.verdict == NO_ROOM:
+        return _no_room(plan)
+    if plan.verdict == QUANTIZE:
+        as_given = f"as given at {draft.speedup:.2f}x" if draft.best else "while as given it does not pay"
         return (f"quantise the draft: in int8, with num_draft_tokens={int8.num_draft_tokens}, it would run at "
                 f"{int8.speedup:.2f}x the speed of plain decoding, {as_given}")  # fmt: skip
-    if found.verdict != SPECULATE:
-        return _against(given.speedups)
-    best = f"use num_draft_tokens={given.best} ({given.speedups[given.best - 1]:.2f}x plain, predicted)"
-    if given.num_draft_tokens == given.best:
+    if plan.verdict != SPECULATE:
+        return _against(draft.speedups)
+    best = f"use num_draft_tokens={draft.best} ({draft.speedups[draft.best - 1]:.2f}x plain, predicted)"
+    if draft.num_draft_tokens == draft.best:
         return best
-    return f"{best}; num_draft_tokens={given.num_draft_tokens} would run at {given.speedup:.2f}x"
+    return f"{best}; num_draft_tokens={draft.num_draft_tokens} would run at {draft.speedup:.2f}x"
 
 
-def _no_room(found: Plan) -> str:
-    weights, caches, besides = _gigabytes(found.draft.footprint)
+def _no_room(plan: Plan) -> str:
+    weights, caches, besides = _gigabytes(plan.draft.footprint)
     options = {
-        f"a batch of {found.largest_batch}": found.largest_batch,
-        f"a length of {found.largest_length}": found.largest_length,
-        "a draft in int8": found.int8.fits and not found.draft.fits,
-        "decoding without a draft": found.plain_fits,
+        f"a batch of {plan.largest_batch}": plan.largest_batch,
+        f"a length of {plan.largest_length}": plan.largest_length,
+        "a draft in int8": plan.int8.fits and not plan.draft.fits,
+        "decoding without a draft": plan.plain_fits,
     }
     fitting = [name for name, fits in options.items() if fits]
     remedy = f"{' or '.join(fitting)} would fit" if fitting else "nor does anything smaller of this pair"
     return (f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB besides are more than the "
-            f"{found.device.memory / 1e9:.2f} GB of one {found.device.title}; {remedy}")  # fmt: skip
+            f"{plan.device.memory / 1e9:.2f} GB of one {plan.device.title}; {remedy}")  # fmt: skip

@@ -101,15 +101,17 @@ def serve(
     where = sources(target, draft, plain, tokenizer_source)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
-    wishes = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
+    engine_options = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
     with _listener(host, port) as listener:
-        with status_line() as say:
-            far = "auto" if num_draft_tokens is None else num_draft_tokens
-            engine, tokenizer = engine_of(where, say, dtype, quantize, lambda _: far, max_length, **wishes)
-            compile_all(engine, say)
-        wishes = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix,
-                  "access": access}  # fmt: skip
-        _run(engine, tokenizer, listener, keep_alive, name or target or "bundled", **wishes)
+        with status_line() as set_status:
+            draft_length = "auto" if num_draft_tokens is None else num_draft_tokens
+            engine, tokenizer = engine_of(
+                where, set_status, dtype, quantize, lambda _: draft_length, max_length, **engine_options
+            )
+            compile_all(engine, set_status)
+        server_options = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix,
+                          "access": access}  # fmt: skip
+        _run(engine, tokenizer, listener, keep_alive, name or target or "bundled", **server_options)
 
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
@@ -144,14 +146,16 @@ def _listener(host: str, port: int) -> socket.socket:
         raise UsageError(f"--host {host} --port {port} cannot be listened on: {reason}; choose another.") from error
 
 
-def _run(engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, name: str, **wishes: Any) -> None:
+def _run(
+    engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, name: str, **server_options: Any
+) -> None:
     from jspec import __version__
     from jspec.models.sampling_defaults import described
     from jspec.serve.app import Server
     from jspec.serve.run import ends_within, run
 
     with engine:
-        server = Server(engine, tokenizer, name, version=__version__, **wishes)
+        server = Server(engine, tokenizer, name, version=__version__, **server_options)
         server.warm_up()
         listener.listen(2048)
         host, port = listener.getsockname()[:2]

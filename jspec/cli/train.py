@@ -91,7 +91,7 @@ def train(
     if path.exists() and not (folder / "state").exists():
         raise UsageError(f"{path} is there already, without the run that made it; give another --output, or delete it.")
     where = sources(target or BUNDLED_TARGET, start or NONE)
-    with status_line() as say:
+    with status_line() as set_status:
         import jspec
         from jspec.training.train import Recipe
 
@@ -99,7 +99,7 @@ def train(
                   "length": length, "written_tokens": written_tokens, "draft_vocab": draft_vocab, "seed": seed,
                   "boost": boost}  # fmt: skip
         Recipe(kind, **recipe).check()
-        say("Loading")
+        set_status("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
         how_saved(begun, where.target)  # raises before training if the drafter cannot be saved
     with interrupts.last_words(f"Stopped. The same command goes on from {folder}."):
@@ -202,8 +202,8 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
     *_, last = read_log(folder)
     if isinstance(drafter, MultiDrafter):
         typer.echo("Of several models, what is foreseen is of the first alone.")
-    with status_line() as say:
-        say("Measuring")
+    with status_line() as set_status:
+        set_status("Measuring")
         tree = own_tree(drafter)
         lengths = {min(2, depth), depth} if tree is None else {tree.max_depth}
         if isinstance(drafter, PassDrafter):  # its tree has vectors after its last draft token

@@ -67,7 +67,7 @@ def tune(
     if where.has_tree:
         raise UsageError(f"{where.draft} drafts a tree of its own, so there is nothing to tune.")
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
-    with status_line() as say:
+    with status_line() as set_status:
         import jax
         from rich.console import Console
 
@@ -77,7 +77,7 @@ def tune(
         from jspec.tuning.validate_tuning import check_tuning
 
         check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
-        say("Loading")
+        set_status("Loading")
         rows = text.repeated(prompts or text.EXAMPLE_PROMPTS, batch)
         tokenizer = where.tokenizer()
         with wrong_options():

@@ -16,7 +16,7 @@ class OutputBuffers:
     """The output of all rounds so far. Rounds never read it. Shapes are those of `Output` plus K + 1 spare columns.
 
     Attributes:
-        strange: ``bool[B]``, whether any round was strange. See `RoundOutput`.
+        out_of_vocab: ``bool[B]``, whether any round drafted such an id. See `RoundOutput`.
         record: None unless a record was requested.
     """
 
@@ -24,7 +24,7 @@ class OutputBuffers:
     raw_logprobs: Array
     origins: Array
     stats: Stats
-    strange: Array
+    out_of_vocab: Array
     record: Record | None
 
 
@@ -49,7 +49,7 @@ def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Arra
         write_rows(buffers.raw_logprobs, new.raw_logprobs, written),
         write_rows(buffers.origins, new.origins, written),
         _add(buffers.stats, new, done),
-        buffers.strange | new.strange,
+        buffers.out_of_vocab | new.out_of_vocab,
         record,
     )
 

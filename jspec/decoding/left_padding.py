@@ -42,8 +42,8 @@ def _begins_with_padding(
     Text may begin with EOS. It may begin with BOS twice, if a tokenizer adds BOS to text that already has it. It may
     begin with the pad id if that id is a word, such as "!", which is token 0 in many vocabularies.
     """
-    usual = [i for i in (pad, *ends) if i is not None]
-    return np.isin(first, usual) & (run >= np.where(first == bos, 3, 2))
+    default_ids = [i for i in (pad, *ends) if i is not None]
+    return np.isin(first, default_ids) & (run >= np.where(first == bos, 3, 2))
 
 
 def _begins_with_one_pad(tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, pad: int | None) -> np.ndarray:
@@ -58,7 +58,7 @@ def _begins_with_one_pad(tokens: np.ndarray, lengths: np.ndarray, run: np.ndarra
 
 
 def _starts_later(
-    tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, bos: int | None, usual: Sequence[int | None]
+    tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, bos: int | None, default_ids: Sequence[int | None]
 ) -> np.ndarray:
     """Return which rows have BOS after a run of one other id, if all rows have BOS and one of them begins with it.
 
@@ -72,12 +72,12 @@ def _starts_later(
     after = np.take_along_axis(tokens, np.minimum(at + 1, width - 1), axis=1)[:, 0]
     later = ~starts & (np.take_along_axis(tokens, at, axis=1)[:, 0] == bos) & (after != bos)
     alike = np.unique(tokens[~starts, 0]).size == 1
-    sure = (run > 1) | (run == width - lengths) | np.isin(tokens[:, 0], [i for i in usual if i is not None])
+    sure = (run > 1) | (run == width - lengths) | np.isin(tokens[:, 0], [i for i in default_ids if i is not None])
     return later & sure & alike & (starts | later).all()
 
 
 def _is_measured_by_mask(
-    tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, usual: Sequence[int | None]
+    tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, default_ids: Sequence[int | None]
 ) -> np.ndarray:
     """Return which rows have text after their length, and begin with as many equal ids as the length omits.
 
@@ -88,6 +88,6 @@ def _is_measured_by_mask(
     after = np.arange(width) >= lengths[:, None]
     last = tokens[:, -1:]
     is_text = (after & (tokens != last)).any(axis=1) & (tokens >= 0).all(axis=1)
-    known = np.isin(tokens[:, 0], [i for i in usual if i is not None])
+    known = np.isin(tokens[:, 0], [i for i in default_ids if i is not None])
     least = np.where(known, 2, _REPEATED)
     return is_text & (left_out >= least) & (run == left_out)

@@ -23,10 +23,10 @@ from jspec.core.sharding import on_any_mesh, vary_like
 from jspec.core.transfers import explicit_transfers
 from jspec.core.types import Output
 from jspec.decoding.buffers import OutputBuffers, collect, cut_to_size, empty_buffers
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.decoding.validate_arguments import check_drafted
-from jspec.drafters.base import Drafter, is_foreign, tree_of
+from jspec.drafters.base import Drafter, is_user_defined, tree_of
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.draft_length import DraftLength
 from jspec.drafters.validate_draft import CheckedDrafter
@@ -61,12 +61,12 @@ def run_program(
             stack.enter_context(explicit_transfers())
         if not rule.exact:  # its distortion is NaN if it does not report one
             stack.enter_context(jax.debug_nans(False))
-        out, strange = decode_program(
+        out, out_of_vocab = decode_program(
             target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
             *traced(sampling, eos_ids, pad_id),
             max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record)  # fmt: skip
-    if is_foreign(drafter):
-        check_drafted(drafter, strange, target.config.vocab_size)
+    if is_user_defined(drafter):
+        check_drafted(drafter, out_of_vocab, target.config.vocab_size)
     return out
 
 
@@ -108,7 +108,7 @@ def decode_program(
     """Prefill the prompts, run rounds until every row is done, and cut the result to size.
 
     Returns:
-        The result, and `OutputBuffers.strange`.
+        The result, and `OutputBuffers.out_of_vocab`.
     """
     batch = tokens.shape[0]
     lengths = lengths.astype(jnp.int32)
@@ -126,14 +126,14 @@ def decode_program(
     tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
     began = start(target, drafter, params, tokens, max_new_tokens, draft_length, record)
 
-    def play(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
+    def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
         state, buffers = carry
-        after, new = play_round(target, drafter, rule, draft_length, params, state)
+        after, new = decode_round(target, drafter, rule, draft_length, params, state)
         with jax.named_scope("commit"):
             return after, collect(buffers, new, state.lengths - lengths, state.done)
 
-    state, buffers = lax.while_loop(lambda carry: ~jnp.all(carry[0].done), play, vary_like(began, tokens))
-    return cut_to_size(state, buffers, lengths, pad_id, max_new_tokens), buffers.strange
+    state, buffers = lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, vary_like(began, tokens))
+    return cut_to_size(state, buffers, lengths, pad_id, max_new_tokens), buffers.out_of_vocab
 
 
 def start(
@@ -152,8 +152,10 @@ def start(
     slots = whole_tiles(width + max_new_tokens + size + 1)
     with jax.named_scope("prefill"):
         if features := features_of(drafter):
-            cache, told = prefill_with_features(target, tokens, slots, features)
-            drafter_state = drafter.init(tokens, slots, features=told, lengths=params.prompt_lengths, target=target)
+            cache, target_features = prefill_with_features(target, tokens, slots, features)
+            drafter_state = drafter.init(
+                tokens, slots, features=target_features, lengths=params.prompt_lengths, target=target
+            )
         else:
             cache = prefill(target, tokens, slots)
             drafter_state = () if drafter is None else drafter.init(tokens, slots)

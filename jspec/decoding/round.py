@@ -21,17 +21,26 @@ from jspec.core.sampling import add_tokens, raw_logprobs, top_logprobs
 from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
 from jspec.decoding.recording import of_round
 from jspec.decoding.state import DecodeState, RequestParams, RoundOutput
-from jspec.decoding.verify import Reading, last_token, verify
-from jspec.drafters.base import Context, Drafter, TargetView, as_draft, is_foreign, only, outside, tree_of
+from jspec.decoding.verify import TargetOutput, last_token, verify
+from jspec.drafters.base import (
+    Context,
+    Drafter,
+    TargetView,
+    as_draft,
+    is_out_of_vocab,
+    is_user_defined,
+    mask_draft,
+    tree_of,
+)
 from jspec.drafters.capabilities import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.draft_length import DraftLength
-from jspec.drafters.late_reading import read_on
 from jspec.models.kv_cache import keep
 
 Allowed = Callable[[RequestParams, DecodeState, Draft], Array]
 
 
-def play_round(
+def decode_round(
     target: Any,
     drafter: Drafter[Any] | None,
     rule: Rule,
@@ -47,16 +56,16 @@ def play_round(
     If a row requests top log-probabilities, the output has the `num_top` most likely tokens of every distribution.
     `constrain` returns the tokens allowed at every position, ``bool[B, N + 1, V]``.
     """
-    draft, strange, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
+    draft, out_of_vocab, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
     with jax.named_scope("verify"):
         embeddings = embeddings_of(drafter)
         allowed = _allowed(params, state, draft, target.config.vocab_size)
         if constrain is not None:
-            asked = constrain(params, state, draft)
-            allowed = asked if allowed is None else asked & allowed
+            constrained = constrain(params, state, draft)
+            allowed = constrained if allowed is None else constrained & allowed
         read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings, allowed)
         if embeddings is not None:  # the pass has read all ids; later steps accept vocabulary ids only
-            draft = only(draft, ~outside(draft.tokens, target.config.vocab_size))
+            draft = mask_draft(draft, ~is_out_of_vocab(draft.tokens, target.config.vocab_size))
     with jax.named_scope("accept"):
         verdict = _by_row(rule, params, state, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
@@ -66,18 +75,21 @@ def play_round(
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None and draft_length.max_draft_tokens:
-            drafter_state = drafter.commit(drafter_state, draft, verdict, read.hidden, **_told(target, drafter, read))
+            drafter_state = drafter.commit(
+                drafter_state, draft, verdict, read.hidden, **_target_signals(target, drafter, read)
+            )
         elif drafter is not None:  # the drafter only reads in this round
             block = jnp.stack([last_token(state), verdict.next_token], axis=1)
-            drafter_state = read_on(drafter, drafter_state, block, state.lengths - 1, (~state.done).astype(jnp.int32),
-                                    **_told_of_text(target, drafter, read))  # fmt: skip
+            start, count = state.lengths - 1, (~state.done).astype(jnp.int32)
+            signals = _prefill_signals(target, drafter, read)
+            drafter_state = prefill_chunk(drafter, drafter_state, block, start, count, **signals)
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
         path = along_path(draft, verdict, read.probs)
         logits = at_path(read.logits, verdict)
         top_ids, top = _top(params, state, logits, num_top)
-        told = {"raw_logprobs": raw_logprobs(logits, path.tokens), "top_ids": top_ids, "top_logprobs": top}
-        new, ended = _output(params, state, verdict, path, told | {"strange": strange})
+        extra = {"raw_logprobs": raw_logprobs(logits, path.tokens), "top_ids": top_ids, "top_logprobs": top}
+        new, ended = _output(params, state, verdict, path, extra | {"out_of_vocab": out_of_vocab})
         new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
         return _commit(draft_length, state, new), new
@@ -100,7 +112,7 @@ def _propose(
     params: RequestParams,
     state: DecodeState,
 ) -> tuple[Draft, Array, Any]:
-    """Return the draft (empty without a drafter), its `RoundOutput.strange`, and the drafter's state."""
+    """Return the draft (empty without a drafter), its `RoundOutput.out_of_vocab`, and the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None or not draft_length.max_draft_tokens:
         empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
@@ -116,27 +128,27 @@ def _propose(
             context = dataclasses.replace(context, budget=budget, draft_length=draft_length,
                                           length_state=state.draft_length)  # fmt: skip
         draft, drafter_state = drafter.propose(state.drafter, context, k)
-        mended, strange = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
+        mended, out_of_vocab = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if mended.probs is None and not rule.shares_noise:
             raise ValueError(f"{type(drafter).__name__} drafts tokens without their laws, by which "
                              f'{type(rule).__name__} judges; use accept="coupled".')  # fmt: skip
-        if is_foreign(drafter):  # this check reads all distributions
+        if is_user_defined(drafter):  # this check reads all distributions
             guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid
-            strange = (outside(draft.tokens, vocab_size) & guessed).any(1) & ~state.done
+            out_of_vocab = (is_out_of_vocab(draft.tokens, vocab_size) & guessed).any(1) & ~state.done
         if state.drafts is not None:
-            mended = only(mended, state.drafts[:, None], mended.tokens)
-        return mended, strange, drafter_state
+            mended = mask_draft(mended, state.drafts[:, None], mended.tokens)
+        return mended, out_of_vocab, drafter_state
 
 
-def _told(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
+def _target_signals(target: Any, drafter: Any, read: TargetOutput) -> dict[str, Any]:
     """Return the `commit` arguments that a drafter requests in addition to `hidden`."""
-    told = _told_of_text(target, drafter, read)
+    signals = _prefill_signals(target, drafter, read)
     if count := num_likeliest_of(drafter):
-        told["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
-    return told
+        signals["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
+    return signals
 
 
-def _told_of_text(target: Any, drafter: Any, read: Reading) -> dict[str, Any]:
+def _prefill_signals(target: Any, drafter: Any, read: TargetOutput) -> dict[str, Any]:
     """Return the target and its features as arguments, for a drafter that reads features."""
     return {"features": read.features, "target": target} if features_of(drafter) else {}
 
@@ -211,9 +223,9 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
 
 
 def _output(
-    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, told: dict[str, Any]
+    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, extra: dict[str, Any]
 ) -> tuple[RoundOutput, Array]:
-    """Return the round's output, including the fields in `told`, and which rows have ended."""
+    """Return the round's output, including the fields in `extra`, and which rows have ended."""
     num_accepted = verdict.num_accepted
     stop = _stop(params, state, num_accepted, path)
     accepted = jnp.minimum(num_accepted, stop.gained)
@@ -232,7 +244,7 @@ def _output(
         accepted=accepted,
         invalid=stop.invalid,
         distortion=_distortion(verdict, stop.gained),
-        **told,
+        **extra,
     )
     return output, stop.ended
 

@@ -22,7 +22,7 @@ class RequestParams:
         transforms, draft_transforms: the logits transforms of the target and of the draft.
         min_tokens: ``int32[B]``, how many of the first new tokens must not be EOS; None if no row has a minimum.
         top_logprobs: ``int32[B]``, the number of most likely tokens to report with raw log-probabilities; at most the
-            `num_top` of `jspec.decoding.round.play_round`. None if no row reports any.
+            `num_top` of `jspec.decoding.round.decode_round`. None if no row reports any.
         constraints: ``int32[B]``, the number of the row's constraint, or 0; None if no row is constrained.
         coupled: ``bool[B]``, whether the rule "coupled" verifies the row in place of the program's own rule; None if it
             verifies no row.
@@ -78,7 +78,7 @@ class RoundOutput:
             `jspec.core.types.Stats`.
         invalid: ``bool[B]``, whether the row stopped because the target's logits define no distribution.
         distortion: ``float32[B]``, the sum over the new tokens.
-        strange: ``bool[B]``, whether a drafter from outside jspec has drafted an id outside the vocabulary.
+        out_of_vocab: ``bool[B]``, whether a drafter from outside jspec has drafted an id outside the vocabulary.
         top_ids, top_logprobs: ``int32[B, K + 1, n]`` and ``float32[B, K + 1, n]``, the most likely tokens, highest
             first, and their raw log-probabilities; arbitrary if no row requests them.
         record: the draft tokens of this round only. See `jspec.decoding.recording.of_round`.
@@ -94,7 +94,7 @@ class RoundOutput:
     accepted: Array
     invalid: Array
     distortion: Array
-    strange: Array
+    out_of_vocab: Array
     top_ids: Array
     top_logprobs: Array
     record: Record | None = None

@@ -19,7 +19,7 @@ from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import values, values_if_known
 from jspec.core.types import same_but_for_padding
 from jspec.decoding.left_padding import check_right_padded
-from jspec.drafters.capabilities import embeddings_of, features_of, says_how_sure
+from jspec.drafters.capabilities import embeddings_of, features_of, has_confidence
 
 # For each name, a description of the allowed values, and a test for a NumPy array of values.
 RANGES = {
@@ -59,7 +59,7 @@ def check_arguments(
     check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
         _check_drafter(drafter, vocab_size)
-        _check_asked(target, drafter)
+        _check_capabilities(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
     batch = _check_prompts(tokens, lengths, target.config)
     _check_keys(keys, batch)
@@ -68,7 +68,7 @@ def check_arguments(
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
-def _check_asked(target: Any, drafter: Any) -> None:
+def _check_capabilities(target: Any, drafter: Any) -> None:
     """Raise if a drafter needs features that the target does not have, or embeddings that the target cannot read."""
     kind, features, embeddings = type(drafter).__name__, features_of(drafter), embeddings_of(drafter)
     if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
@@ -86,9 +86,9 @@ def _check_asked(target: Any, drafter: Any) -> None:
                              f"array [M, {size}], the target's hidden size.")  # fmt: skip
 
 
-def check_drafted(drafter: Any, strange: Any, vocab_size: int) -> None:
-    """Raise ValueError if ``strange[B]`` is true for a row, because its drafts had ids outside the vocabulary."""
-    rows = values(strange)
+def check_drafted(drafter: Any, out_of_vocab: Any, vocab_size: int) -> None:
+    """Raise ValueError if ``out_of_vocab[B]`` is true for a row, because its drafts had ids outside the vocabulary."""
+    rows = values(out_of_vocab)
     if rows is not None and rows.any():
         raise ValueError(f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
                          f"{np.argmax(rows)}; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
@@ -179,8 +179,8 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
     if embeddings_of(drafter) is not None:  # tokens after the longest row's draft are not read
         raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
                          f"number in place of {kind}, or a tree.")  # fmt: skip
-    asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "starts")
-    if asks and not says_how_sure(drafter):
+    asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "should_draft")
+    if asks and not has_confidence(drafter):
         raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
                          "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
                          f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens}).")  # fmt: skip

@@ -18,7 +18,7 @@ from jspec.drafters.draft_length import DraftLength, compiled_lengths
 from jspec.models.kv_cache import KVCache, append
 
 
-class Reading(NamedTuple):
+class TargetOutput(NamedTuple):
     """The target's output at the last token and at every draft token, ``[B, N + 1, ...]``.
 
     Attributes:
@@ -48,7 +48,7 @@ def verify(
     features: Sequence[int],
     embeddings: Array | None,
     allowed: Array | None = None,
-) -> tuple[Reading, KVCache]:
+) -> tuple[TargetOutput, KVCache]:
     """Return the target's output for a draft, and its KV cache including the whole draft.
 
     Args:
@@ -61,22 +61,22 @@ def verify(
     lengths, branches = compiled_lengths(draft_length), draft.topology.branches
     given = {} if embeddings is None else {"embeddings": embeddings}
 
-    def read(block: Array, cache: KVCache, **how: Any) -> tuple[Reading, KVCache]:
+    def read(block: Array, cache: KVCache, **how: Any) -> tuple[TargetOutput, KVCache]:
         if features:
-            hidden, told, cache = target.forward_with_features(block, cache, start, features, **given, **how)
+            hidden, target_features, cache = target.forward_with_features(block, cache, start, features, **given, **how)
         else:
             hidden, cache = target.forward(block, cache, start, **given, **how)
-            told = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
+            target_features = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
         logits, drafted = target.logits(hidden), draft.tokens[:, : block.shape[1] - 1]
         seen = None if branches is None else branches.visible[..., 1:]
         masked = logits if allowed is None else jnp.where(allowed[:, : block.shape[1]], logits, -jnp.inf)
         probs = token_probs(masked, params.transforms, state.token_counts, drafted, seen)
-        return Reading(hidden, told, logits, probs), cache
+        return TargetOutput(hidden, target_features, logits, probs), cache
 
     if len(lengths) == 1:
         return read(block, state.cache, **Branches.argument(branches))
 
-    def up_to(k: int) -> tuple[Reading, KVCache]:
+    def up_to(k: int) -> tuple[TargetOutput, KVCache]:
         # Only read the cache here, because XLA would copy it if one of several branches updated it.
         reading, new = read(block[:, : k + 1], target.new_cache(*block.shape), past=(state.cache, start))
         missing = block.shape[1] - 1 - k
@@ -87,5 +87,7 @@ def verify(
         return jax.tree.map(padded, reading), new
 
     shortest = jnp.searchsorted(jnp.array(lengths), num_guessed(draft).max())
-    reading, new = cast(tuple[Reading, KVCache], lax.switch(shortest, [functools.partial(up_to, k) for k in lengths]))
+    reading, new = cast(
+        tuple[TargetOutput, KVCache], lax.switch(shortest, [functools.partial(up_to, k) for k in lengths])
+    )
     return reading, append(state.cache, new, start)

@@ -106,8 +106,8 @@ class Drafter(Protocol[State]):
     vocabulary has V < n tokens, there are V of them.
 
     `read` lets the drafter prefill a sequence in pieces, as `jspec.engine.Engine` does
-    (`jspec.drafters.late_reading.read_on`). Without it, a drafter's own `init` receives each prompt whole, as soon as
-    the prompt is complete.
+    (`jspec.drafters.chunked_prefill.prefill_chunk`). Without it, a drafter's own `init` receives each prompt whole,
+    as soon as the prompt is complete.
 
     `embeddings`, ``float[M, E]``, lets the drafter propose ids from V to V + M - 1 in places that it does not draft.
     The target reads row i of `embeddings` in place of token V + i. The target's state there, after the branch so far,
@@ -210,14 +210,14 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
     probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
     draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
     if draft.valid is not None:
-        draft = only(draft, draft.valid, draft.tokens)
+        draft = mask_draft(draft, draft.valid, draft.tokens)
     if context.budget is not None:
-        draft = only(draft, prefix_mask(context.budget, num_draft_tokens))
-    if is_foreign(drafter):
+        draft = mask_draft(draft, prefix_mask(context.budget, num_draft_tokens))
+    if is_user_defined(drafter):
         embeddings = embeddings_of(drafter)
         readable = context.vocab_size + (0 if embeddings is None else len(embeddings))
-        read = jnp.where(outside(draft.tokens, readable), 0, draft.tokens)
-        draft = only(draft, ~outside(draft.tokens, context.vocab_size), read)
+        read = jnp.where(is_out_of_vocab(draft.tokens, readable), 0, draft.tokens)
+        draft = mask_draft(draft, ~is_out_of_vocab(draft.tokens, context.vocab_size), read)
     return draft
 
 
@@ -254,21 +254,21 @@ def as_tree(tree: Any) -> Tree:
     return tree.by_depth()
 
 
-def certain(tokens: Array, guessed: Array, context: Context, tree: Tree | None = None) -> Draft:
+def one_hot_draft(tokens: Array, guessed: Array, context: Context, tree: Tree | None = None) -> Draft:
     """Return a draft of ``tokens[B, K]`` that the sequence so far fully determines.
 
     The distributions are one-hot, or all zeros where ``guessed[B, K]`` is False.
     """
-    laws = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32)
-    return Draft(tokens, laws * guessed[..., None].astype(laws.dtype), tree)
+    probs = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32)
+    return Draft(tokens, probs * guessed[..., None].astype(probs.dtype), tree)
 
 
-def outside(tokens: Array, vocab_size: int) -> Array:
+def is_out_of_vocab(tokens: Array, vocab_size: int) -> Array:
     """Return ``bool[B, K]``: whether each token is outside a vocabulary of this size."""
     return (tokens < 0) | (tokens >= vocab_size)
 
 
-def only(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
+def mask_draft(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
     """Keep draft tokens where ``kept[B, K]`` is True; replace the others by `otherwise`, without distributions."""
     probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
     valid = None if draft.valid is None else draft.valid & kept
@@ -307,7 +307,7 @@ def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
     return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
 
 
-def is_foreign(drafter: Drafter[Any] | None) -> bool:
+def is_user_defined(drafter: Drafter[Any] | None) -> bool:
     """Return whether `drafter` defines `propose` outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
     if drafter is None:
         return False

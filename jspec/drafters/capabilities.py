@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Optional drafter attributes: requests to the target, reach, and how combined drafters forward them."""
+"""Optional drafter attributes: requests to the target, the longest chain, and how combined drafters forward them."""
 
 import math
 from collections.abc import Iterable
@@ -23,14 +23,14 @@ def embeddings_of(drafter: Any) -> Array | None:
     return getattr(drafter, "embeddings", None)
 
 
-def reach_of(drafter: Any) -> float:
+def max_chain_length_of(drafter: Any) -> float:
     """Return the number of consecutive tokens that a drafter can draft; infinity for most drafters."""
-    return getattr(drafter, "reach", math.inf)
+    return getattr(drafter, "max_chain_length", math.inf)
 
 
-def says_how_sure(drafter: Any) -> bool:
+def has_confidence(drafter: Any) -> bool:
     """Return whether a drafter can report its confidence in its draft tokens."""
-    return getattr(drafter, "says_how_sure", hasattr(drafter, "extend"))
+    return getattr(drafter, "has_confidence", hasattr(drafter, "extend"))
 
 
 def least(limits: Iterable[int | None]) -> int | None:
@@ -38,7 +38,7 @@ def least(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-class Around:
+class WrapperDrafter:
     """A wrapper around `draft` that forwards its requests to the target, and the target's values back to it."""
 
     draft: Any
@@ -56,8 +56,8 @@ class Around:
         return getattr(self.draft, "max_positions", None)
 
     @property
-    def reach(self) -> float:
-        return reach_of(self.draft)
+    def max_chain_length(self) -> float:
+        return max_chain_length_of(self.draft)
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -77,17 +77,17 @@ def features_of_all(*parts: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for part in parts for i in features_of(part)))
 
 
-def told_to(part: Any, features: tuple[int, ...], told: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that `part` requests, from the values `told` that its combined drafter received.
+def signals_for(part: Any, features: tuple[int, ...], target_signals: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that `part` requests, from the values `target_signals` that its combined drafter received.
 
     Args:
         features: the combined drafter's features.
     """
     mine: dict[str, Any] = {}
     if wanted := features_of(part):
-        mine = {name: each for name, each in told.items() if name != "likeliest"}
+        mine = {name: each for name, each in target_signals.items() if name != "likeliest"}
         if wanted != features:
-            mine["features"] = told["features"][:, :, [features.index(i) for i in wanted]]
-    if (count := num_likeliest_of(part)) and "likeliest" in told:
-        mine["likeliest"] = told["likeliest"][..., :count]
+            mine["features"] = target_signals["features"][:, :, [features.index(i) for i in wanted]]
+    if (count := num_likeliest_of(part)) and "likeliest" in target_signals:
+        mine["likeliest"] = target_signals["likeliest"][..., :count]
     return mine

@@ -25,7 +25,7 @@ from jspec.core.types import check_between, check_count
 class DraftLength(Protocol):
     """A policy that decides how many tokens to draft. It is hashable, because it is part of the compiled program.
 
-    An optional method `starts`, with the same arguments as `continues`, decides whether to draft at all. Its
+    An optional method `should_draft`, with the same arguments as `continues`, decides whether to draft at all. Its
     `confidence` is the probability of the most likely first token, because no token has been drawn yet.
 
     Attributes:
@@ -141,7 +141,7 @@ class WhileConfident(AtMost):
         if self.first != 0:
             check_between("first", self.first, 0, 1)
 
-    def starts(self, state: Any, confidence: Array) -> Array:
+    def should_draft(self, state: Any, confidence: Array) -> Array:
         return confidence >= self.first if self.first else jnp.ones(confidence.shape, bool)
 
     def continues(self, state: Any, confidence: Array) -> Array:

@@ -12,15 +12,15 @@ from jax import Array
 from jspec.core.probs import at_tokens
 from jspec.core.tree import DynamicTree, Tree
 from jspec.core.types import Draft, Verdict, pytree
-from jspec.drafters.base import Context, as_draft, outside, own_tree
-from jspec.drafters.capabilities import Around
-from jspec.drafters.late_reading import read_on
+from jspec.drafters.base import Context, as_draft, is_out_of_vocab, own_tree
+from jspec.drafters.capabilities import WrapperDrafter
+from jspec.drafters.chunked_prefill import prefill_chunk
 
 _TOLERANCE = 1e-3
 
 
 @pytree
-class CheckedDrafter(Around):
+class CheckedDrafter(WrapperDrafter):
     """A wrapper around `draft` that fails if a distribution is invalid or a token cannot come from its distribution.
 
     An all-zero distribution means "no guess" and passes. `jspec.speculative_generate` wraps its draft in this class if
@@ -34,11 +34,11 @@ class CheckedDrafter(Around):
     def tree(self) -> Tree | DynamicTree | None:
         return own_tree(self.draft)
 
-    def init(self, tokens: Array, num_slots: int, **told: Any) -> Any:
-        return self.draft.init(tokens, num_slots, **told)
+    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> Any:
+        return self.draft.init(tokens, num_slots, **target_signals)
 
-    def read(self, state: Any, tokens: Array, start: Array, count: Array, **told: Any) -> Any:
-        return read_on(self.draft, state, tokens, start, count, **told)
+    def read(self, state: Any, tokens: Array, start: Array, count: Array, **target_signals: Any) -> Any:
+        return prefill_chunk(self.draft, state, tokens, start, count, **target_signals)
 
     def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
         draft, state = self.draft.propose(state, context, num_draft_tokens)
@@ -48,14 +48,14 @@ class CheckedDrafter(Around):
             check = functools.partial(_check_ids, type(self.draft).__name__, context.vocab_size)
             jax.debug.callback(check, held.tokens, held.valid)
             return draft, state
-        drawn = jnp.where(outside(held.tokens, context.vocab_size), 0, at_tokens(held.probs, held.tokens))
+        drawn = jnp.where(is_out_of_vocab(held.tokens, context.vocab_size), 0, at_tokens(held.probs, held.tokens))
         sums, least = held.probs.sum(-1), held.probs.min(-1)
         check = functools.partial(_check, type(self.draft).__name__, context.vocab_size)
         jax.debug.callback(check, held.tokens, sums, least, drawn)
         return draft, state
 
-    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **told: Any) -> Any:
-        return self.draft.commit(state, draft, verdict, hidden, **told)
+    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any) -> Any:
+        return self.draft.commit(state, draft, verdict, hidden, **target_signals)
 
 
 def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jspec.engine.memory_budget import give_back
+from jspec.engine.memory_budget import release_freed_memory
 
 _LOG = logging.getLogger("jspec")
 
@@ -15,35 +15,36 @@ class Compiler:
 
     Args:
         steps: a function that returns the steps. `begin` calls it.
-        notice: a function that is called whenever a step has ended.
+        notify: a function that is called whenever a step has ended.
     """
 
-    def __init__(self, steps: Callable[[], Sequence[Callable[[], Any]]], notice: Callable[[], None]):
-        self._steps, self._notice = steps, notice
+    def __init__(self, steps: Callable[[], Sequence[Callable[[], Any]]], notify: Callable[[], None]):
+        self._steps, self._notify = steps, notify
         self._thread = ThreadPoolExecutor(1, "jspec compiles")
-        self._under_way: list[Future[Any]] | None = None
+        self._futures: list[Future[Any]] | None = None
 
     def begin(self) -> None:
         """Start the steps, unless they are already running."""
-        if self._under_way is None or self.is_done:
+        if self._futures is None or self.is_done:
             steps = self._steps()
-            self._under_way = [self._thread.submit(step) for step in (*steps, *[give_back] * bool(steps))]
-            for one in self._under_way:
-                one.add_done_callback(self._has_ended)
+            self._futures = [self._thread.submit(step) for step in (*steps, *[release_freed_memory] * bool(steps))]
+            for future in self._futures:
+                future.add_done_callback(self._has_ended)
 
     @property
     def is_done(self) -> bool:
         """Whether the steps were started and have all ended."""
-        return self._under_way is not None and all(one.done() for one in self._under_way)
+        return self._futures is not None and all(future.done() for future in self._futures)
 
     @property
     def error(self) -> str:
         """The first error so far; empty if there is none."""
-        found = [one.exception() for one in self._under_way or () if one.done() and not one.cancelled()]
-        return next((f"{type(error).__name__}: {error}" for error in found if error), "")
+        ended = [future for future in self._futures or () if future.done() and not future.cancelled()]
+        errors = [future.exception() for future in ended]
+        return next((f"{type(error).__name__}: {error}" for error in errors if error), "")
 
     def _has_ended(self, step: Future[Any]) -> None:
-        self._notice()
+        self._notify()
         if not step.cancelled() and (error := step.exception()):
             _LOG.error("A program cannot be compiled.", exc_info=error)
 

@@ -24,7 +24,7 @@ from jspec.engine.grammar_worker import DeadEnd, tree_masks
 _LOG = logging.getLogger("jspec")
 _ALL = 0xFFFFFFFF  # 32 tokens, all allowed
 # Constraints of all engines, by number in this process. Compiled programs, which engines share, look them up here.
-_asked: "weakref.WeakValueDictionary[int, _Followed]" = weakref.WeakValueDictionary()
+_active_constraints: "weakref.WeakValueDictionary[int, _ActiveConstraint]" = weakref.WeakValueDictionary()
 _process_numbers = itertools.count(1)
 
 
@@ -98,11 +98,11 @@ class _InProcess(MaskSource):
         text, drafted, parents = self._question
         size = -(-self._vocab_size // 32)
         masks = np.full((len(drafted) + 1, size), _ALL, np.uint32)
-        self._follow(text)
+        self._consume_text(text)
 
         def reset(path: list[int]) -> Matcher:
             self._matcher, self._consumed = self._make(), 0
-            self._follow([*text, *path])
+            self._consume_text([*text, *path])
             self._consumed = len(text)
             return self._matcher
 
@@ -115,22 +115,22 @@ class _InProcess(MaskSource):
                 mask[:] = np.frombuffer(bits, np.uint32)[:size] if len(bits) else 0
         return masks
 
-    def _follow(self, tokens: Sequence[int]) -> None:
+    def _consume_text(self, tokens: Sequence[int]) -> None:
         while self._consumed < len(tokens):
             if not self._matcher.consume(tokens[self._consumed]):
                 raise ValueError(f"The constraint refuses token {tokens[self._consumed]}, which it has allowed.")
             self._consumed += 1
 
 
-class _Followed:
+class _ActiveConstraint:
     """A running request's constraint, its number in the process, and its error."""
 
     def __init__(self, make: Constraint, vocab_size: int):
-        made = make()
-        self.source = made if isinstance(made, MaskSource) else _InProcess(make, made, vocab_size)
+        matcher = make()
+        self.source = matcher if isinstance(matcher, MaskSource) else _InProcess(make, matcher, vocab_size)
         self.error: ConstraintError | None = None
         self.number = next(_process_numbers)
-        _asked[self.number] = self
+        _active_constraints[self.number] = self
 
     def attempt(self, compute: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of `compute`. If it raises, keep the error and return None."""
@@ -150,37 +150,37 @@ class Constraints:
 
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
-        self._followed: dict[int, _Followed] = {}
+        self._active: dict[int, _ActiveConstraint] = {}
         self._numbers = itertools.count(1)
 
     def add(self, make: Constraint) -> int:
         """Start following a new request's constraint, and return its number."""
-        followed = _Followed(make, self._vocab_size)
+        active = _ActiveConstraint(make, self._vocab_size)
         number = next(self._numbers)  # counts only the constraints that could be created, as a journal does
-        self._followed[number] = followed
+        self._active[number] = active
         return number
 
     def drop(self, number: int) -> None:
         """Stop following a constraint, and release it."""
-        if followed := self._followed.pop(number, None):
-            followed.source.close()
+        if active := self._active.pop(number, None):
+            active.source.close()
 
     def clear(self) -> None:
         """Drop all constraints."""
-        for number in [*self._followed]:
+        for number in [*self._active]:
             self.drop(number)
 
     def error(self, number: int) -> ConstraintError | None:
         """Return a constraint's error, if any. Number 0 means no constraint, and has no error."""
-        return self._followed[number].error if number else None
+        return self._active[number].error if number else None
 
     def why_nothing_follows(self, number: int, text: Sequence[int]) -> ConstraintError:
         """Return an error that says why no token may follow `text`, a constrained request's new tokens."""
-        followed = self._followed[number]
-        followed.attempt(followed.source.ask, text, (), ())
-        masks = None if followed.error else followed.attempt(followed.source.masks)
+        active = self._active[number]
+        active.attempt(active.source.ask, text, (), ())
+        masks = None if active.error else active.attempt(active.source.masks)
         if masks is None:
-            return followed.error or ConstraintError("The constraint has failed.", "constraint_failed")
+            return active.error or ConstraintError("The constraint has failed.", "constraint_failed")
         if masks.any():
             return ConstraintError("No token may follow: logit_bias or min_tokens forbid what the constraint allows; "
                                    "relax one of the two.", "constraint_conflict")  # fmt: skip
@@ -189,7 +189,7 @@ class Constraints:
 
     def in_process(self, number: int) -> int:
         """Return a constraint's process-wide number; 0 for none. Rows carry it, because slots are reassigned."""
-        return self._followed[number].number if number else 0
+        return self._active[number].number if number else 0
 
 
 def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_size: int) -> Array:
@@ -199,31 +199,31 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
     numbers = jnp.where(state.done, 0, params.constraints)
     parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, nodes - 1))
 
-    def asked() -> Array:
-        return jax.pure_callback(functools.partial(_bits, size), shape, numbers, params.prompt_lengths, state.lengths,
-                                 state.tokens, draft.tokens, parents)  # fmt: skip
+    def ask_host() -> Array:
+        return jax.pure_callback(functools.partial(_compute_masks, size), shape, numbers, params.prompt_lengths,
+                                 state.lengths, state.tokens, draft.tokens, parents)  # fmt: skip
 
-    def anything() -> Array:
+    def allow_all() -> Array:
         return jnp.full(shape.shape, _ALL, jnp.uint32)
 
-    bits = lax.cond(numbers.any(), asked, anything)
-    each = bits[..., None] >> lax.broadcast_to_rank(jnp.arange(32, dtype=jnp.uint32), bits.ndim + 1) & 1
-    return each.reshape(batch, nodes, -1)[..., :vocab_size] != 0
+    bits = lax.cond(numbers.any(), ask_host, allow_all)
+    is_allowed = bits[..., None] >> lax.broadcast_to_rank(jnp.arange(32, dtype=jnp.uint32), bits.ndim + 1) & 1
+    return is_allowed.reshape(batch, nodes, -1)[..., :vocab_size] != 0
 
 
-def _bits(size: int, *arrays: Any) -> np.ndarray:
+def _compute_masks(size: int, *arrays: Any) -> np.ndarray:
     numbers, starts, ends, tokens, drafted, parents = map(np.asarray, arrays)
-    found = np.full((len(numbers), drafted.shape[1] + 1, size), _ALL, np.uint32)
-    waiting: list[tuple[int, _Followed]] = []
+    bits = np.full((len(numbers), drafted.shape[1] + 1, size), _ALL, np.uint32)
+    pending: list[tuple[int, _ActiveConstraint]] = []
     for row in np.flatnonzero(numbers):
-        followed = _asked.get(int(numbers[row]))
-        if followed is None or followed.error:
+        active = _active_constraints.get(int(numbers[row]))
+        if active is None or active.error:
             continue  # its request was cancelled, or ends with the error
         text = tokens[row, starts[row] : ends[row]].tolist()
-        followed.attempt(followed.source.ask, text, drafted[row].tolist(), parents[row].tolist())
-        waiting.append((int(row), followed))
-    for row, followed in waiting:  # all sources compute at the same time
-        masks = None if followed.error else followed.attempt(followed.source.masks)
+        active.attempt(active.source.ask, text, drafted[row].tolist(), parents[row].tolist())
+        pending.append((int(row), active))
+    for row, active in pending:  # all sources compute at the same time
+        masks = None if active.error else active.attempt(active.source.masks)
         if masks is not None:
-            found[row] = masks
-    return found
+            bits[row] = masks
+    return bits

@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the device, and a queue for requests from all other threads."""
+"""The engine: one thread that owns the runner, and a queue for requests from all other threads."""
 
 import asyncio
 import functools
@@ -24,16 +24,16 @@ from jspec.engine import validate_options as arguments
 from jspec.engine.background_compile import Compiler
 from jspec.engine.heartbeat import Heartbeat
 from jspec.engine.loop import Loop
-from jspec.engine.memory_budget import check_room
+from jspec.engine.memory_budget import check_memory
 from jspec.engine.request import Request, Result
-from jspec.engine.runner import Device
-from jspec.engine.scheduler import Tenant
-from jspec.engine.slots import Needs, Sizes
-from jspec.engine.warmup import rehearse
+from jspec.engine.runner import Runner
+from jspec.engine.scheduler import ActiveRequest
+from jspec.engine.slots import Sizes, Variant
+from jspec.engine.warmup import warm_up
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.llama import Llama
 
-_MOST_TOP = 20  # maximum number of top log-probabilities per token, the same as clients of other servers may request
+_MAX_TOP = 20  # maximum number of top log-probabilities per token, the same as clients of other servers may request
 
 
 class Engine:
@@ -88,21 +88,21 @@ class Engine:
             lengths = arguments.lengths(target, drafter, num_draft_tokens, rule)
             arguments.check_readable(drafter)
         chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
-        num_top = min(_MOST_TOP, target.config.vocab_size)
-        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, arguments.fewer(target, slots))
+        num_top = min(_MAX_TOP, target.config.vocab_size)
+        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, arguments.small_batches(target, slots))
         self._target, self._drafter, self._num_draft_tokens = target, drafter, lengths[-1] or None
         self._sizes, self._max_waiting = sizes, max_waiting
         with explicit_transfers():
             self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
         self._check(Request((0,), 1))  # validates the models
         arguments.check_one_device((target, drafter))
-        check_room(target, drafter, sizes)
-        self.device = Device(target, drafter, rule, sizes, journal)
+        check_memory(target, drafter, sizes)
+        self.device = Runner(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)
         self._wake, self._closing, self._thread = threading.Condition(), False, None
-        self._arrived: deque[Tenant] = deque()
+        self._arrived: deque[ActiveRequest] = deque()
         self._heartbeat = Heartbeat()
-        self._compiler = Compiler(self.device.later, self._look)  # for constrained requests
+        self._compiler = Compiler(self.device.deferred_compiles, self._wake_thread)  # for constrained requests
 
     def __enter__(self) -> Self:
         """Compile the programs (which takes a while), measure the cost of rounds, and start the engine's thread.
@@ -110,7 +110,7 @@ class Engine:
         Programs for constrained requests are compiled at the first such request, or by `expect_constraints`.
         """
         self.device.compile()
-        rehearse(self.device, self._loop.pace)
+        warm_up(self.device, self._loop.round_budget)
         self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
         self._thread.start()
         return self
@@ -122,7 +122,7 @@ class Engine:
         """Finish all submitted requests (or cancel them if `cancel` is true), and stop the engine."""
         with self._wake:
             self._closing = True
-            self._loop.cancels |= cancel
+            self._loop.cancel_all |= cancel
             self._wake.notify()
         try:
             if self._thread is not None:
@@ -142,11 +142,11 @@ class Engine:
             if not self._closing and not (self._compiler.is_done and self.device.can_constrain):
                 self._compiler.begin()
 
-    def _look(self) -> None:
+    def _wake_thread(self) -> None:
         with self._wake:
             self._wake.notify()
 
-    def submit(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
+    def submit(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         """Queue a request. The engine's thread calls `listen` whenever the result has grown.
 
         `listen` should return quickly, because all requests wait for it. An error in it cancels only its own request.
@@ -156,9 +156,9 @@ class Engine:
             RuntimeError: the engine is not running, or the models' weights have changed or were deleted.
             ValueError, TypeError: the request is invalid and was not queued.
         """
-        tenant = self._tenant(request, listen)
-        self._queue(tenant)
-        return tenant
+        active = self._make_active(request, listen)
+        self._queue(active)
+        return active
 
     @property
     def num_waiting(self) -> int:
@@ -166,9 +166,9 @@ class Engine:
         return len(self._arrived) + self._loop.num_waiting
 
     @property
-    def seated(self) -> list[Tenant]:
+    def running_requests(self) -> list[ActiveRequest]:
         """The requests with a slot."""
-        return self._loop.seated
+        return self._loop.running_requests
 
     def trouble(self) -> str:
         """Return a sentence on why requests make no progress, or "". Time spent compiling does not count."""
@@ -177,21 +177,21 @@ class Engine:
         seconds = 0.0 if self.device.is_compiling else self._heartbeat.overdue
         return f"The engine has been in one call for {seconds:.0f} seconds." if seconds else ""
 
-    def _queue(self, tenant: Tenant) -> None:
+    def _queue(self, active: ActiveRequest) -> None:
         with self._wake:
             if self._closing or self._thread is None:
                 raise RuntimeError("The engine is not running; use it as `with Engine(...) as engine:`.")
             if self.num_waiting >= self._max_waiting:
                 raise queue.Full(f"{self._max_waiting} requests are waiting already; try again later.")
-            if tenant.request.needs is Needs.CONSTRAINED:
+            if active.request.variant is Variant.CONSTRAINED:
                 self.expect_constraints()
-            self._arrived.append(tenant)
+            self._arrived.append(active)
             self._wake.notify()
 
-    def cancel(self, tenant: Tenant) -> None:
+    def cancel(self, active: ActiveRequest) -> None:
         """Cancel a request. Its result keeps the tokens decoded so far."""
         with self._wake:
-            tenant.cancelled = True
+            active.cancelled = True
             self._wake.notify()
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
@@ -201,26 +201,26 @@ class Engine:
         def listen(i: int) -> Callable[[Result], None]:
             return lambda result: done.put(i) if result.finish_reason else None
 
-        tenants = [self._tenant(request, listen(i)) for i, request in enumerate(requests)]
-        left, running = deque(tenants), 0
+        active_requests = [self._make_active(request, listen(i)) for i, request in enumerate(requests)]
+        unqueued, num_running = deque(active_requests), 0
         try:
-            while left or running:
+            while unqueued or num_running:
                 try:
-                    while left:
-                        self._queue(left[0])
-                        left.popleft()
-                        running += 1
+                    while unqueued:
+                        self._queue(unqueued[0])
+                        unqueued.popleft()
+                        num_running += 1
                 except queue.Full:
-                    if not running:  # other threads' requests fill the queue
+                    if not num_running:  # other threads' requests fill the queue
                         time.sleep(0.01)
                         continue
                 done.get()
-                running -= 1
+                num_running -= 1
         except BaseException:  # the caller will not read the results
-            for tenant in tenants:
-                self.cancel(tenant)
+            for active in active_requests:
+                self.cancel(active)
             raise
-        return [tenant.result for tenant in tenants]
+        return [active.result for active in active_requests]
 
     async def stream(self, request: Request) -> AsyncIterator[Result]:
         """Yield the result whenever it has grown. It is the same object each time.
@@ -232,20 +232,20 @@ class Engine:
         def listen(_: Result) -> None:
             loop.call_soon_threadsafe(grown.set)
 
-        tenant = self.submit(request, listen)
+        active = self.submit(request, listen)
         try:
             while True:
                 await grown.wait()
                 grown.clear()
-                last = tenant.result.finish_reason is not None
-                yield tenant.result
+                last = active.result.finish_reason is not None
+                yield active.result
                 if last:
                     return
         finally:
-            if tenant.result.finish_reason is None:
-                self.cancel(tenant)
+            if active.result.finish_reason is None:
+                self.cancel(active)
 
-    def here(self, request: Request) -> Iterator[Result]:
+    def stream_sync(self, request: Request) -> Iterator[Result]:
         """Yield results as `stream` does, on an engine that is not running. Decode in the thread that iterates.
 
         The engine chooses between at most two draft lengths, unless all programs have been compiled.
@@ -257,32 +257,34 @@ class Engine:
         if self._thread is not None:
             raise RuntimeError("The engine runs in a thread of its own; use its `stream`, or do without `with`.")
         self.device.is_lazy = not self.device.is_compiled
-        self._loop.pace.away(math.inf)  # the time since another request
-        return self._here(self._tenant(request, lambda _: None))
+        self._loop.round_budget.exclude_time(math.inf)  # the time since another request
+        return self._stream_sync(self._make_active(request, lambda _: None))
 
-    def _here(self, tenant: Tenant) -> Iterator[Result]:
-        result, told = tenant.result, 0
-        self._loop.submit(tenant)
+    here = stream_sync  # the older name
+
+    def _stream_sync(self, active: ActiveRequest) -> Iterator[Result]:
+        result, num_delivered = active.result, 0
+        self._loop.submit(active)
         try:
             while True:
-                while result.finish_reason is None and len(result.tokens) == told:
+                while result.finish_reason is None and len(result.tokens) == num_delivered:
                     self._loop.turn()
-                told, is_last = len(result.tokens), result.finish_reason is not None
-                left = time.perf_counter()
+                num_delivered, is_last = len(result.tokens), result.finish_reason is not None
+                paused = time.perf_counter()
                 yield result
                 if is_last:
                     return
-                self._loop.pace.away(time.perf_counter() - left)
+                self._loop.round_budget.exclude_time(time.perf_counter() - paused)
         finally:
             if result.finish_reason is None:
-                tenant.cancelled = True
+                active.cancelled = True
                 self._loop.turn()
 
     @explicit_transfers()
-    def _tenant(self, request: Request, listen: Callable[[Result], None]) -> Tenant:
+    def _make_active(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         self.device.check_weights()
         self._check(request)
-        return Tenant(request, request.row(self._sizes.eos_ids, self._target.config.vocab_size), listen)
+        return ActiveRequest(request, request.row(self._sizes.eos_ids, self._target.config.vocab_size), listen)
 
     def _check(self, request: Request) -> None:
         tokens, eos_ids = np.array([request.tokens]), np.array(request.eos_ids, np.int32)
@@ -314,28 +316,28 @@ class Engine:
                     self._wake.wait()
                 if self._closing and not (self._arrived or self._loop.is_busy):
                     return
-                hopeless = [tenant for tenant in ready if not self._can_play(tenant)]
+                rejected = [active for active in ready if not self._can_decode(active)]
                 error = f"What a constraint needs cannot be compiled: {self._compiler.error}"
-                for tenant in ready:
-                    self._arrived.remove(tenant)
-                    if tenant not in hopeless:
-                        self._loop.submit(tenant)
-            for tenant in hopeless:
-                self._loop.fail(tenant, error)
+                for active in ready:
+                    self._arrived.remove(active)
+                    if active not in rejected:
+                        self._loop.submit(active)
+            for active in rejected:
+                self._loop.fail(active, error)
             try:
                 with self._heartbeat.beat():
                     self._loop.turn()
             except BaseException as worse:  # even an exception that ends threads must not end this one
-                self._loop.failed(worse)
+                self._loop.recover(worse)
 
-    def _ready(self) -> list[Tenant]:
+    def _ready(self) -> list[ActiveRequest]:
         """Return the arrived requests that need not wait for programs, or whose programs failed to compile."""
-        return [tenant for tenant in self._arrived if self._can_play(tenant) or self._compiler.is_done]
+        return [active for active in self._arrived if self._can_decode(active) or self._compiler.is_done]
 
-    def _can_play(self, tenant: Tenant) -> bool:
+    def _can_decode(self, active: ActiveRequest) -> bool:
         """Return whether a request's programs are compiled, or the request no longer needs any."""
-        is_over = tenant.cancelled or self._loop.cancels
-        return is_over or tenant.request.needs < Needs.CONSTRAINED or self.device.can_constrain
+        has_ended = active.cancelled or self._loop.cancel_all
+        return has_ended or active.request.variant < Variant.CONSTRAINED or self.device.can_constrain
 
 
 @functools.cache

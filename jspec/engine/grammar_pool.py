@@ -202,7 +202,7 @@ class CompiledGrammar:
             if not self._sources:
                 self._end()
 
-    def leave(self) -> None:
+    def release_source(self) -> None:
         """Decrement the number of sources."""
         with self._lock:
             self._sources -= 1
@@ -216,13 +216,13 @@ class GrammarMasks(MaskSource):
     def __init__(self, connection: socket.socket, grammar: CompiledGrammar, size: int):
         self._connection, self._grammar, self._size = connection, grammar, size
         self._process: bytes | None = None
-        self._asked, self._count, self._is_open = 0, 0, True
+        self._num_sent, self._count, self._is_open = 0, 0, True
         connection.settimeout(_MASK_SECONDS)
         weakref.finalize(self, connection.close)
 
     def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
-        question = json.dumps([[*text[self._asked :]], [*drafted], [*parents]]).encode()
-        self._asked, self._count = len(text), len(drafted) + 1
+        question = json.dumps([[*text[self._num_sent :]], [*drafted], [*parents]]).encode()
+        self._num_sent, self._count = len(text), len(drafted) + 1
         with contextlib.suppress(OSError):  # the process has ended, which `masks` reports
             worker.send(self._connection, question)
 
@@ -232,10 +232,10 @@ class GrammarMasks(MaskSource):
             raise ConstraintError("The process of the constraint cannot be started, or has been ended; send the "
                                   "request again.", "constraint_failed")  # fmt: skip
         if answer is None:
-            raise ConstraintError(f"The constraint takes too much time or memory after {self._asked} tokens; simplify "
-                                  "it.", "constraint_too_complex")  # fmt: skip
+            raise ConstraintError(f"The constraint takes too much time or memory after {self._num_sent} tokens; "
+                                  "simplify it.", "constraint_too_complex")  # fmt: skip
         if answer[:1] == b"-":
-            raise ConstraintError(f"The constraint cannot be followed after {self._asked} tokens: "
+            raise ConstraintError(f"The constraint cannot be followed after {self._num_sent} tokens: "
                                   f"{answer[1:].decode()}; simplify it.", "constraint_too_complex")  # fmt: skip
         if len(answer) == 1:
             return np.zeros((self._count, self._size), np.uint32)
@@ -258,4 +258,4 @@ class GrammarMasks(MaskSource):
             self._is_open = False
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)  # not closed, because another thread may be reading
-            self._grammar.leave()
+            self._grammar.release_source()

@@ -12,12 +12,12 @@ import jax
 
 from jspec.drafters.base import tree_of
 from jspec.engine.slots import Sizes, empty_slots
-from jspec.planning.memory import LAWS
+from jspec.planning.memory import PROB_ARRAYS
 
 _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and in a container
 
 
-def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
+def check_memory(target: Any, drafter: Any, sizes: Sizes) -> None:
     """Raise ValueError, with sizes that would fit, if `slots_bytes` exceeds free memory. Pass if that is unknown."""
     (device,) = jax.tree.leaves(target)[0].devices()
     free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
@@ -25,8 +25,8 @@ def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
         return
     slots = free * sizes.slots // needed
     shorter = dataclasses.replace(sizes, length=sizes.length // 2)
-    a_token = (needed - slots_bytes(target, drafter, shorter)) / (sizes.length - shorter.length)
-    length = sizes.length - math.ceil((needed - free) / a_token) - sizes.chunks[0] if a_token else 0
+    bytes_per_token = (needed - slots_bytes(target, drafter, shorter)) / (sizes.length - shorter.length)
+    length = sizes.length - math.ceil((needed - free) / bytes_per_token) - sizes.chunks[0] if bytes_per_token else 0
     fits = [f"{slots:,} slots"] * (slots > 0) + [f"a max_length of {length:,}"] * (length > sizes.chunks[-1])
     raise ValueError(f"{sizes.slots:,} slots of {sizes.length:,} tokens take {needed / 1e9:,.2f} GB, and "
                      f"{free / 1e9:,.2f} GB of memory are free; {' or '.join(fits) or 'a smaller model'} would "
@@ -34,11 +34,11 @@ def check_room(target: Any, drafter: Any, sizes: Sizes) -> None:
 
 
 def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
-    """Estimate the size of the slots and of a round's temporaries, in bytes. See `jspec.planning.memory.LAWS`."""
+    """Estimate the bytes of the slots and of a round's temporaries. See `jspec.planning.memory.PROB_ARRAYS`."""
     slots = jax.eval_shape(lambda target, drafter: empty_slots(target, drafter, sizes), target, drafter)
-    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
+    allocated = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
     nodes = 0 if drafter is None else tree_of(drafter, sizes.num_draft_tokens[-1]).size
-    return held + LAWS * 4 * sizes.slots * (nodes + 2) * target.config.vocab_size
+    return allocated + PROB_ARRAYS * 4 * sizes.slots * (nodes + 2) * target.config.vocab_size
 
 
 def free_bytes(device: Any) -> int | None:
@@ -46,20 +46,20 @@ def free_bytes(device: Any) -> int | None:
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
-    told = re.search(r"MemAvailable: +(\d+) kB", _read(_MEMORY))
+    available = re.search(r"MemAvailable: +(\d+) kB", _read(_MEMORY))
     group = [_read(_GROUP / name).strip() for name in ("memory.max", "memory.current")]
-    found = [1024 * int(told[1])] if told else []
+    limits = [1024 * int(available[1])] if available else []
     if all(map(str.isdecimal, group)):  # the group's cached files can be dropped immediately
         files = re.findall(r"^(?:in)?active_file (\d+)$", _read(_GROUP / "memory.stat"), re.MULTILINE)
-        found.append(int(group[0]) - int(group[1]) + sum(map(int, files)))
-    return min(found, default=None)
+        limits.append(int(group[0]) - int(group[1]) + sum(map(int, files)))
+    return min(limits, default=None)
 
 
 def _read(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def give_back() -> None:
+def release_freed_memory() -> None:
     """Release memory that compilation has freed to the system: gigabytes that the allocator on Linux would keep."""
     with contextlib.suppress(OSError, AttributeError):  # other systems have no malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -13,9 +13,9 @@ from jax import Array
 from jspec.core.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
 from jspec.decoding.state import RequestParams
 from jspec.engine.constraints import Constraint
-from jspec.engine.slots import NEUTRAL, Needs
+from jspec.engine.slots import NEUTRAL, Variant
 
-Likeliest = list[tuple[int, float]]  # token ids and their raw log-probabilities, highest first
+TopTokens = list[tuple[int, float]]  # token ids and their raw log-probabilities, highest first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +49,17 @@ class Request:
     constraint: Constraint | None = None
 
     @functools.cached_property
-    def needs(self) -> Needs:
+    def variant(self) -> Variant:
         """The features that the rounds of this request must support."""
         if self.constraint is not None:
-            return Needs.CONSTRAINED
+            return Variant.CONSTRAINED
         if self.top_logprobs or np.any(self.sampling.min_tokens):
-            return Needs.FULL
+            return Variant.FULL
         parts = (target_transforms(self.sampling), draft_transforms(self.sampling))
-        is_lean = all(getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature")
-        return Needs.LEAN if is_lean else Needs.FULL
+        temperature_only = all(
+            getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature"
+        )
+        return Variant.TEMPERATURE_ONLY if temperature_only else Variant.FULL
 
     def row(self, num_eos_ids: int, vocab_size: int) -> RequestParams:
         """Return the request's parameters as a batch of one for an engine's slots."""
@@ -127,9 +129,9 @@ class Result:
     origins: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
-    top_logprobs: list[Likeliest] = dataclasses.field(default_factory=list)
+    top_logprobs: list[TopTokens] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
-    prompt_top_logprobs: list[Likeliest] = dataclasses.field(default_factory=list)
+    prompt_top_logprobs: list[TopTokens] = dataclasses.field(default_factory=list)
     accepted: list[int] = dataclasses.field(default_factory=list)
     judged: list[int] = dataclasses.field(default_factory=list)
     drafted: list[int] = dataclasses.field(default_factory=list)

@@ -16,9 +16,9 @@ from jspec.core.transfers import explicit_transfers
 from jspec.decoding.state import RequestParams
 from jspec.engine import programs
 from jspec.engine.constraints import Constraint, Constraints, allowed
-from jspec.engine.memory_budget import give_back
+from jspec.engine.memory_budget import release_freed_memory
 from jspec.engine.slot_output import Packed, Piece, Scores
-from jspec.engine.slots import Needs, Sizes, empty_slots, take
+from jspec.engine.slots import Sizes, Variant, empty_slots, get_row
 from jspec.engine.weights import check_exist, check_unchanged
 
 Number = np.int32
@@ -32,8 +32,8 @@ def _programs(structure: Any, shapes: Any, rule: Rule, sizes: Sizes) -> dict[Key
     return {}
 
 
-class Device:
-    """The slots on a device. Calls are dispatched in order and return at once; only reading `play`'s output waits.
+class Runner:
+    """The slots on a device. Calls are dispatched in order and return at once; only reading decoded output waits.
 
     Args:
         journal: whether to record every call.
@@ -41,7 +41,7 @@ class Device:
     Attributes:
         commands: the recorded calls, in order, for `replay`. The slots are a function of the weights and these calls.
         costs: the cost of prefilling a piece, by size; all equal until measured.
-        compiling: seconds spent on compiling programs at their first use.
+        compile_seconds: seconds spent on compiling programs at their first use.
         is_compiling: whether a program is being compiled at its first use.
         is_lazy: whether all programs are compiled at their first use, in which case few of them should be used.
         is_compiled: whether `compile` has been called.
@@ -49,7 +49,7 @@ class Device:
 
     def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
-        self.lags, self.positions = programs.lags(drafter), sizes.positions(drafter)
+        self.reads_separately, self.positions = programs.reads_separately(drafter), sizes.positions(drafter)
         self.costs = dict.fromkeys(sizes.chunks, 1.0)
         self._vocab_size = target.config.vocab_size
         self.constraints = Constraints(self._vocab_size)
@@ -58,11 +58,11 @@ class Device:
         self._weights, self._structure = jax.tree.flatten((target, drafter))
         shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
-        self._awaited: list[Key] = []
-        self.compiling, self.is_compiling, self.is_lazy, self.is_compiled = 0.0, False, False, False
+        self._deferred: list[Key] = []
+        self.compile_seconds, self.is_compiling, self.is_lazy, self.is_compiled = 0.0, False, False, False
         self._slots: Any = None
         self.reset()
-        self._shapes = jax.eval_shape(lambda slots: slots, self._slots)  # others compile while slots change
+        self._slot_shapes = jax.eval_shape(lambda slots: slots, self._slots)  # others compile while slots change
 
     def reset(self) -> None:
         """Empty the slots. A failed call loses the slots that were donated to it.
@@ -71,7 +71,7 @@ class Device:
             RuntimeError: weights were deleted, so every later call would fail too.
         """
         check_exist(self._weights)
-        self._do("reset")
+        self._run("reset")
 
     def check_weights(self) -> None:
         """Raise RuntimeError unless the models still hold the weights that the programs read."""
@@ -82,96 +82,110 @@ class Device:
 
     def constrain(self, make: Constraint | None) -> int:
         """Start following a constraint, and return its number in `constraints`; 0 for none."""
-        return 0 if make is None else self._do("constrain", make)
+        return 0 if make is None else self._run("constrain", make)
 
     def release(self, number: int) -> None:
         """Release a constraint that no call queries any more."""
-        self._do("release", number)
+        self._run("release", number)
 
-    def seat(
-        self, slot: int, row: RequestParams, given: int, kept: int = 0, constraint: int = 0, source: int | None = None
+    def assign_slot(
+        self,
+        slot: int,
+        row: RequestParams,
+        num_prefix_tokens: int,
+        num_prefilled: int = 0,
+        constraint: int = 0,
+        source: int | None = None,
     ) -> None:
-        """Assign `slot` to the request `row`, a batch of one that brings `given` tokens.
+        """Assign `slot` to the request `row`, a batch of one that brings `num_prefix_tokens` tokens.
 
-        The slot already holds the first `kept` of them. If `source` is another slot, they are copied from it.
+        The slot already holds the first `num_prefilled` of them. If `source` is another slot, they are copied from it.
         """
-        self._do("seat", slot, row, given, kept, constraint, slot if source is None else source)
+        source = slot if source is None else source
+        self._run("assign_slot", slot, row, num_prefix_tokens, num_prefilled, constraint, source)
 
-    def read(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
+    def prefill(self, slot: int, text: Sequence[int], start: int, scored: bool = False) -> Piece:
         """Prefill the next piece of `text`, whose first `start` tokens are already prefilled."""
-        chunk = self.chunk(len(text) - start, scored)
+        chunk = self.piece_size(len(text) - start, scored)
         begin = max(0, min(start, self.positions - chunk))  # near the end some tokens are prefilled again
         piece = np.zeros((1, chunk + 1), np.int32)
         part = text[begin : begin + chunk + 1]
         piece[0, : len(part)] = part
         count = min(chunk, len(text) - 1 - begin)
-        scores = self._do("read", slot, piece, begin, count, scored)
+        scores = self._run("prefill", slot, piece, begin, count, scored)
         return Piece(begin, count, scores)
 
-    def read_several(self, texts: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Piece]:
+    def prefill_batch(self, texts: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Piece]:
         """Prefill pieces of the smallest size in several slots at once.
 
         `texts` maps each slot to its text and to the number of tokens that are already prefilled.
         """
         chunk, count = self.sizes.chunks[0], self.sizes.slots
         pieces, (starts, counts) = np.zeros((count, chunk + 1), np.int32), np.zeros((2, count), np.int32)
-        found: dict[int, Piece] = {}
+        prefilled: dict[int, Piece] = {}
         for slot, (text, start) in texts.items():
             part = text[start : start + chunk + 1]
             pieces[slot, : len(part)] = part
-            found[slot] = Piece(start, min(chunk, len(text) - 1 - start), None)
-            starts[slot], counts[slot] = found[slot].start, found[slot].count
-        which = np.resize(np.array([*texts], np.int32), count)
-        self._do("read_several", pieces, starts, counts, which, len(texts))
-        return found
+            prefilled[slot] = Piece(start, min(chunk, len(text) - 1 - start), None)
+            starts[slot], counts[slot] = prefilled[slot].start, prefilled[slot].count
+        chosen = np.resize(np.array([*texts], np.int32), count)
+        self._run("prefill_batch", pieces, starts, counts, chosen, len(texts))
+        return prefilled
 
-    def tolerated(self, num_draft_tokens: int) -> int:
-        """Return the number of tokens by which the drafter may lag and still draft `num_draft_tokens`."""
-        return programs.tolerated_lag(self.drafter, num_draft_tokens)
+    def max_unread(self, num_draft_tokens: int) -> int:
+        """Return the number of unread tokens with which the drafter may still draft `num_draft_tokens`."""
+        return programs.max_unread(self.drafter, num_draft_tokens)
 
-    def follow(self, slot: int, lag: int) -> int:
-        """Let the drafter catch up in a slot where it lags by at most `lag` tokens. Return how many tokens it reads."""
-        least, most = self.sizes.chunks[0], self.sizes.chunks[-1]
-        pieces = max(1, -(-min(lag - 1, most) // least))
-        self._do("follow", slot, pieces)
-        return pieces * least
+    def catch_up_drafter(self, slot: int, num_unread: int) -> int:
+        """Let the drafter catch up in a slot with at most `num_unread` tokens to read. Return how many it reads."""
+        smallest, largest = self.sizes.chunks[0], self.sizes.chunks[-1]
+        num_pieces = max(1, -(-min(num_unread - 1, largest) // smallest))
+        self._run("catch_up_drafter", slot, num_pieces)
+        return num_pieces * smallest
 
-    def chunk(self, behind: int, scored: bool = False) -> int:
-        """Return the size of the next piece if `behind` tokens are unread. The last token is always unread.
+    def piece_size(self, num_unread: int, scored: bool = False) -> int:
+        """Return the size of the next piece if `num_unread` tokens are unread. The last token is always unread.
 
         Choose the size with the lowest total cost for the remaining pieces. A larger size must be clearly cheaper.
         """
         if scored:
             return self.sizes.chunks[0]  # few requests need scores, so only one size supports them
-        left = max(1, min(behind - 1, self.sizes.chunks[-1]))
+        left = max(1, min(num_unread - 1, self.sizes.chunks[-1]))
         cost = {size: math.ceil(left / size) * self.costs[size] for size in self.sizes.chunks}
-        least = min(cost.values())
-        return next(size for size in self.sizes.chunks if cost[size] <= _MARGIN * least)
+        lowest = min(cost.values())
+        return next(size for size in self.sizes.chunks if cost[size] <= _MARGIN * lowest)
 
-    def play(
-        self, num_draft_tokens: int, rounds: int, stop: Any, needs: Needs, yields: Any = None, rows: Any = None
+    def decode_rounds(
+        self,
+        num_draft_tokens: int,
+        rounds: int,
+        stop: Any,
+        variant: Variant,
+        stop_when_done: Any = None,
+        rows: Any = None,
     ) -> Packed:
         """Run up to `rounds` rounds.
 
         Args:
-            num_draft_tokens, rounds, stop: as for `programs.play`.
-            needs: the maximum of the needs of all active rows.
-            yields: as for `programs.play`; None for no row.
-            rows: as for `programs.play`. Their number must be one of those in `Sizes.shapes`. None for all slots.
+            num_draft_tokens, rounds, stop: as for `programs.decode_rounds`.
+            variant: the maximum of the variants of all active rows.
+            stop_when_done: as for `programs.decode_rounds`; None for no row.
+            rows: as for `programs.decode_rounds`. Their number must be one of those in `Sizes.shapes`. None for all
+                slots.
         """
-        yields = np.zeros_like(stop) if yields is None else yields
-        return self._do("play", num_draft_tokens, rounds, stop, needs, yields, rows)
+        stop_when_done = np.zeros_like(stop) if stop_when_done is None else stop_when_done
+        return self._run("decode_rounds", num_draft_tokens, rounds, stop, variant, stop_when_done, rows)
 
     def wait(self) -> None:
         """Wait until all dispatched calls have finished."""
-        jax.block_until_ready(self._slots.given)
+        jax.block_until_ready(self._slots.num_prefix_tokens)
 
     @explicit_transfers()
-    def _do(self, name: str, *arguments: Any) -> Any:
-        found = getattr(self, f"_{name}")(*arguments)
+    def _run(self, name: str, *arguments: Any) -> Any:
+        result = getattr(self, f"_{name}")(*arguments)
         if self.commands is not None:
             self.commands.append((name, arguments))
-        return found
+        return result
 
     def _reset(self) -> None:
         self.constraints.clear()
@@ -184,93 +198,99 @@ class Device:
     def _release(self, number: int) -> None:
         self.constraints.drop(number)
 
-    def _seat(self, slot: int, row: RequestParams, given: int, kept: int, constraint: int, source: int) -> None:
-        numbers = Number(given), Number(kept), Number(source)
+    def _assign_slot(
+        self, slot: int, row: RequestParams, num_prefix_tokens: int, num_prefilled: int, constraint: int, source: int
+    ) -> None:
+        numbers = Number(num_prefix_tokens), Number(num_prefilled), Number(source)
         row = dataclasses.replace(row, constraints=np.full(1, self.constraints.in_process(constraint), np.int32))
-        self._slots = self._program("seat")(self._weights, self._slots, Number(slot), row, *numbers)
+        self._slots = self._program("assign_slot")(self._weights, self._slots, Number(slot), row, *numbers)
 
-    def _read(self, slot: int, piece: Any, start: int, count: int, scored: bool) -> Scores | None:
+    def _prefill(self, slot: int, piece: Any, start: int, count: int, scored: bool) -> Scores | None:
         chunk, numbers = piece.shape[1] - 1, [Number(slot), piece, Number(start), Number(count)]
         if chunk == self.sizes.chunks[0]:
             numbers.append(np.bool_(scored))
-        self._slots, scores = self._program("read", chunk)(self._weights, self._slots, *numbers)
+        self._slots, scores = self._program("prefill", chunk)(self._weights, self._slots, *numbers)
         return scores if scored else None
 
-    def _read_several(self, pieces: Any, starts: Any, counts: Any, which: Any, number: int) -> None:
-        program = self._program("read several")
-        self._slots = program(self._weights, self._slots, pieces, starts, counts, which, Number(number))
+    def _prefill_batch(self, pieces: Any, starts: Any, counts: Any, chosen: Any, num_chosen: int) -> None:
+        program = self._program("prefill_batch")
+        self._slots = program(self._weights, self._slots, pieces, starts, counts, chosen, Number(num_chosen))
 
-    def _follow(self, slot: int, pieces: int) -> None:
-        self._slots = self._program("follow")(self._weights, self._slots, Number(slot), Number(pieces))
+    def _catch_up_drafter(self, slot: int, num_pieces: int) -> None:
+        self._slots = self._program("catch_up_drafter")(self._weights, self._slots, Number(slot), Number(num_pieces))
 
-    def _play(self, num_draft_tokens: int, rounds: int, stop: Any, needs: Needs, yields: Any, rows: Any) -> Packed:
-        which = () if rows is None else (np.asarray(rows, np.int32),)
-        program = self._program("play", num_draft_tokens, needs, len(stop) if rows is None else len(rows))
-        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), yields, *which)
+    def _decode_rounds(
+        self, num_draft_tokens: int, rounds: int, stop: Any, variant: Variant, stop_when_done: Any, rows: Any
+    ) -> Packed:
+        chosen = () if rows is None else (np.asarray(rows, np.int32),)
+        program = self._program("decode_rounds", num_draft_tokens, variant, len(stop) if rows is None else len(rows))
+        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), stop_when_done, *chosen)
         jax.tree.map(lambda part: part.copy_to_host_async(), packed)
         return packed
 
     def replay(self, commands: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Packed]:
-        """Replay another device's calls and return the outputs of every `play` call."""
-        found: list[Packed] = []
+        """Replay another runner's calls and return the outputs of every `decode_rounds` call."""
+        outputs: list[Packed] = []
         for name, arguments in commands:
             if name in ("release", "reset"):
-                self.wait()  # for running calls that query the constraints, as the original device did
-            done = self._do(name, *arguments)
-            if name == "play":
-                found.append(done)
-        return found
+                self.wait()  # for running calls that query the constraints, as the original runner did
+            result = self._run(name, *arguments)
+            if name == "decode_rounds":
+                outputs.append(result)
+        return outputs
 
     def compile(self) -> None:
-        """Compile all programs except those of `later`, in parallel, because XLA compiles without Python's lock.
+        """Compile all programs but the deferred ones, in parallel, because XLA compiles without Python's lock.
 
         Without this call, each program is compiled at its first use.
         """
         pool = ThreadPoolExecutor()
         try:
-            keys = [key for key in self._keys() if key not in self._programs]
-            waiting = {key: pool.submit(self._lowered(key).compile) for key in keys}
-            for key, one in waiting.items():
-                self._programs[key] = one.result()
+            keys = [key for key in self._startup_keys() if key not in self._programs]
+            futures = {key: pool.submit(self._lowered(key).compile) for key in keys}
+            for key, future in futures.items():
+                self._programs[key] = future.result()
         finally:
             pool.shutdown(cancel_futures=True)
         self.is_compiled = True
-        if waiting:
-            give_back()
+        if futures:
+            release_freed_memory()
 
-    def later(self) -> list[Callable[[], Any]]:
+    def deferred_compiles(self) -> list[Callable[[], Any]]:
         """Return functions that each compile one program for constrained requests, short drafts first.
 
         Few requests need these programs, and JAX's persistent cache stores no program that calls back to the host.
         """
-        self._awaited = sorted(key for key in self._plays(Needs.CONSTRAINED) if key not in self._programs)
-        return [functools.partial(self._program, *key) for key in self._awaited]
+        self._deferred = sorted(key for key in self._decode_keys(Variant.CONSTRAINED) if key not in self._programs)
+        return [functools.partial(self._program, *key) for key in self._deferred]
 
-    def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
-        """Return `Sizes.lengths` without those whose programs are compiled `later`, unless that would leave none.
+    def lengths(self, variant: Variant, count: int) -> tuple[int, ...]:
+        """Return `Sizes.lengths` without those whose programs are still deferred, unless that would leave none.
 
-        Return at most two if the device `is_lazy`.
+        Return at most two if the runner `is_lazy`.
         """
-        needs = max(needs, Needs.FULL) if self.is_lazy else needs
-        return self._lengths(needs, count) or self.sizes.lengths(needs, count)
+        variant = max(variant, Variant.FULL) if self.is_lazy else variant
+        return self._lengths(variant, count) or self.sizes.lengths(variant, count)
 
-    def _lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
-        keys = {k: ("play", k, needs, count) for k in self.sizes.lengths(needs, count)}
-        return tuple(k for k, key in keys.items() if key in self._programs or key not in self._awaited)
+    def _lengths(self, variant: Variant, count: int) -> tuple[int, ...]:
+        keys = {k: ("decode_rounds", k, variant, count) for k in self.sizes.lengths(variant, count)}
+        return tuple(k for k, key in keys.items() if key in self._programs or key not in self._deferred)
 
     @property
     def can_constrain(self) -> bool:
-        """Whether constrained requests can run without waiting for programs that are compiled `later`."""
-        return all(self._lengths(needs, count) for count, needs in self.sizes.shapes if needs is Needs.CONSTRAINED)
+        """Whether constrained requests can run without waiting for programs that are compiled later."""
+        return all(
+            self._lengths(variant, count) for count, variant in self.sizes.shapes if variant is Variant.CONSTRAINED
+        )
 
-    def _plays(self, *needs: Needs) -> list[Key]:
-        return [("play", *kind) for kind in self.sizes.kinds(*needs)]
+    def _decode_keys(self, *variants: Variant) -> list[Key]:
+        return [("decode_rounds", *kind) for kind in self.sizes.kinds(*variants)]
 
-    def _keys(self) -> list[Key]:
-        reads = [("read", chunk) for chunk in self.sizes.chunks]
-        several = [("read several",)] if self.sizes.slots > 1 else []
-        follows = [("follow",)] if self.lags else []
-        return [("seat",), *reads, *several, *follows, *self._plays(Needs.LEAN, Needs.FULL)]
+    def _startup_keys(self) -> list[Key]:
+        prefills: list[Key] = [("prefill", chunk) for chunk in self.sizes.chunks]
+        prefills += [("prefill_batch",)] if self.sizes.slots > 1 else []
+        catch_up = [("catch_up_drafter",)] if self.reads_separately else []
+        return [("assign_slot",), *prefills, *catch_up, *self._decode_keys(Variant.TEMPERATURE_ONLY, Variant.FULL)]
 
     def _program(self, *key: Any) -> Any:
         if key not in self._programs:
@@ -278,7 +298,7 @@ class Device:
             try:
                 self._programs[key] = self._lowered(key).compile()
             finally:
-                self.compiling, self.is_compiling = self.compiling + perf_counter() - begun, False
+                self.compile_seconds, self.is_compiling = self.compile_seconds + perf_counter() - begun, False
         return self._programs[key]
 
     def _lowered(self, key: Key) -> Any:
@@ -290,31 +310,33 @@ class Device:
         def program(weights: Any, slots: Any, *others: Any) -> Any:
             return function(*self._models(weights), slots, *others)
 
-        return jax.jit(program, donate_argnums=1).lower(self._weights, self._shapes, *shapes)
+        return jax.jit(program, donate_argnums=1).lower(self._weights, self._slot_shapes, *shapes)
 
     def _function(self, name: str, *options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return a function that takes models, slots and other arguments, and the shapes of these other arguments."""
-        one, sizes = Number(0), self.sizes
-        if name == "seat":
-            return programs.seat, (one, jax.eval_shape(take, self._shapes.params, one), one, one, one)
-        if name == "read":
+        number, sizes = Number(0), self.sizes
+        if name == "assign_slot":
+            row = jax.eval_shape(get_row, self._slot_shapes.params, number)
+            return programs.assign_slot, (number, row, number, number, number)
+        if name == "prefill":
             piece = jax.ShapeDtypeStruct((1, options[0] + 1), np.int32)
             if options[0] > sizes.chunks[0]:
-                return programs.read, (one, piece, one, one)
-            return functools.partial(programs.read, num_top=sizes.top_logprobs), (one, piece, one, one, np.bool_(False))
-        if name == "read several":
+                return programs.prefill, (number, piece, number, number)
+            scored = functools.partial(programs.prefill, num_top=sizes.top_logprobs)
+            return scored, (number, piece, number, number, np.bool_(False))
+        if name == "prefill_batch":
             row = jax.ShapeDtypeStruct((sizes.slots,), np.int32)
             pieces = jax.ShapeDtypeStruct((sizes.slots, sizes.chunks[0] + 1), np.int32)
-            return programs.read_several, (pieces, row, row, row, one)
-        if name == "follow":
-            return functools.partial(programs.follow, chunk=sizes.chunks[0]), (one, one)
-        k, needs, count = options
-        how: dict[str, Any] = {"num_draft_tokens": k, "is_lean": needs is Needs.LEAN}
-        if needs >= Needs.FULL:
-            how["num_top"] = sizes.top_logprobs
-        if needs is Needs.CONSTRAINED:
-            how["constrain"] = functools.partial(allowed, vocab_size=self._vocab_size)
-        play = functools.partial(programs.play, rule=self.rule, most=sizes.rounds, **how)
+            return programs.prefill_batch, (pieces, row, row, row, number)
+        if name == "catch_up_drafter":
+            return functools.partial(programs.catch_up_drafter, chunk=sizes.chunks[0]), (number, number)
+        k, variant, count = options
+        features: dict[str, Any] = {"num_draft_tokens": k, "temperature_only": variant is Variant.TEMPERATURE_ONLY}
+        if variant >= Variant.FULL:
+            features["num_top"] = sizes.top_logprobs
+        if variant is Variant.CONSTRAINED:
+            features["constrain"] = functools.partial(allowed, vocab_size=self._vocab_size)
+        decode_rounds = functools.partial(programs.decode_rounds, rule=self.rule, max_rounds=sizes.rounds, **features)
         rows = jax.ShapeDtypeStruct((sizes.slots,), bool)
-        which = [jax.ShapeDtypeStruct((count,), np.int32)] * (count < sizes.slots)
-        return play, (rows, one, rows, *which)
+        chosen = [jax.ShapeDtypeStruct((count,), np.int32)] * (count < sizes.slots)
+        return decode_rounds, (rows, number, rows, *chosen)

@@ -14,31 +14,32 @@ from jspec.engine.slot_output import Piece
 _LOG = logging.getLogger("jspec")
 
 
-def nobody(_: Result) -> None:
+def no_listener(_: Result) -> None:
     """Ignore a result."""
 
 
 @dataclasses.dataclass(eq=False)
-class Tenant:
-    """A request in the engine. It is "seated" while it has a slot.
+class ActiveRequest:
+    """A request in the engine: waiting for a slot, in prefill, or decoding.
 
     Attributes:
         row: the request as arrays for the device.
         listen: the function that the engine calls whenever the result has grown.
-        given: the tokens that it brought to its slot; more than its prompt if it continues after a failure.
-        seat: its number in the order of slot assignment.
-        seated_at: when it got its first slot, by `time.monotonic`; None before that.
-        read: how many tokens of `given` have been prefilled.
-        pieces: the number of pieces in which these were prefilled since it was seated. Decoding begins with the last
-            piece, so there is at least one, which may be empty.
-        is_begun: whether a round has been dispatched for it since it was seated.
-        lag: the most tokens by which its drafter may lag.
-        followed: how many tokens its drafter has been given to read.
-        lengths: how many tokens each of its rounds was meant to draft; 0 if its drafter lagged.
-        constraint: the number that the device has assigned to its constraint, or 0.
-        scored: its prefilled pieces with their scores, until these are in the result.
-        alike: earlier seated requests: each request, its slot, and the length of the prefix that both texts share.
-        calls: how many calls have delivered output to it since it was seated.
+        prefix_tokens: the tokens that it brought to its slot; more than its prompt if it continues after a failure.
+        slot_order: its number in the order of slot assignment.
+        assigned_at: when it got its first slot, by `time.monotonic`; None before that.
+        num_prefilled: how many tokens of `prefix_tokens` have been prefilled.
+        num_pieces: the number of pieces in which these were prefilled since it got its slot. Decoding begins with the
+            last piece, so there is at least one, which may be empty.
+        has_decoded: whether a round has been dispatched for it since it got its slot.
+        num_unread: the most tokens that its drafter may not have read.
+        num_caught_up: how many tokens its drafter has been given to read.
+        draft_lengths: how many tokens each of its rounds was meant to draft; 0 if too many were unread.
+        constraint: the number that the runner has assigned to its constraint, or 0.
+        scored_pieces: its prefilled pieces with their scores, until these are in the result.
+        shared_prefixes: requests that got slots earlier: each request, its slot, and the length of the prefix that both
+            texts share.
+        calls: how many calls have delivered output to it since it got its slot.
         failures: how many calls have failed while it had a slot, since it last went well.
     """
 
@@ -46,24 +47,24 @@ class Tenant:
     row: RequestParams
     listen: Callable[[Result], None]
     result: Result = dataclasses.field(default_factory=Result)
-    given: tuple[int, ...] = ()
-    seat: int = 0
-    seated_at: float | None = None
-    read: int = 0
-    pieces: int = 0
-    is_begun: bool = False
-    lag: int = 0
-    followed: int = 0
-    lengths: list[int] = dataclasses.field(default_factory=list)
+    prefix_tokens: tuple[int, ...] = ()
+    slot_order: int = 0
+    assigned_at: float | None = None
+    num_prefilled: int = 0
+    num_pieces: int = 0
+    has_decoded: bool = False
+    num_unread: int = 0
+    num_caught_up: int = 0
+    draft_lengths: list[int] = dataclasses.field(default_factory=list)
     constraint: int = 0
-    scored: list[Piece] = dataclasses.field(default_factory=list)
-    alike: list[tuple["Tenant", int, int]] = dataclasses.field(default_factory=list)
+    scored_pieces: list[Piece] = dataclasses.field(default_factory=list)
+    shared_prefixes: list[tuple["ActiveRequest", int, int]] = dataclasses.field(default_factory=list)
     calls: int = 0
     failures: int = 0
     cancelled: bool = False
 
     @property
-    def goes_well(self) -> bool:
+    def is_trusted(self) -> bool:
         """Whether it seems to cause no failures. The first calls prove less: they are shorter and draft less."""
         return self.calls >= 3
 
@@ -77,7 +78,7 @@ class Tenant:
         """The prompt and all new tokens so far."""
         return (*self.request.tokens, *self.result.tokens)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Call `listen`. A callback that raises cancels only its own request."""
         try:
             self.listen(self.result)
@@ -85,18 +86,18 @@ class Tenant:
             _LOG.exception("Whoever listens to a request has failed; the request is cancelled.")
             self.cancelled = True
 
-    def has_read(self, piece: Piece) -> None:
+    def record_prefill(self, piece: Piece) -> None:
         """Record that the device has been given a piece to prefill."""
-        self.read, self.pieces = piece.end, self.pieces + 1
+        self.num_prefilled, self.num_pieces = piece.end, self.num_pieces + 1
         if piece.scores is not None:
-            self.scored.append(piece)
-        if self.is_written:
-            self.alike = []  # otherwise it would keep them alive, and they in turn earlier ones
+            self.scored_pieces.append(piece)
+        if self.is_prefilled:
+            self.shared_prefixes = []  # otherwise it would keep them alive, and they in turn earlier ones
 
     @property
-    def is_written(self) -> bool:
+    def is_prefilled(self) -> bool:
         """Whether prefill is complete, so that rounds include it."""
-        return self.pieces > 0 and self.read == len(self.given) - 1
+        return self.num_pieces > 0 and self.num_prefilled == len(self.prefix_tokens) - 1
 
 
 class Scheduler:
@@ -104,116 +105,121 @@ class Scheduler:
 
     Attributes:
         waiting: requests without a slot, in order.
-        tenants: the request in each slot, or None.
-        residents: for each slot, the tokens in its KV cache and their request's salt.
+        active_requests: the request in each slot, or None.
+        cached_texts: for each slot, the tokens in its KV cache and their request's salt.
     """
 
     def __init__(self, slots: int):
-        self.waiting: deque[Tenant] = deque()
-        self.tenants: list[Tenant | None] = [None] * slots
-        self.residents: list[tuple[Sequence[int], str]] = [((), "")] * slots
-        self._clock, self._left = itertools.count(1), [0] * slots
+        self.waiting: deque[ActiveRequest] = deque()
+        self.active_requests: list[ActiveRequest | None] = [None] * slots
+        self.cached_texts: list[tuple[Sequence[int], str]] = [((), "")] * slots
+        self._clock, self._released_at = itertools.count(1), [0] * slots
 
-    def submit(self, tenant: Tenant) -> None:
+    def submit(self, active: ActiveRequest) -> None:
         """Append a request to the queue."""
-        self.waiting.append(tenant)
+        self.waiting.append(active)
 
-    def admit(self) -> tuple[int, Tenant] | None:
-        """Assign a slot to the next request. Set ``tenant.read`` to the number of tokens that the slot already holds.
+    def admit(self) -> tuple[int, ActiveRequest] | None:
+        """Assign a slot to the next request. Set ``active.num_prefilled`` to what the slot already holds.
 
-        Return the slot and the request, or None if no request can be seated. A suspect request, which may cause calls
-        to fail, first runs only beside requests that go well, and then alone.
+        Return the slot and the request, or None if no request can get a slot. A suspect request, which may cause calls
+        to fail, first runs only beside trusted requests, and then alone.
         """
-        free = [slot for slot, tenant in enumerate(self.tenants) if tenant is None]
+        free = [slot for slot, active in enumerate(self.active_requests) if active is None]
         if not free or not self.waiting:
             return None
-        tenant = self.waiting[0]
-        if not self._may_join(tenant):
+        active = self.waiting[0]
+        if not self._may_join(active):
             return None
-        tenant.given = tenant.text
+        active.prefix_tokens = active.text
         # The slot that holds the most of its text; among ties, the one that has been free for longest.
-        slot = max(free, key=lambda slot: (_kept(tenant, *self.residents[slot]), -self._left[slot]))
-        tenant.read = _kept(tenant, *self.residents[slot])
-        tenant.result.cached = min(tenant.read, len(tenant.request.tokens))
-        tenant.alike = [(other, at, _num_alike(tenant.given, other.given)) for at, other in self._seated()
-                        if _may_share(tenant, other.request.salt)]  # fmt: skip
-        tenant.scored, tenant.is_begun, tenant.calls = [], False, 0
-        tenant.pieces, tenant.lag, tenant.seat = 0, len(tenant.given), next(self._clock)
-        if tenant.seated_at is None:
-            tenant.seated_at = time.monotonic()
-        self.tenants[slot] = self.waiting.popleft()
-        self.residents[slot] = (), ""
-        return slot, tenant
+        slot = max(free, key=lambda slot: (_num_reusable(active, *self.cached_texts[slot]), -self._released_at[slot]))
+        active.num_prefilled = _num_reusable(active, *self.cached_texts[slot])
+        active.result.cached = min(active.num_prefilled, len(active.request.tokens))
+        active.shared_prefixes = [(other, other_slot, _num_shared(active.prefix_tokens, other.prefix_tokens))
+                                  for other_slot, other in self._occupied()
+                                  if _may_share(active, other.request.salt)]  # fmt: skip
+        active.scored_pieces, active.has_decoded, active.calls = [], False, 0
+        active.num_pieces, active.num_unread, active.slot_order = 0, len(active.prefix_tokens), next(self._clock)
+        if active.assigned_at is None:
+            active.assigned_at = time.monotonic()
+        self.active_requests[slot] = self.waiting.popleft()
+        self.cached_texts[slot] = (), ""
+        return slot, active
 
-    def _may_join(self, tenant: Tenant) -> bool:
-        """Return whether a failed call could still be attributed to one request if this one were seated."""
-        others = [other for _, other in self._seated()]
+    def _may_join(self, active: ActiveRequest) -> bool:
+        """Return whether a failed call could still be attributed to one request if this one ran, too."""
+        others = [other for _, other in self._occupied()]
         if any(other.is_suspect for other in others):
             return False
-        if not tenant.is_suspect or not others:
+        if not active.is_suspect or not others:
             return True
-        return tenant.failures == 2 and all(other.goes_well for other in others)
+        return active.failures == 2 and all(other.is_trusted for other in others)
 
-    def lender(self, tenant: Tenant) -> tuple[int, int]:
+    def find_prefix(self, active: ActiveRequest) -> tuple[int, int]:
         """Return how many tokens of a request's text the best other slot holds, and which slot that is."""
-        given = len(tenant.given)
-        left = [(_kept(tenant, *held), slot) for slot, held in enumerate(self.residents) if self.tenants[slot] is None]
-        there = [(_most(alike, other.read + 1, given), slot) for other, slot, alike in self._alike(tenant)]
-        return max([*left, *there], default=(0, 0))
+        num_tokens = len(active.prefix_tokens)
+        in_free = [(_num_reusable(active, *text), slot) for slot, text in enumerate(self.cached_texts)
+                   if self.active_requests[slot] is None]  # fmt: skip
+        in_use = [(_limit_reuse(num_shared, other.num_prefilled + 1, num_tokens), slot)
+                  for other, slot, num_shared in self._current_prefixes(active)]  # fmt: skip
+        return max([*in_free, *in_use], default=(0, 0))
 
-    def will_be_read(self, tenant: Tenant) -> int:
+    def pending_prefix(self, active: ActiveRequest) -> int:
         """Return how many tokens of a text other requests will prefill. Ignore requests that need prompt scores."""
-        given = len(tenant.given)
-        return max((_most(alike, len(other.given), given) for other, _, alike in self._alike(tenant)
+        num_tokens = len(active.prefix_tokens)
+        return max((_limit_reuse(num_shared, len(other.prefix_tokens), num_tokens)
+                    for other, _, num_shared in self._current_prefixes(active)
                     if not other.request.prompt_logprobs), default=0)  # fmt: skip
 
-    def _alike(self, tenant: Tenant) -> list[tuple[Tenant, int, int]]:
-        """Return the entries of ``tenant.alike`` whose requests still have their slots."""
-        return [one for one in tenant.alike if self.tenants[one[1]] is one[0]]
+    def _current_prefixes(self, active: ActiveRequest) -> list[tuple[ActiveRequest, int, int]]:
+        """Return the entries of ``active.shared_prefixes`` whose requests still have their slots."""
+        return [entry for entry in active.shared_prefixes if self.active_requests[entry[1]] is entry[0]]
 
-    def reading(self) -> list[tuple[int, Tenant]]:
-        """Return the slots in prefill with their requests, in the order in which these were seated."""
-        found = [(slot, tenant) for slot, tenant in self._seated() if not tenant.is_written]
-        return sorted(found, key=lambda one: one[1].seat)
+    def prefilling(self) -> list[tuple[int, ActiveRequest]]:
+        """Return the slots in prefill with their requests, in the order in which these got their slots."""
+        slots = [(slot, active) for slot, active in self._occupied() if not active.is_prefilled]
+        return sorted(slots, key=lambda entry: entry[1].slot_order)
 
-    def writing(self) -> list[tuple[int, Tenant]]:
+    def decoding(self) -> list[tuple[int, ActiveRequest]]:
         """Return the decoding slots with their requests."""
-        return [(slot, tenant) for slot, tenant in self._seated() if tenant.is_written]
+        return [(slot, active) for slot, active in self._occupied() if active.is_prefilled]
 
-    def _seated(self) -> list[tuple[int, Tenant]]:
-        return [(slot, tenant) for slot, tenant in enumerate(self.tenants) if tenant is not None]
+    def _occupied(self) -> list[tuple[int, ActiveRequest]]:
+        return [(slot, active) for slot, active in enumerate(self.active_requests) if active is not None]
 
-    def leave(self, slot: int) -> Tenant:
+    def release_slot(self, slot: int) -> ActiveRequest:
         """Free a slot. Another request may reuse the tokens in its KV cache."""
-        tenant = self.tenants[slot]
-        assert tenant is not None, "nobody leaves an empty slot"
-        held = tenant.text if tenant.is_written else tenant.given[: tenant.read + 1]
-        self.tenants[slot], self.residents[slot], tenant.alike = None, (held, tenant.request.salt), []
-        self._left[slot] = next(self._clock)
-        return tenant
+        active = self.active_requests[slot]
+        assert active is not None, "an empty slot is not released"
+        cached = active.text if active.is_prefilled else active.prefix_tokens[: active.num_prefilled + 1]
+        self.active_requests[slot], self.cached_texts[slot] = None, (cached, active.request.salt)
+        active.shared_prefixes = []
+        self._released_at[slot] = next(self._clock)
+        return active
 
 
-def _kept(tenant: Tenant, held: Sequence[int], salt: str) -> int:
-    """Return how many tokens of a text can be reused from a slot that holds `held`."""
-    if not _may_share(tenant, salt):
+def _num_reusable(active: ActiveRequest, cached: Sequence[int], salt: str) -> int:
+    """Return how many tokens of a request's text can be reused from a slot that holds the tokens `cached`."""
+    if not _may_share(active, salt):
         return 0
-    text = tenant.given or tenant.text
-    return _most(_num_alike(held, text), len(held), len(text))
+    text = active.prefix_tokens or active.text
+    return _limit_reuse(_num_shared(cached, text), len(cached), len(text))
 
 
-def _may_share(tenant: Tenant, salt: str) -> bool:
-    return salt == tenant.request.salt and not tenant.request.prompt_logprobs
+def _may_share(active: ActiveRequest, salt: str) -> bool:
+    return salt == active.request.salt and not active.request.prompt_logprobs
 
 
-def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _most(alike: int, held: int, given: int) -> int:
-    """Return how many of the `given` tokens of a text can be reused, if `alike` of the `held` tokens are equal.
+def _limit_reuse(num_shared: int, num_cached: int, num_tokens: int) -> int:
+    """Return how many of a text's `num_tokens` can be reused, if a slot holds `num_cached` and `num_shared` are equal.
 
     The last two tokens of a text are never reused, because a drafter must read one of them. The last common token is
     not reused either, because a drafter may have read it together with the token after it.
     """
-    return max(0, min(alike - 1, held - 1, given - 2))
+    return max(0, min(num_shared - 1, num_cached - 1, num_tokens - 2))

@@ -131,23 +131,23 @@ def _references_of_parts() -> Callable[[Any], list[str]]:
 
     Many names can stand for one part, and parts can contain one another, so the limit applies to all values read.
     """
-    known: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     count = 0
 
     def references(part: Any) -> list[str]:
         nonlocal count
-        if id(part) in known:
-            return known[id(part)]
+        if id(part) in names:
+            return names[id(part)]
         values = list(_values(part))
         count += len(values)
         if count > MAX_REFERENCED_VALUES:
             raise ValueError(f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in all; "
                              "simplify it.")  # fmt: skip
-        names = (value.get("$ref") for value in values if isinstance(value, Mapping))
-        known[id(part)] = list(dict.fromkeys(name for name in names if isinstance(name, str)))
-        if len(known[id(part)]) > MAX_DEFINITIONS:
-            raise _excess("different $ref", len(known[id(part)]), MAX_DEFINITIONS)
-        return known[id(part)]
+        targets = (value.get("$ref") for value in values if isinstance(value, Mapping))
+        names[id(part)] = list(dict.fromkeys(name for name in targets if isinstance(name, str)))
+        if len(names[id(part)]) > MAX_DEFINITIONS:
+            raise _excess("different $ref", len(names[id(part)]), MAX_DEFINITIONS)
+        return names[id(part)]
 
     return references
 

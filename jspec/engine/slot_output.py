@@ -12,14 +12,14 @@ from jax import Array
 from jspec.core.types import pytree
 from jspec.decoding.state import RoundOutput
 
-_NUMBERS = ("count", "drafted", "judged", "accepted", "invalid", "strange")
+_NUMBERS = ("count", "drafted", "judged", "accepted", "invalid", "out_of_vocab")
 
 
 @pytree
 class Packed:
     """``int32[R + 1, S, W]`` and ``float32[R, S, W]`` for up to R rounds: new tokens, numbers, and top tokens.
 
-    One more row of integers holds the state after the last round: whether each slot is done, and its `lag`.
+    One more row of integers holds the state after the last round: whether each slot is done, and its `num_unread`.
     """
 
     integers: Array
@@ -54,54 +54,55 @@ class Piece(NamedTuple):
         return self.start + self.count
 
 
-def pack(new: RoundOutput) -> Packed:
+def pack(output: RoundOutput) -> Packed:
     """Pack one round's output, ``[S, ...]``."""
-    numbers = jnp.stack([getattr(new, name).astype(jnp.int32) for name in _NUMBERS], axis=1)
-    top_ids, tops = (part.reshape(len(part), -1) for part in (new.top_ids, new.top_logprobs))
-    integers = jnp.concatenate([new.tokens, new.origins.astype(jnp.int32), numbers, top_ids], axis=1)
-    return Packed(integers, jnp.concatenate([new.logprobs, new.raw_logprobs, new.distortion[:, None], tops], axis=1))
+    numbers = jnp.stack([getattr(output, name).astype(jnp.int32) for name in _NUMBERS], axis=1)
+    top_ids, tops = (part.reshape(len(part), -1) for part in (output.top_ids, output.top_logprobs))
+    integers = jnp.concatenate([output.tokens, output.origins.astype(jnp.int32), numbers, top_ids], axis=1)
+    floats = [output.logprobs, output.raw_logprobs, output.distortion[:, None], tops]
+    return Packed(integers, jnp.concatenate(floats, axis=1))
 
 
-def empty(rounds: int, slots: int, num_draft_tokens: int, num_top: int) -> Packed:
+def empty_output(rounds: int, slots: int, num_draft_tokens: int, num_top: int) -> Packed:
     """Return the packed output of `rounds` rounds without new tokens."""
     tokens = (2 + num_top) * (num_draft_tokens + 1)
     integers = jnp.zeros((rounds + 1, slots, tokens + len(_NUMBERS)), jnp.int32)
     return Packed(integers, jnp.zeros((rounds, slots, tokens + 1), jnp.float32))
 
 
-def with_round(packed: Packed, i: Array, one: Packed) -> Packed:
-    """Return `packed` with the output of round i set to `one`."""
-    return Packed(packed.integers.at[i].set(one.integers), packed.floats.at[i].set(one.floats))
+def set_round(packed: Packed, i: Array, output: Packed) -> Packed:
+    """Return `packed` with the output of round i set to `output`."""
+    return Packed(packed.integers.at[i].set(output.integers), packed.floats.at[i].set(output.floats))
 
 
-def concluded(packed: Packed, done: Array, lag: Array) -> Packed:
-    """Return `packed` with the state after the last round: for each row ``[S]``, whether it is done, and its lag."""
-    last = jnp.stack([done.astype(jnp.int32), lag], axis=1)
+def set_final_state(packed: Packed, done: Array, num_unread: Array) -> Packed:
+    """Return `packed` with the final state of each row: ``done[S]`` and ``num_unread[S]``, as in `SlotOutput`."""
+    last = jnp.stack([done.astype(jnp.int32), num_unread], axis=1)
     return Packed(packed.integers.at[-1, :, :2].set(last), packed.floats)
 
 
-def of_all(packed: Packed, rows: Array, slots: int) -> Packed:
+def expand_to_slots(packed: Packed, rows: Array, slots: int) -> Packed:
     """Expand the packed output of some `rows` to all slots, with zeros for the others."""
 
-    def one(part: Array) -> Array:
+    def expand(part: Array) -> Array:
         return jnp.zeros((len(part), slots, part.shape[2]), part.dtype).at[:, rows].set(part)
 
-    return Packed(one(packed.integers), one(packed.floats))
+    return Packed(expand(packed.integers), expand(packed.floats))
 
 
 @dataclasses.dataclass(frozen=True)
-class News:
+class SlotOutput:
     """The output of one call for one slot.
 
     Attributes:
         tokens, origins, logprobs, raw_logprobs: values for each new token, as in `jspec.Output`.
         top_logprobs: the most likely tokens for each new token, as ids and raw log-probabilities; as many as the call
-            computed. Empty for a slot that does not want them.
+            computed. Empty for a slot that does not report them.
         accepted, judged, drafted: the number of accepted, verified and drafted tokens in each round, as in
             `jspec.Stats`.
         done: whether the row is inactive: its text has ended or was stopped, or it is still in prefill.
-        lag: how many of the text's last tokens the drafter may not have read.
-        invalid, strange: as in `jspec.decoding.state.RoundOutput`.
+        num_unread: how many of the text's last tokens the drafter may not have read.
+        invalid, out_of_vocab: as in `jspec.decoding.state.RoundOutput`.
         distortion: as in `jspec.Stats`.
     """
 
@@ -114,65 +115,69 @@ class News:
     judged: list[int]
     drafted: list[int]
     done: bool
-    lag: int
+    num_unread: int
     invalid: bool
-    strange: bool
+    out_of_vocab: bool
     distortion: float
 
 
-def unpack(packed: Any, slots: Iterable[int], num_top: int = 0, wanted: Container[int] = ()) -> dict[int, News]:
-    """Wait for a call's output, and return the `News` of the given slots.
+def unpack(
+    packed: Any, slots: Iterable[int], num_top: int = 0, top_slots: Container[int] = ()
+) -> dict[int, SlotOutput]:
+    """Wait for a call's output, and return the `SlotOutput` of the given slots.
 
     Args:
         num_top: the number of most likely tokens that the call computed.
-        wanted: the slots that want the most likely tokens.
+        top_slots: the slots that report the most likely tokens.
     """
     integers, floats = jax.device_get((packed.integers, packed.floats))
     integers, last = integers[:-1], integers[-1]
     width, end = (integers.shape[2] - len(_NUMBERS)) // (2 + num_top), len(_NUMBERS)
     tokens, origins, others = integers[..., :width], integers[..., width : 2 * width], integers[..., 2 * width :]
-    numbers, top_ids = others[..., :end], others[..., end:]
-    named = dict(zip(_NUMBERS, np.moveaxis(numbers, 2, 0), strict=True))
-    new = np.arange(width) < named["count"][..., None]
-    played = named["count"] > 0
+    columns, top_ids = others[..., :end], others[..., end:]
+    numbers = dict(zip(_NUMBERS, np.moveaxis(columns, 2, 0), strict=True))
+    is_new = np.arange(width) < numbers["count"][..., None]
+    has_run = numbers["count"] > 0
 
-    def of_slot(slot: int) -> News:
-        kept, rounds = new[:, slot], played[:, slot]
+    def of_slot(slot: int) -> SlotOutput:
+        new, rounds = is_new[:, slot], has_run[:, slot]
         row = floats[:, slot]
         tops = []
-        if slot in wanted:
-            ids, highest = (_likeliest(part, kept) for part in (top_ids[:, slot], row[:, 2 * width + 1 :]))
-            tops = [list(zip(*one, strict=True)) for one in zip(ids, highest, strict=True)]
-        return News(
-            tokens=tokens[:, slot][kept].tolist(),
-            origins=origins[:, slot][kept].tolist(),
-            logprobs=row[:, :width][kept].tolist(),
-            raw_logprobs=row[:, width : 2 * width][kept].tolist(),
+        if slot in top_slots:
+            ids, highest = (_per_token(part, new) for part in (top_ids[:, slot], row[:, 2 * width + 1 :]))
+            tops = [list(zip(*pair, strict=True)) for pair in zip(ids, highest, strict=True)]
+        return SlotOutput(
+            tokens=tokens[:, slot][new].tolist(),
+            origins=origins[:, slot][new].tolist(),
+            logprobs=row[:, :width][new].tolist(),
+            raw_logprobs=row[:, width : 2 * width][new].tolist(),
             top_logprobs=tops,
-            accepted=named["accepted"][rounds, slot].tolist(),
-            judged=named["judged"][rounds, slot].tolist(),
-            drafted=named["drafted"][rounds, slot].tolist(),
+            accepted=numbers["accepted"][rounds, slot].tolist(),
+            judged=numbers["judged"][rounds, slot].tolist(),
+            drafted=numbers["drafted"][rounds, slot].tolist(),
             done=bool(last[slot, 0]),
-            lag=int(last[slot, 1]),
-            invalid=bool(named["invalid"][:, slot].any()),
-            strange=bool(named["strange"][:, slot].any()),
+            num_unread=int(last[slot, 1]),
+            invalid=bool(numbers["invalid"][:, slot].any()),
+            out_of_vocab=bool(numbers["out_of_vocab"][:, slot].any()),
             distortion=float(row[:, 2 * width].sum()),
         )
 
     return {slot: of_slot(slot) for slot in slots}
 
 
-def _likeliest(flat: np.ndarray, kept: np.ndarray) -> list[list[Any]]:
-    """Return one list for each token in ``kept[R, K + 1]``, from ``flat[R, (K + 1) n]``."""
-    return flat.reshape(*kept.shape, -1)[kept].tolist()
+def _per_token(flat: np.ndarray, new: np.ndarray) -> list[list[Any]]:
+    """Return one list for each token in ``new[R, K + 1]``, from ``flat[R, (K + 1) n]``."""
+    return flat.reshape(*new.shape, -1)[new].tolist()
 
 
-def of_prompt(pieces: Iterable[Piece], length: int, num_top: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+def prompt_scores(
+    pieces: Iterable[Piece], length: int, num_top: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """Wait for a prompt's scores. Return each token's log-probability and the `num_top` most likely tokens."""
     logprobs, tops = [float("nan")] * length, [[] for _ in range(length)]
     for piece in pieces:
         scores, ids, highest = (part.tolist() for part in jax.device_get(tuple(vars(piece.scores).values())))
-        for i, place in enumerate(range(piece.start + 1, min(piece.end + 1, length))):
-            logprobs[place] = scores[i]
-            tops[place] = list(zip(ids[i][:num_top], highest[i][:num_top], strict=True))
+        for i, position in enumerate(range(piece.start + 1, min(piece.end + 1, length))):
+            logprobs[position] = scores[i]
+            tops[position] = list(zip(ids[i][:num_top], highest[i][:num_top], strict=True))
     return logprobs, tops

@@ -15,7 +15,7 @@ from jspec.core.sampling import LogitsTransforms, TokenCounts, broadcast_rows
 from jspec.core.types import pytree
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters.base import tree_of
-from jspec.drafters.late_reading import begin
+from jspec.drafters.chunked_prefill import begin
 from jspec.models.kv_cache import KVCache, whole_tiles
 
 # Transforms that change nothing. The bias, None here, becomes one zero for each token.
@@ -23,13 +23,13 @@ NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0,
                            frequency=0.0, bias=None)  # fmt: skip
 
 
-_MEDIUM = 4  # draft tokens: seldom far from the best number
+_MEDIUM_LENGTH = 4  # draft tokens: seldom far from the best number
 
 
-class Needs(enum.IntEnum):
-    """The features that a round must support for a row; for several rows, their maximum."""
+class Variant(enum.IntEnum):
+    """A variant of the decoding program, by the features that a row uses; for several rows, the maximum of theirs."""
 
-    LEAN = 0  # temperature
+    TEMPERATURE_ONLY = 0  # temperature
     FULL = 1  # also filters, penalties, and log-probabilities of the most likely tokens
     CONSTRAINED = 2  # also a callback to the host for the allowed tokens
 
@@ -46,7 +46,8 @@ class Sizes:
         num_draft_tokens: K, the possible numbers of draft tokens per round, ascending; 0 is plain decoding.
         rounds: the maximum number of rounds per call.
         top_logprobs: the maximum number of top tokens that a request may ask for; at most the vocabulary size.
-        fewer: smaller numbers of slots that a call may run, ascending; for devices on which idle rows cost time.
+        small_batch_sizes: smaller numbers of slots that a call may run, ascending; for devices on which idle rows cost
+            time.
     """
 
     slots: int
@@ -56,50 +57,51 @@ class Sizes:
     num_draft_tokens: tuple[int, ...]
     rounds: int
     top_logprobs: int = 0
-    fewer: tuple[int, ...] = ()
+    small_batch_sizes: tuple[int, ...] = ()
 
     @property
-    def shapes(self) -> list[tuple[int, Needs]]:
-        """The possible pairs of a call's number of slots and its needs; each pair adds two programs.
+    def shapes(self) -> list[tuple[int, Variant]]:
+        """The possible pairs of a call's number of slots and its variant; each pair adds two programs.
 
         Calls with constrained requests run one slot or all slots, because every start compiles their programs.
         """
-        return [(count, needs) for count in (*self.fewer, self.slots) for needs in Needs
-                if count in (1, self.slots) or needs is not Needs.CONSTRAINED]  # fmt: skip
+        return [(count, variant) for count in (*self.small_batch_sizes, self.slots) for variant in Variant
+                if count in (1, self.slots) or variant is not Variant.CONSTRAINED]  # fmt: skip
 
-    def shape(self, moving: int, needs: Needs) -> tuple[int, Needs]:
-        """Return the smallest of `shapes` that has room for `moving` slots and supports `needs`."""
-        return min(shape for shape in self.shapes if shape[0] >= moving and shape[1] >= needs)
+    def shape(self, num_slots: int, variant: Variant) -> tuple[int, Variant]:
+        """Return the smallest of `shapes` that has room for `num_slots` slots and supports `variant`."""
+        return min(shape for shape in self.shapes if shape[0] >= num_slots and shape[1] >= variant)
 
-    def rows(self, moving: Sequence[int], count: int) -> list[int] | None:
-        """Return the `moving` slots, filled up with others to `count`; None for all slots."""
+    def rows(self, required: Sequence[int], count: int) -> list[int] | None:
+        """Return the `required` slots, filled up with others to `count`; None for all slots."""
         if count == self.slots:
             return None
-        others = (slot for slot in range(self.slots) if slot not in moving)
-        return [*moving, *itertools.islice(others, count - len(moving))]
+        others = (slot for slot in range(self.slots) if slot not in required)
+        return [*required, *itertools.islice(others, count - len(required))]
 
-    def kinds(self, *needs: Needs) -> list[tuple[int, Needs, int]]:
-        """Return the kinds of calls for the given needs, as (draft length, needs, number of slots)."""
-        return [(k, its, count) for count, its in self.shapes if its in needs for k in self.lengths(its, count)]
+    def kinds(self, *variants: Variant) -> list[tuple[int, Variant, int]]:
+        """Return the kinds of calls for the given variants, as (draft length, variant, number of slots)."""
+        return [(k, variant, count) for count, variant in self.shapes if variant in variants
+                for k in self.lengths(variant, count)]  # fmt: skip
 
-    def lengths(self, needs: Needs, count: int) -> tuple[int, ...]:
+    def lengths(self, variant: Variant, count: int) -> tuple[int, ...]:
         """Return the possible draft lengths for a call with `count` slots.
 
         There are at most two if requests need more than a temperature, or if the call does not run all slots. This
         keeps the number of compiled programs small.
         """
-        if (needs is Needs.LEAN and count == self.slots) or len(self.num_draft_tokens) < 3:
+        if (variant is Variant.TEMPERATURE_ONLY and count == self.slots) or len(self.num_draft_tokens) < 3:
             return self.num_draft_tokens
         first, second, *_ = self.num_draft_tokens
-        return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM, second))
+        return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM_LENGTH, second))
 
     def positions(self, drafter: Any) -> int:
         """Return T, the length of a slot's KV cache: the longest text plus what is written after it, at least a chunk.
 
         A round writes its draft after the text. A prefill pass for other slots writes an unused piece there.
         """
-        behind = tree_of(drafter, self.num_draft_tokens[-1]).size + 1 if drafter is not None else 1
-        return whole_tiles(max(self.length + max(behind, self.chunks[0]), self.chunks[-1]))
+        num_written = tree_of(drafter, self.num_draft_tokens[-1]).size + 1 if drafter is not None else 1
+        return whole_tiles(max(self.length + max(num_written, self.chunks[0]), self.chunks[-1]))
 
 
 @pytree
@@ -111,16 +113,16 @@ class Slots:
 
     Attributes:
         params, state: as in a generation, with S rows; ``state.tokens`` has T + 1 columns.
-        given: ``int32[S]``, how many tokens a request brought: its prompt, plus the tokens that it had decoded before
-            it got this slot.
-        read: ``int32[S]``, how many tokens of its text the drafter has certainly read. Kept only for a drafter that
-            reads by itself; others know what the target knows.
+        num_prefix_tokens: ``int32[S]``, how many tokens a request brought: its prompt, plus the tokens that it had
+            decoded before it got this slot.
+        num_drafter_read: ``int32[S]``, how many tokens of its text the drafter has certainly read. Kept only for a
+            drafter that reads text separately; others have read what the target has read.
     """
 
     params: RequestParams
     state: DecodeState
-    given: Array
-    read: Array
+    num_prefix_tokens: Array
+    num_drafter_read: Array
 
 
 def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
@@ -158,46 +160,46 @@ def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
     return dataclasses.replace(broadcast_rows(NEUTRAL, count), bias=bias)
 
 
-def lean(transforms: LogitsTransforms) -> LogitsTransforms:
-    """Return `transforms` with only the temperature, for calls in which no row needs more."""
+def keep_temperature(transforms: LogitsTransforms) -> LogitsTransforms:
+    """Return `transforms` with only the temperature, for calls in which no row uses more."""
     return LogitsTransforms(transforms.temperature, None, None, None, None, None, None, None)
 
 
-def some(held: Any, rows: Array) -> Any:
-    """Return the given ``rows[B]`` of `held` as a batch. A KV cache keeps all rows; its `rows` field selects some."""
+def gather_rows(slots: Any, rows: Array) -> Any:
+    """Return the given ``rows[B]`` of `slots` as a batch. A KV cache keeps all rows; its `rows` field selects some."""
 
-    def one(leaf: Any) -> Any:
+    def gather(leaf: Any) -> Any:
         return dataclasses.replace(leaf, rows=rows) if isinstance(leaf, KVCache) else leaf[rows]
 
-    return jax.tree.map(one, held, is_leaf=_is_cache)
+    return jax.tree.map(gather, slots, is_leaf=_is_cache)
 
 
-def with_some(held: Any, batch: Any, rows: Array) -> Any:
-    """Return `held` with `batch`, an updated result of `some`, written back."""
+def scatter_rows(slots: Any, batch: Any, rows: Array) -> Any:
+    """Return `slots` with `batch`, an updated result of `gather_rows`, written back."""
 
-    def one(leaf: Any, new: Any) -> Any:
+    def scatter(leaf: Any, new: Any) -> Any:
         return dataclasses.replace(new, rows=None) if isinstance(leaf, KVCache) else leaf.at[rows].set(new)
 
-    return jax.tree.map(one, held, batch, is_leaf=_is_cache)
+    return jax.tree.map(scatter, slots, batch, is_leaf=_is_cache)
 
 
-def _is_cache(held: Any) -> bool:
-    return isinstance(held, KVCache)
+def _is_cache(node: Any) -> bool:
+    return isinstance(node, KVCache)
 
 
-def take(rows: Any, slot: Array) -> Any:
+def get_row(rows: Any, slot: Array) -> Any:
     """Return row `slot` of every leaf, as a batch of one."""
 
-    def one(leaf: Array) -> Array:
+    def get(leaf: Array) -> Array:
         return lax.dynamic_slice_in_dim(leaf, slot, 1, 0)
 
-    return jax.tree.map(one, rows)
+    return jax.tree.map(get, rows)
 
 
-def put(rows: Any, row: Any, slot: Array) -> Any:
+def set_row(rows: Any, row: Any, slot: Array) -> Any:
     """Return `rows` with a batch of one in row `slot` of every leaf."""
 
-    def one(leaf: Array, new: Array) -> Array:
+    def update(leaf: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), slot, 0)
 
-    return jax.tree.map(one, rows, row)
+    return jax.tree.map(update, rows, row)

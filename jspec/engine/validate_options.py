@@ -9,16 +9,16 @@ from jspec.acceptance import Rule
 from jspec.core.types import check_count
 from jspec.decoding.validate_tree import number_of_drafts
 from jspec.drafters.base import Drafter, own_tree
-from jspec.drafters.capabilities import features_of, reach_of
+from jspec.drafters.capabilities import features_of, max_chain_length_of
+from jspec.drafters.chunked_prefill import can_read, keeps_nothing
 from jspec.drafters.draft_length import DEFAULT
-from jspec.drafters.late_reading import can_read, keeps_nothing
 from jspec.drafters.standalone.model import positions
 from jspec.models.llama import Llama
 
 _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
-def fewer(target: Llama, slots: int) -> tuple[int, ...]:
+def small_batches(target: Llama, slots: int) -> tuple[int, ...]:
     """Return smaller numbers of slots that a call may run: on CPUs, one slot, and half the slots of four or more.
 
     On CPUs, idle slots cost as much as used ones.
@@ -33,12 +33,12 @@ def _devices(models: Any) -> set[Any]:
 
 
 def length(target: Llama, draft: Any, wanted: int | None) -> int:
-    known = positions(target, draft)
+    longest = positions(target, draft)
     if wanted is None:
-        return min(_USUAL_LENGTH, known)
+        return min(_USUAL_LENGTH, longest)
     check_count("max_length", wanted)
-    if wanted > known:
-        raise ValueError(f"max_length is {wanted}, which is more than the {known} positions that the models know.")
+    if wanted > longest:
+        raise ValueError(f"max_length is {wanted}, which is more than the {longest} positions that the models know.")
     return wanted
 
 
@@ -47,13 +47,13 @@ def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) 
     is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
     number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
     # A drafter that cannot read tokens from rounds without drafts must always draft.
-    goes_on = bool(features_of(drafter)) or can_read(drafter) or keeps_nothing(drafter)
+    can_pause = bool(features_of(drafter)) or can_read(drafter) or keeps_nothing(drafter)
     if (tree := own_tree(drafter)) is not None:
-        return (0, tree.max_depth) if goes_on else (tree.max_depth,)
-    if is_auto and goes_on:
-        return tuple(k for k in _LENGTHS if k <= reach_of(drafter))
+        return (0, tree.max_depth) if can_pause else (tree.max_depth,)
+    if is_auto and can_pause:
+        return tuple(k for k in _LENGTHS if k <= max_chain_length_of(drafter))
     if is_auto:
-        return (int(min(DEFAULT.max_draft_tokens, reach_of(drafter))),)
+        return (int(min(DEFAULT.max_draft_tokens, max_chain_length_of(drafter))),)
     if isinstance(number, bool) or not isinstance(number, numbers.Integral):
         raise TypeError(f'num_draft_tokens={number!r}, and an engine drafts a number of tokens; pass an int or "auto".')
     check_count("num_draft_tokens", number)
@@ -63,7 +63,8 @@ def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) 
 def check_readable(drafter: Any) -> None:
     if features_of(drafter) and not can_read(drafter):
         raise TypeError(f"{type(drafter).__name__} reads states of the target and has no `read`, with which an engine "
-                        "would tell it those of a prompt piece by piece; see jspec.drafters.late_reading.")  # fmt: skip
+                        "would tell it those of a prompt piece by piece; see "
+                        "jspec.drafters.chunked_prefill.")  # fmt: skip
 
 
 def check_one_device(models: Any) -> None:

@@ -17,7 +17,7 @@ from jspec.core.types import BONUS, NO_DRAFT, Output, check_count
 from jspec.decoding.validate_arguments import as_array, check_positions, check_target
 from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
 from jspec.drafters.base import own_tree
-from jspec.drafters.capabilities import reach_of, says_how_sure
+from jspec.drafters.capabilities import has_confidence, max_chain_length_of
 from jspec.drafters.draft_length import DEFAULT, UpTo, WhileConfident
 from jspec.drafters.standalone.model import as_drafter, positions
 from jspec.generation.generate import generate, speculative_generate
@@ -133,7 +133,7 @@ class Task:
         new = slice(int(out.lengths[row]))
         ids, tokens = self.batch.tokens[row, : self.batch.lengths[row]].tolist(), out.tokens[row, new].tolist()
         added = pieces(self.tokenizer, ids, tokens)
-        kept = until(added, self.stop)
+        kept = truncate_at_stop(added, self.stop)
         added, reason = added if kept is None else kept, self.reason(target, kept, tokens[-1])
         return Completion(
             prompt=self.prompts[row],
@@ -205,7 +205,7 @@ def complete(
     if draft is None and options:
         raise ValueError(f"{', '.join(options)} is for drafting, and draft is None; leave it out.")
     if draft is not None:
-        options["num_draft_tokens"] = how_far(draft, num_draft_tokens)
+        options["num_draft_tokens"] = draft_length_of(draft, num_draft_tokens)
     task = prepare(tokenizer, listed(prompts), stop, template)
     return task.completions(target, task.decode(target, draft, max_new_tokens, sampling, seed, **options))
 
@@ -225,37 +225,37 @@ def prepare(
     return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
 
 
-def how_far(draft: Any, num_draft_tokens: Any) -> Any:
+def draft_length_of(draft: Any, num_draft_tokens: Any) -> Any:
     """Return `num_draft_tokens`, or the default. A lookup drafts at most this many tokens, and none without a match.
 
     By default, a lookup's fallback drafter drafts while it is confident, if it reports its confidence.
     """
-    wanted = usual(draft) if num_draft_tokens is None else num_draft_tokens
+    wanted = default_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
     if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):
         check_count("num_draft_tokens", wanted)
         return UpTo(int(wanted))
-    return WhileConfident(wanted, _SURE, _SURE) if num_draft_tokens is None and _is_behind_lookup(draft) else wanted
+    return WhileConfident(wanted, _SURE, _SURE) if num_draft_tokens is None and _has_lookup_first(draft) else wanted
 
 
-def of_engine(draft: Any) -> Any:
+def engine_draft_length(draft: Any) -> Any:
     """Return an engine's default number of draft tokens. An engine does not accept `DraftLength` objects.
 
     The default is "auto" for a lookup with a fallback drafter, because the two draft different numbers of tokens.
     """
-    return "auto" if _is_behind_lookup(draft) else usual(draft)
+    return "auto" if _has_lookup_first(draft) else default_draft_length(draft)
 
 
-def _is_behind_lookup(draft: Any) -> bool:
+def _has_lookup_first(draft: Any) -> bool:
     """Return whether `draft` is a lookup that falls back to a drafter that reports its confidence."""
-    return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and says_how_sure(draft.second)
+    return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and has_confidence(draft.second)
 
 
-def usual(draft: Any) -> Any:
+def default_draft_length(draft: Any) -> Any:
     """Return the default number of draft tokens: four, or the drafter's maximum if lower; `DEFAULT` for a tree."""
-    return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, reach_of(draft)))
+    return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, max_chain_length_of(draft)))
 
 
-def until(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
+def truncate_at_stop(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
     """Return the pieces up to the first match of `stop`, without the matched string; None if there is no match.
 
     A decoder that stops at the match gives the same result. If one piece completes several strings, the match that

@@ -9,11 +9,11 @@ from jspec.core.transfers import explicit_transfers
 from jspec.core.types import check_count
 from jspec.drafters.standalone.model import positions
 from jspec.engine import Engine, Request, Result
-from jspec.generation.complete import Completion, Task, of_engine, prepare, statistics
+from jspec.generation.complete import Completion, Task, engine_draft_length, prepare, statistics
 from jspec.models.sampling_defaults import recommended
 from jspec.text import request_keys
 from jspec.text.chat_template import room
-from jspec.text.stop_strings import Writer
+from jspec.text.stop_strings import StopAwareDetokenizer
 
 
 def stream(
@@ -55,20 +55,20 @@ def stream(
     size = room(max_new_tokens, task.batch, known)
     if draft is None and num_draft_tokens is not None:
         raise ValueError("num_draft_tokens is for drafting, and draft is None; leave it out.")
-    far = of_engine(draft) if num_draft_tokens is None else num_draft_tokens
-    how = {} if draft is None else {"num_draft_tokens": far}
+    draft_length = engine_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
+    how = {} if draft is None else {"num_draft_tokens": draft_length}
     # One slot, with one of a few possible lengths, so that other prompts reuse the compiled programs.
     engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
     sampling = recommended(target) if sampling is None else sampling
     with explicit_transfers():
         key = request_keys(seed, 1)[0]
     request = Request(task.ids, max_new_tokens, sampling, key, task.ends(target))
-    return parts(target, task, request, engine.here(request))
+    return parts(target, task, request, engine.stream_sync(request))
 
 
 def parts(target: Any, task: Task, request: Request, results: Iterator[Result]) -> Iterator[Completion]:
     """Yield each new part of the output for a task's only prompt, as its result grows."""
-    writer, sent = Writer(task.tokenizer, request.tokens, task.stop), 0
+    writer, sent = StopAwareDetokenizer(task.tokenizer, request.tokens, task.stop), 0
     for result in results:
         for token in result.tokens[len(writer.pieces) :]:
             writer.add(token)

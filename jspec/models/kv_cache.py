@@ -67,8 +67,8 @@ def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: S
     """Run `prefill`, and also return the features from `jspec.Llama.forward_with_features`, ``[B, P, F, E]``."""
     batch, width = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
-    _, told, read = model.forward_with_features(tokens, model.new_cache(batch, width), start, features)
-    return enlarged(model.new_cache(batch, num_slots), read), told
+    _, target_features, read = model.forward_with_features(tokens, model.new_cache(batch, width), start, features)
+    return enlarged(model.new_cache(batch, num_slots), read), target_features
 
 
 def enlarged(rooms: Any, read: Any) -> Any:

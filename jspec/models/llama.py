@@ -174,8 +174,12 @@ class Llama(nnx.Module):
                 states[i] = x
                 x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], slots, tables,
                                                      before, branches, cache.rows, norm)  # fmt: skip
-            told = [({len(self.layers): x, -1: x} | states)[i] for i in features]
-            parts = jnp.stack(told, axis=2) if told else jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
+            target_features = [({len(self.layers): x, -1: x} | states)[i] for i in features]
+            parts = (
+                jnp.stack(target_features, axis=2)
+                if target_features
+                else jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
+            )
             count = tokens.shape[1]
             return x[:, :count], parts[:, :count], KVCache(tuple(keys), tuple(values), cache.rows)
 

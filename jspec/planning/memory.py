@@ -15,7 +15,7 @@ _FLOAT32 = 4
 # are within a factor of two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A prefill
 # layer keeps the scores ``[B, H, P, P]`` twice, in float32 and in the dtype of the weights, or otherwise the MLP's
 # gate, up and product, ``[B, P, 3 F]``.
-LAWS, MLP_ROWS = 3, 3
+PROB_ARRAYS, MLP_ROWS = 3, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +103,9 @@ def footprint(models: tuple[Weights, ...], batch: int, length: int, prompt: int,
         length: the number of positions in a sequence, of which `prompt` are prefilled at once.
     """
     slots = slots_of(length, num_draft_tokens)
-    laws = LAWS * _FLOAT32 * batch * (num_draft_tokens + 2) * models[0].config.vocab_size
+    prob_bytes = PROB_ARRAYS * _FLOAT32 * batch * (num_draft_tokens + 2) * models[0].config.vocab_size
     return Footprint(
         sum(model.bytes for model in models),
         sum(model.cache_bytes(batch, slots) for model in models),
-        max(laws, *(model.prefill_bytes(batch, prompt) for model in models)),
+        max(prob_bytes, *(model.prefill_bytes(batch, prompt) for model in models)),
     )

@@ -24,7 +24,7 @@ from jspec.serve.constraint_jobs import ConstraintCompiler
 from jspec.serve.errors import Refusal, busy, draining, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
-from jspec.serve.parse_request import Served, number_of_choices, understand
+from jspec.serve.parse_request import Served, number_of_choices, parse_request
 from jspec.serve.request_body import as_json, check_key, read
 from jspec.serve.responses import Answer
 from jspec.serve.schemas import Body, ChatBody, CompletionBody, understood
@@ -96,7 +96,7 @@ class Server:
         The programs for constrained requests compile in parallel with incoming requests.
         """
         body = understood(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
-        self._served.engine.generate(understand(self._served, body).requests)
+        self._served.engine.generate(parse_request(self._served, body).requests)
         if self._served.grammars is not None:
             self._served.engine.expect_constraints()
 

@@ -3,10 +3,10 @@
 import time
 
 from jspec.engine import Request, Result
-from jspec.engine.scheduler import Tenant
-from jspec.serve.parse_request import Asked, Served
-from jspec.serve.usage import Figures
-from jspec.text.stop_strings import Writer
+from jspec.engine.scheduler import ActiveRequest
+from jspec.serve.parse_request import ParsedRequest, Served
+from jspec.serve.usage import DraftUsage
+from jspec.text.stop_strings import StopAwareDetokenizer
 
 
 class Choice:
@@ -22,14 +22,14 @@ class Choice:
         arrived, first, last: the `time.monotonic` times of the request's arrival, its first token and its last token.
     """
 
-    def __init__(self, served: Served, asked: Asked, index: int, arrived: float):
-        self.index, self.prompt, self._asked = index, index // asked.body.n, asked
-        body, prompt = asked.body, asked.prompts[self.prompt]
+    def __init__(self, served: Served, parsed: ParsedRequest, index: int, arrived: float):
+        self.index, self.prompt, self._parsed = index, index // parsed.body.n, parsed
+        body, prompt = parsed.body, parsed.prompts[self.prompt]
         # If echoed token ids end with an incomplete character, the generated text shows that character.
-        shows_prompt = not asked.echoes or isinstance(getattr(body, "prompt", ())[self.prompt], str)
+        shows_prompt = not parsed.echoes or isinstance(getattr(body, "prompt", ())[self.prompt], str)
         options = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
-        self.writer = Writer(served.tokenizer, prompt, asked.stop, **options, shows_prompt=shows_prompt)
-        self.tenant: Tenant | None = None
+        self.writer = StopAwareDetokenizer(served.tokenizer, prompt, parsed.stop, **options, shows_prompt=shows_prompt)
+        self.active_request: ActiveRequest | None = None
         self.result = Result()
         self.count = 0
         self.finish_reason: str | None = None
@@ -39,7 +39,7 @@ class Choice:
     @property
     def request(self) -> Request:
         """The engine request."""
-        return self._asked.requests[self.index]
+        return self._parsed.requests[self.index]
 
     @property
     def tokens(self) -> list[int]:
@@ -54,9 +54,9 @@ class Choice:
         """
         return min(self.result.cached, len(self.request.tokens))
 
-    def figures(self) -> Figures:
+    def draft_usage(self) -> DraftUsage:
         """Return the drafting statistics of the choice."""
-        return Figures.of(self.result, self.count)
+        return DraftUsage.of(self.result, self.count)
 
     def advance(self, result: Result) -> int:
         """Add the new tokens in the engine's result to the text, and return their number."""
@@ -64,7 +64,7 @@ class Choice:
             return 0
         self.result, before = result, self.count
         ended = result.finish_reason  # read before the tokens, because no token follows it
-        for token in result.tokens[self.count : self._asked.most]:
+        for token in result.tokens[self.count : self._parsed.max_tokens]:
             self.count += 1
             self._write(token)
             if self.writer.stopped is not None:
@@ -83,15 +83,15 @@ class Choice:
             self._finish(reason)
 
     def _write(self, token: int) -> None:
-        shows_end = token in self._asked.body.stop_token_ids and self._asked.body.include_stop_str_in_output
-        if token in self._asked.ends and not shows_end:
+        shows_end = token in self._parsed.body.stop_token_ids and self._parsed.body.include_stop_str_in_output
+        if token in self._parsed.ends and not shows_end:
             self.writer.add_silent()
         else:
             self.writer.add(token)
 
     def _end(self, reason: str) -> None:
-        if reason == "eos" and self._asked.most != 0:  # a request for an echo alone drops the engine's token
-            self._finish("stop", self._asked.ends.get(self.tokens[-1]) if self.count else None)
+        if reason == "eos" and self._parsed.max_tokens != 0:  # a request for an echo alone drops the engine's token
+            self._finish("stop", self._parsed.ends.get(self.tokens[-1]) if self.count else None)
         else:
             self._finish({"cancelled": "abort", "eos": "length"}.get(reason, reason))
 

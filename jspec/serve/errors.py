@@ -27,8 +27,8 @@ class Refusal(Exception):
 
     def as_json(self) -> dict[str, Any]:
         """Return the response body, which is also the data of a stream event."""
-        usual = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _TYPES.get(self.status, usual)
+        default_kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, default_kind)
         param = self.param and _short(self.param)
         return {"error": {"message": _short(self.message), "type": kind, "param": param, "code": self.code}}
 

@@ -94,12 +94,12 @@ def is_same(origin: str, authority: str) -> bool:
     match = _ORIGIN.fullmatch(origin.lower())
     if match is None or match[1] not in _PORTS:
         return False
-    usual = _PORTS[match[1]]
+    default_port = _PORTS[match[1]]
     try:
         (name, port), (host, its_port) = split(match[2]), split(authority)
     except ValueError:
         return False
-    return (name, port or usual) == (host, its_port or usual)
+    return (name, port or default_port) == (host, its_port or default_port)
 
 
 def _address(host: str) -> Address | None:

@@ -16,9 +16,9 @@ from jspec.engine.constraints import Constraint
 from jspec.serve.choice import Choice
 from jspec.serve.errors import Refusal, busy, draining, failed, wrong
 from jspec.serve.metrics import Metrics
-from jspec.serve.parse_request import Asked, Served, understand
+from jspec.serve.parse_request import ParsedRequest, Served, parse_request
 from jspec.serve.schemas import Body
-from jspec.serve.usage import Figures
+from jspec.serve.usage import DraftUsage
 
 _LOG = logging.getLogger("jspec")
 
@@ -50,10 +50,11 @@ class Job:
         Raises:
             Refusal: the request is rejected, and none of its choices runs.
         """
-        self.asked: Asked = await to_thread.run_sync(understand, self.served, body, constraint,
-                                                   limiter=one_at_a_time)  # fmt: skip
-        count = len(self.asked.requests)
-        self.choices = [Choice(self.served, self.asked, i, self.arrived) for i in range(count)]
+        self.parsed: ParsedRequest = await to_thread.run_sync(
+            parse_request, self.served, body, constraint, limiter=one_at_a_time
+        )
+        count = len(self.parsed.requests)
+        self.choices = [Choice(self.served, self.parsed, i, self.arrived) for i in range(count)]
         try:
             await to_thread.run_sync(self._submit, limiter=one_at_a_time)
         except Refusal:
@@ -62,14 +63,15 @@ class Job:
             self.choices = []
             raise
         for choice in self.choices:
-            if choice.finish_reason is not None:  # it ended before its tenant was known
+            if choice.finish_reason is not None:  # it ended before its request was submitted
                 self._cancel(choice)
 
     def _submit(self) -> None:
         try:
             for choice in self.choices:
-                choice.tenant = self.served.engine.submit(choice.request, functools.partial(self._listen, choice))
-                choice.result = choice.tenant.result  # some fields are known before the first token
+                listen = functools.partial(self._listen, choice)
+                choice.active_request = self.served.engine.submit(choice.request, listen)
+                choice.result = choice.active_request.result  # some fields are known before the first token
         except queue.Full:
             raise busy("Too many requests are waiting already; try again later.") from None
         except RuntimeError:
@@ -98,8 +100,8 @@ class Job:
         self._changed.set()
 
     def _cancel(self, choice: Choice) -> None:
-        if choice.tenant is not None and choice.tenant.result.finish_reason is None:
-            self.served.engine.cancel(choice.tenant)
+        if choice.active_request is not None and choice.active_request.result.finish_reason is None:
+            self.served.engine.cancel(choice.active_request)
 
     def close(self) -> None:
         """Close the job after the engine has finished it or its client has disconnected."""
@@ -111,7 +113,7 @@ class Job:
                 choice.stop("abort")
                 self._cancel(choice)
             if self.choices:
-                self._metrics.finished(self.choices, self.asked.body.n, self.figures())
+                self._metrics.finished(self.choices, self.parsed.body.n, self.draft_usage())
         finally:
             self._end()
 
@@ -155,7 +157,7 @@ class Job:
 
         Each prompt counts once, regardless of its number of choices.
         """
-        prompts = [choice for choice in self.choices if choice.index % self.asked.body.n == 0]
+        prompts = [choice for choice in self.choices if choice.index % self.parsed.body.n == 0]
         read = sum(len(choice.request.tokens) for choice in prompts)
         written = sum(choice.count for choice in self.choices)
         return {
@@ -163,12 +165,12 @@ class Job:
             "completion_tokens": written,
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in prompts)},
-            "jspec": self.figures().as_json(self.served.num_draft_tokens),
+            "jspec": self.draft_usage().as_json(self.served.num_draft_tokens),
         }
 
-    def figures(self) -> Figures:
+    def draft_usage(self) -> DraftUsage:
         """Return the drafting statistics of all choices."""
-        return sum((choice.figures() for choice in self.choices), Figures())
+        return sum((choice.draft_usage() for choice in self.choices), DraftUsage())
 
 
 def _refusal(result: Result) -> Refusal:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from jspec.serve.choice import Choice
 from jspec.serve.parse_request import Served
-from jspec.serve.usage import Figures
+from jspec.serve.usage import DraftUsage
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -69,10 +69,12 @@ class Metrics:
                   "num_draft_tokens": str(self._served.num_draft_tokens)}  # fmt: skip
         info = Gauge(self.prefix + "cache_config_info", "Sizes of the engine.", [*labels], registry=self._registry)
         info.labels(**labels).set(1)
-        self._of["num_requests_running"].set_function(lambda: len(engine.seated))
+        self._of["num_requests_running"].set_function(lambda: len(engine.running_requests))
         self._of["num_requests_waiting"].set_function(lambda: engine.num_waiting)
         room = sizes.slots * sizes.length
-        self._of["kv_cache_usage_perc"].set_function(lambda: sum(len(one.text) for one in engine.seated) / room)
+        self._of["kv_cache_usage_perc"].set_function(
+            lambda: sum(len(active.text) for active in engine.running_requests) / room
+        )
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -87,15 +89,16 @@ class Metrics:
         else:
             self._of["time_to_first_token_seconds"].observe(choice.first - choice.arrived)
 
-    def finished(self, choices: Sequence[Choice], choices_per_prompt: int, figures: Figures) -> None:
+    def finished(self, choices: Sequence[Choice], choices_per_prompt: int, usage: DraftUsage) -> None:
         """Record a request body whose choices have all ended."""
         for choice in choices:
             self._ended.labels(self._served.name, choice.finish_reason).inc()
             self._of["request_generation_tokens"].observe(choice.count)
             self._timed(choice)
-            if choice.index % choices_per_prompt == 0 and choice.tenant and choice.tenant.seated_at is not None:
+            is_first = choice.index % choices_per_prompt == 0
+            if is_first and choice.active_request and choice.active_request.assigned_at is not None:
                 self._read(choice)
-        self._drafted(figures)
+        self._drafted(usage)
 
     def _read(self, choice: Choice) -> None:
         count = len(choice.request.tokens)
@@ -105,18 +108,18 @@ class Metrics:
         self._of["prefix_cache_hits"].inc(choice.cached)
 
     def _timed(self, choice: Choice) -> None:
-        seated = choice.tenant.seated_at if choice.tenant is not None else None
+        assigned_at = choice.active_request.assigned_at if choice.active_request is not None else None
         self._of["e2e_request_latency_seconds"].observe((choice.last or time.monotonic()) - choice.arrived)
-        if seated is not None:
-            self._of["request_queue_time_seconds"].observe(max(0.0, seated - choice.arrived))
-        if seated is not None and choice.first:
-            self._of["request_prefill_time_seconds"].observe(choice.first - seated)
+        if assigned_at is not None:
+            self._of["request_queue_time_seconds"].observe(max(0.0, assigned_at - choice.arrived))
+        if assigned_at is not None and choice.first:
+            self._of["request_prefill_time_seconds"].observe(choice.first - assigned_at)
             self._of["request_decode_time_seconds"].observe(choice.last - choice.first)
 
-    def _drafted(self, figures: Figures) -> None:
-        self._of["spec_decode_num_drafts"].inc(figures.drafts)
-        self._of["spec_decode_num_draft_tokens"].inc(figures.drafted)
-        self._of["spec_decode_num_accepted_tokens"].inc(figures.accepted)
-        for accepted, rounds in figures.by_accepted.items():
+    def _drafted(self, usage: DraftUsage) -> None:
+        self._of["spec_decode_num_drafts"].inc(usage.drafts)
+        self._of["spec_decode_num_draft_tokens"].inc(usage.drafted)
+        self._of["spec_decode_num_accepted_tokens"].inc(usage.accepted)
+        for accepted, rounds in usage.by_accepted.items():
             for position in range(accepted):
                 self._at.labels(self._served.name, str(position)).inc(rounds)

@@ -56,14 +56,14 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A parsed request body.
 
     Attributes:
         body: the body as received.
         prompts: the token ids of each prompt.
         requests: the engine requests, n consecutive ones for each prompt.
-        most: the maximum number of tokens in a choice. 0 means an echo alone; the engine still decodes one token.
+        max_tokens: the maximum number of tokens in a choice. 0 means an echo alone; the engine still decodes one token.
         top: the number of most likely tokens to list for each token; None for no log-probabilities.
         stop: the stop strings.
         ends: the tokens that end the output, each with its stop reason: a string, an id, or None for the model's own.
@@ -72,7 +72,7 @@ class Asked:
     body: Body
     prompts: list[tuple[int, ...]]
     requests: list[Request]
-    most: int | None
+    max_tokens: int | None
     top: int | None
     stop: tuple[str, ...]
     ends: dict[int, str | int | None]
@@ -83,7 +83,7 @@ class Asked:
         return isinstance(self.body, CompletionBody) and self.body.echo
 
 
-def understand(served: Served, body: Body, constraint: Constraint | None = None) -> Asked:
+def parse_request(served: Served, body: Body, constraint: Constraint | None = None) -> ParsedRequest:
     """Parse the parts of a body that depend on the model's tokenizer or sizes. `constraint` is already compiled.
 
     Raises:
@@ -97,7 +97,7 @@ def understand(served: Served, body: Body, constraint: Constraint | None = None)
     common = _sampling(served, body), constraint
     each = [prompt for prompt in prompts for _ in range(body.n)]
     requests = [_request(served, body, prompt, ends, index, *common) for index, prompt in enumerate(each)]
-    return Asked(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
+    return ParsedRequest(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
 
 
 def number_of_choices(body: Body) -> int:
@@ -107,13 +107,15 @@ def number_of_choices(body: Body) -> int:
 
 def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
     chat = isinstance(body, ChatBody)
-    asked: Sequence[Any] = [[one.plain() for one in body.messages]] if chat else getattr(body, param)
-    texts = ["".join(one["content"] for one in asked[0])] if chat else [one for one in asked if isinstance(one, str)]
+    prompts: Sequence[Any] = [[one.plain() for one in body.messages]] if chat else getattr(body, param)
+    texts = (
+        ["".join(one["content"] for one in prompts[0])] if chat else [one for one in prompts if isinstance(one, str)]
+    )
     _check_characters(served, texts, param)
-    _check_ids(served, [] if chat else [one for one in asked if not isinstance(one, str)], param)
+    _check_ids(served, [] if chat else [one for one in prompts if not isinstance(one, str)], param)
     template = _template(served, body)
     try:
-        batch = prepare(served.tokenizer, list(asked), template=template).batch
+        batch = prepare(served.tokenizer, list(prompts), template=template).batch
     except ValueError as error:
         raise wrong(str(error), param) from None
     except Exception as error:  # a template can fail in any way

@@ -39,8 +39,8 @@ class Answer:
     """One job's response, in the format of the completions API or the chat API."""
 
     def __init__(self, job: Job):
-        self._job, self._asked, self._names = job, job.asked, job.served.names
-        self._is_chat = isinstance(job.asked.body, ChatBody)
+        self._job, self._parsed, self._names = job, job.parsed, job.served.names
+        self._is_chat = isinstance(job.parsed.body, ChatBody)
         self._id = ("chatcmpl-" if self._is_chat else "cmpl-") + secrets.token_hex(12)
         self._read: dict[int, list[str]] = {}
         self._sent = {choice.index: (0, 0, False) for choice in job.choices}
@@ -57,10 +57,10 @@ class Answer:
         Raises:
             Refusal: a choice has failed.
         """
-        options = self._asked.body.stream_options
+        options = self._parsed.body.stream_options
         usage: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
-        if self._asked.echoes:
+        if self._parsed.echoes:
             await to_thread.run_sync(self._read_prompts)  # some prompts may be long
         async for _ in self._job.news():
             for choice in self._job.choices:
@@ -69,7 +69,7 @@ class Answer:
                     if part.is_first and self._is_chat:  # if it came sooner, clients would take it for the first token
                         role = {"role": "assistant", "content": ""}
                         yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
-                    is_large = part.is_first and self._asked.echoes
+                    is_large = part.is_first and self._parsed.echoes
                     found = (
                         await to_thread.run_sync(self._choice, part, "delta")
                         if is_large
@@ -86,19 +86,19 @@ class Answer:
         characters, tokens, ended = self._sent[choice.index]
         if ended or choice.finish_reason is not None:
             return not ended
-        lists = self._asked.top is not None or self._asked.body.return_token_ids
+        lists = self._parsed.top is not None or self._parsed.body.return_token_ids
         return choice.writer.shown > characters or (lists and choice.count > tokens)
 
     def _next(self, choice: Choice) -> Part:
         """Return the part of the choice that has not been sent yet."""
         characters, tokens, _ = self._sent[choice.index]
-        until, ended = max(choice.writer.shown, characters), choice.finish_reason is not None
-        self._sent[choice.index] = until, choice.count, ended
+        end, ended = max(choice.writer.shown, characters), choice.finish_reason is not None
+        self._sent[choice.index] = end, choice.count, ended
         is_first = characters == tokens == 0
-        return Part(choice, slice(characters, until), slice(tokens, choice.count), is_first, ended)
+        return Part(choice, slice(characters, end), slice(tokens, choice.count), is_first, ended)
 
     def _choice(self, part: Part, name: str) -> dict[str, Any]:
-        choice, body = part.choice, self._asked.body
+        choice, body = part.choice, self._parsed.body
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason} if part.is_last else {}
         if not self._is_chat:
             text = self._echo(part) + part.text
@@ -117,14 +117,14 @@ class Answer:
         return found
 
     def _echo(self, part: Part) -> str:
-        return self._prompt_text(part.choice) if self._asked.echoes and part.is_first else ""
+        return self._prompt_text(part.choice) if self._parsed.echoes and part.is_first else ""
 
     def _read_prompts(self) -> None:
         for choice in self._job.choices:
-            self._prompt_text(choice) if self._asked.top is None else self._prompt_pieces(choice)
+            self._prompt_text(choice) if self._parsed.top is None else self._prompt_pieces(choice)
 
     def _prompt_text(self, choice: Choice) -> str:
-        given = getattr(self._asked.body, "prompt", ())[choice.prompt]
+        given = getattr(self._parsed.body, "prompt", ())[choice.prompt]
         return given if isinstance(given, str) else "".join(self._prompt_pieces(choice))
 
     def _prompt_pieces(self, choice: Choice) -> list[str]:
@@ -135,17 +135,17 @@ class Answer:
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
         """Return log-probabilities in the completions format: one list per field."""
-        if self._asked.top is None:
+        if self._parsed.top is None:
             return None
         choice, result, ids = part.choice, part.choice.result, part.choice.tokens[part.tokens]
         values, tops = result.raw_logprobs[part.tokens], _tops(result.top_logprobs, part)
         starts = choice.writer.starts[part.tokens]  # the tokens of the matched stop string start beyond the text's end
-        if self._asked.echoes:
+        if self._parsed.echoes:
             before = len(self._prompt_text(choice))
             starts = [before + start for start in starts]
             if part.is_first:
                 ids = [*choice.request.tokens, *ids]
-                values, tops = [*result.prompt_logprobs, *values], [*_prompt_tops(result, self._asked.top), *tops]
+                values, tops = [*result.prompt_logprobs, *values], [*_prompt_tops(result, self._parsed.top), *tops]
                 lengths = map(len, self._prompt_pieces(choice)[:-1])
                 starts = [*itertools.accumulate(lengths, initial=0), *starts]
         return {
@@ -166,12 +166,12 @@ class Answer:
         return others | {self._names.text(token): _number(value)}
 
     def _chat_logprobs(self, part: Part) -> dict[str, Any] | None:
-        if self._asked.top is None:
+        if self._parsed.top is None:
             return None
         result = part.choice.result
         tops = _tops(result.top_logprobs, part)
         content = [
-            self._entry(token, value) | {"top_logprobs": [self._entry(*one) for one in top[: self._asked.top]]}
+            self._entry(token, value) | {"top_logprobs": [self._entry(*one) for one in top[: self._parsed.top]]}
             for token, value, top in zip(
                 result.tokens[part.tokens], result.raw_logprobs[part.tokens], tops, strict=True
             )

@@ -83,7 +83,7 @@ async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
     try:
         async for chunk in Answer(job).chunks():
             # A chunk that repeats a prompt may be large.
-            data = await to_thread.run_sync(_dump_large, chunk) if job.asked.echoes else dump(chunk)
+            data = await to_thread.run_sync(_dump_large, chunk) if job.parsed.echoes else dump(chunk)
             yield {"data": data}
     except Refusal as refusal:
         yield {"data": dump(refusal.as_json())}

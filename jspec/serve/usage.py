@@ -8,7 +8,7 @@ from jspec.engine import Result
 
 
 @dataclasses.dataclass
-class Figures:
+class DraftUsage:
     """Counts of rounds and draft tokens. A round counts if it produced a delivered token.
 
     Attributes:
@@ -26,17 +26,17 @@ class Figures:
     @classmethod
     def of(cls, result: Result, delivered: int) -> Self:
         """Return the statistics of an output with `delivered` tokens. The engine may have decoded more after a stop."""
-        figures, tokens = cls(), 0
+        usage, tokens = cls(), 0
         for drafted, judged, accepted in zip(result.drafted, result.judged, result.accepted, strict=False):
             if tokens >= delivered:
                 break
             tokens += accepted + 1
-            figures.rounds += 1
-            figures.drafted += drafted
-            figures.judged += judged
-            figures.accepted += accepted
-            figures.by_accepted.update([accepted] if drafted else [])
-        return figures
+            usage.rounds += 1
+            usage.drafted += drafted
+            usage.judged += judged
+            usage.accepted += accepted
+            usage.by_accepted.update([accepted] if drafted else [])
+        return usage
 
     def __add__(self, other: Self) -> Self:
         sums = [getattr(self, name) + getattr(other, name) for name in vars(self)]

@@ -159,12 +159,16 @@ def _once(tokenizer: Any, text: str) -> list[int]:
 
 
 def rendered(
-    tokenizer: Any, messages: Any, place: str, asked: bool = True, variables: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: Any,
+    place: str,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the messages rendered by the chat template.
 
     Args:
-        asked: whether to append the text that starts an answer.
+        add_generation_prompt: whether to append the text that starts an answer.
         variables: template variables, from `check_variables`.
 
     Raises:
@@ -175,7 +179,7 @@ def rendered(
             f"{place} is a conversation, and the tokenizer has no chat template; use a model that was made for chats, "
             "or give it text."
         )
-    options = {"tokenize": False, "add_generation_prompt": asked, **(variables or {})}
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(variables or {})}
     try:
         text = tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # a template is a program, which can fail in any way

@@ -7,7 +7,7 @@ from typing import Any
 from jspec.core.detokenizer import Pieces
 
 
-class Writer:
+class StopAwareDetokenizer:
     """The text of a token stream, up to a stop string.
 
     Args:

@@ -85,15 +85,15 @@ def _added(value: Any, special: set[str | None]) -> AddedToken:
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template. Templates in separate files replace those in the config."""
-    given = config.get("chat_template")
-    if isinstance(given, list):
-        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+    templates = config.get("chat_template")
+    if isinstance(templates, list):
+        templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
     files = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (file := directory / "chat_template.jinja").is_file():
         files["default"] = file
     if files:
-        given = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    if isinstance(given, dict) and given:
-        only = next(iter(given.values())) if len(given) == 1 else None
-        given = given.get("default", only) or _NO_DEFAULT.format(names=", ".join(map(str, given)))
-    return given if isinstance(given, str) else None
+        templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if isinstance(templates, dict) and templates:
+        single = next(iter(templates.values())) if len(templates) == 1 else None
+        templates = templates.get("default", single) or _NO_DEFAULT.format(names=", ".join(map(str, templates)))
+    return templates if isinstance(templates, str) else None

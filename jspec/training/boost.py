@@ -13,7 +13,7 @@ from jspec.drafters import ModelDrafter
 from jspec.training.batches import Plan
 from jspec.training.dataset import Row
 from jspec.training.heads import model
-from jspec.training.target_states import look
+from jspec.training.target_states import run_target
 
 
 def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:
@@ -40,7 +40,7 @@ def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_toke
 @jax.jit
 def _alike(target: Any, drafter: ModelDrafter, tokens: Array) -> Array:
     """Return ``bool[B, S]``, whether both have the same most likely token at each position; the first is False."""
-    sight = look(target, tokens, ())
-    (said,) = model(drafter, target, tokens, sight, 1)
-    same = said.argmax(-1) == target.logits(sight.hidden).argmax(-1)
+    target_states = run_target(target, tokens, ())
+    (said,) = model(drafter, target, tokens, target_states, 1)
+    same = said.argmax(-1) == target.logits(target_states.hidden).argmax(-1)
     return jnp.pad(same[:, :-1], ((0, 0), (1, 0)))

@@ -227,8 +227,8 @@ def _chat(line: str, tokenizer: Any, room: int, place: str) -> list[Row]:
 
     check_messages(messages, place)
 
-    def ids(upto: int, asked: bool) -> list[int]:
-        text = rendered(tokenizer, messages[:upto], place, asked)
+    def ids(upto: int, add_generation_prompt: bool) -> list[int]:
+        text = rendered(tokenizer, messages[:upto], place, add_generation_prompt)
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     found: list[Row] = []

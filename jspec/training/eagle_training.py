@@ -74,17 +74,17 @@ def unroll(head: Eagle, target: Any, tokens: Array, states: Array, depth: int) -
     Yields:
         ``float32[B, S - 1, D]``: logits at position t for the token t + 2.
     """
-    embeddings, told = head.embed(tokens[:, 1:], target), head.fuse(states[:, :-1], target)
+    embeddings, hidden = head.embed(tokens[:, 1:], target), head.fuse(states[:, :-1], target)
     layer, positions = head.config.layer, jnp.arange(tokens.shape[1] - 1)[None]
     tables = rope_tables(positions, layer.rope, layer.head_dim)
     seen: list[tuple[Array, Array]] = []
     for _ in range(depth):
-        x, read = head.into_layer(embeddings, told)
+        x, read = head.into_layer(embeddings, hidden)
         q, k, v = head.self_attn.split(head.self_attn.qkv_proj(read))
         seen.append((rotate(k, tables), v))
-        told = head.out_of_layer(x, _attend(rotate(q, tables), seen))
-        yield head.draft_logits(told, target)
-        told = later(told, 1)  # the next token reads it
+        hidden = head.out_of_layer(x, _attend(rotate(q, tables), seen))
+        yield head.draft_logits(hidden, target)
+        hidden = later(hidden, 1)  # the next token reads it
 
 
 def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:

@@ -43,12 +43,12 @@ def measure(
     target: Any,
     drafter: Any,
     prompts: Sequence[Sequence[int]],
-    look: Progress,
+    evaluation: Progress,
     num_draft_tokens: int,
     temperature: float,
 ) -> Result:
     """Continue every prompt both without and with the drafter. The first pass, which compiles, does not count."""
-    rates = look.agreement if temperature == 0 else look.acceptance
+    rates = evaluation.agreement if temperature == 0 else evaluation.acceptance
     rates = (rates + rates[-1:] * num_draft_tokens)[:num_draft_tokens]  # a draft model has one rate for all depths
     seconds, tokens, rounds = np.zeros(2), 0, 0
     batch = encode(None, [list(prompt) for prompt in prompts])  # one width, so that nothing compiles again
@@ -76,7 +76,7 @@ def _timed(
     if drafter is None:
         out = generate(*request, **options)
     else:
-        how_far = {} if own_tree(drafter) else {"num_draft_tokens": num_draft_tokens}
-        out = speculative_generate(target, drafter, *request[1:], **how_far, **options)
+        draft_options = {} if own_tree(drafter) else {"num_draft_tokens": num_draft_tokens}
+        out = speculative_generate(target, drafter, *request[1:], **draft_options, **options)
     out = jax.block_until_ready(out)
     return time.perf_counter() - start, out

@@ -22,7 +22,7 @@ from jspec.training.batches import Batch, Plan
 from jspec.training.dataset import write_text
 from jspec.training.kinds import Trainee, Weights
 from jspec.training.objective import Score, judge, score, total
-from jspec.training.target_states import Sight, StoredStates, look
+from jspec.training.target_states import StoredStates, TargetStates, run_target
 
 _log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0
@@ -56,7 +56,7 @@ class Source:
     plan: Plan
     stored: StoredStates | None = None
 
-    def sight(self, batch: Batch) -> Sight | None:
+    def target_states(self, batch: Batch) -> TargetStates | None:
         return None if self.stored is None else self.stored.read(batch)
 
 
@@ -106,9 +106,9 @@ def fit(
     assert schedule.steps is not None, "a training without end has no plan"
     for number in range(first, schedule.steps):
         batch = source.plan.batch(number)
-        asked = spread((batch.tokens, batch.learned, source.sight(batch)))
+        inputs = spread((batch.tokens, batch.learned, source.target_states(batch)))
         step = early if number < _SHALLOW * schedule.steps else training.step
-        state, loss = step(state, target, *asked)
+        state, loss = step(state, target, *inputs)
         recent.append(loss)
         jax.block_until_ready(recent[:-1][-1:])  # wait for the previous step; this one runs while the next batch loads
         say(number + 1)
@@ -139,8 +139,8 @@ class Training(NamedTuple):
         scored_step: the same function with the whole `Score` in place of the loss, which takes longer.
         score: a function that maps a state and a batch to their `Score`.
 
-    Each function takes a batch as the target, `tokens` and `learned` as in `Batch`, and the target's `Sight` of the
-    tokens or None.
+    Each function takes a batch as the target, `tokens` and `learned` as in `Batch`, and the `TargetStates` of
+    the tokens or None.
     """
 
     state: dict[str, Any]
@@ -185,7 +185,7 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
 
 def measure(training: Training, state: dict[str, Any], target: Any, held_out: Source) -> Score:
     """Return the score on all held-out rows, as means over tokens, or 0 for a depth without tokens."""
-    parts = [jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.sight(batch)))
+    parts = [jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.target_states(batch)))
              for batch in held_out.plan.in_order()]  # fmt: skip
     counts = np.stack([part.tokens for part in parts])
     means = [(np.stack([part[i] for part in parts]) * counts).sum(0) / np.maximum(counts.sum(0), 1) for i in range(3)]
@@ -199,26 +199,30 @@ def predicted(acceptance: list[float]) -> float:
 
 def _said(
     trainee: Trainee, schedule: Schedule, weights: Weights, target: Any, tokens: Array, learned: Array,
-    sight: Sight | None,
+    target_states: TargetStates | None,
 ) -> Score:  # fmt: skip
-    known = look(target, tokens, trainee.features) if sight is None else sight
+    target_states = run_target(target, tokens, trainee.features) if target_states is None else target_states
     # In float16, small gradients would underflow to 0.
     dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype
-    known = jax.lax.stop_gradient(known)
-    known = known._replace(states=known.states.astype(target.dtype), hidden=known.hidden.astype(target.dtype))
-    known, learned = _finite(known, learned)
+    target_states = jax.lax.stop_gradient(target_states)
+    target_states = target_states._replace(
+        states=target_states.states.astype(target.dtype), hidden=target_states.hidden.astype(target.dtype)
+    )
+    target_states, learned = _finite(target_states, learned)
     floating = {name for name, leaf in weights.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     weights = {name: leaf.astype(dtype) if name in floating else leaf for name, leaf in weights.items()}
-    judged = judge(target, known, trainee.draft_ids, learned)
-    return score(trainee.unroll(weights, target, tokens, known, schedule.depth), trainee.offset, judged, schedule.loss)
+    judged = judge(target, target_states, trainee.draft_ids, learned)
+    return score(
+        trainee.unroll(weights, target, tokens, target_states, schedule.depth), trainee.offset, judged, schedule.loss
+    )
 
 
-def _finite(known: Sight, learned: Array) -> tuple[Sight, Array]:
+def _finite(target_states: TargetStates, learned: Array) -> tuple[TargetStates, Array]:
     """Mask sequences in which any target state is not finite, because one of them would corrupt all weights."""
-    states, hidden = known.states, known.hidden
+    states, hidden = target_states.states, target_states.hidden
     kept = jnp.isfinite(states).all((1, 2, 3)) & jnp.isfinite(hidden).all((1, 2))
     states, hidden = jnp.where(kept[:, None, None, None], states, 0), jnp.where(kept[:, None, None], hidden, 0)
-    return known._replace(states=states, hidden=hidden), learned & kept[:, None]
+    return target_states._replace(states=states, hidden=hidden), learned & kept[:, None]
 
 
 def _optimiser(schedule: Schedule) -> optax.GradientTransformation:

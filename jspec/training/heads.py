@@ -19,7 +19,7 @@ from jspec.drafters.heads.hydra import HydraDrafter
 from jspec.drafters.heads.kangaroo import KangarooDrafter
 from jspec.drafters.heads.parallel_sampling import PassDrafter
 from jspec.drafters.standalone.model import ModelDrafter
-from jspec.training.target_states import Sight
+from jspec.training.target_states import TargetStates
 
 
 def later(rows: Array, depth: int) -> Array:
@@ -27,17 +27,21 @@ def later(rows: Array, depth: int) -> Array:
     return jnp.pad(rows, [(0, 0), (depth, 0)] + [(0, 0)] * (rows.ndim - 2))[:, : rows.shape[1]]
 
 
-def parallel(drafter: ParallelHeadsDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+def parallel(
+    drafter: ParallelHeadsDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+) -> Iterator[Array]:
     """Yield the logits of Medusa or blockwise heads at position t for the token t + 2."""
-    logits = drafter.logits(target.norm(sight.hidden), target, depth)
+    logits = drafter.logits(target.norm(target_states.hidden), target, depth)
     for i in range(depth):
         yield later(logits[:, :, i], i)
 
 
-def hydra(drafter: HydraDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+def hydra(
+    drafter: HydraDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+) -> Iterator[Array]:
     """Yield logits at position t for the token t + 2, given the tokens up to t + 1."""
     newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # the last position has none, and predicts nothing
-    read = target.norm(sight.hidden)
+    read = target.norm(target_states.hidden)
     for i in range(depth):
         read = jnp.concatenate([read, newest.astype(read.dtype)], axis=-1)
         yield drafter.heads[i](read, target)
@@ -49,18 +53,22 @@ def _causal(size: int) -> Branches:
     return Branches(np.arange(size), np.tril(np.ones((size, size), bool)))
 
 
-def kangaroo(drafter: KangarooDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+def kangaroo(
+    drafter: KangarooDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+) -> Iterator[Array]:
     """Yield logits at position t for the token t + 1.
 
     For draft tokens, the adapter reads the states that the target would have, so one depth represents all depths.
     """
     batch, size = tokens.shape
     cache, start = drafter.adapter.new_cache(batch, size), jnp.zeros(batch, jnp.int32)
-    x, _ = drafter.adapter(sight.states[:, :, 0], cache, start, _causal(size))
+    x, _ = drafter.adapter(target_states.states[:, :, 0], cache, start, _causal(size))
     yield target.head.logits(x.astype(target.dtype))
 
 
-def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+def look_ahead(
+    drafter: PassDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+) -> Iterator[Array]:
     """Yield logits at position t for the token t + 2. The target's input has all vectors after every token."""
     count, (batch, size) = len(drafter.embeddings), tokens.shape
     vectors = jnp.tile(target.config.vocab_size + jnp.arange(count, dtype=tokens.dtype), (batch, size))
@@ -72,7 +80,9 @@ def look_ahead(drafter: PassDrafter, target: Any, tokens: Array, sight: Sight, d
         yield later(target.logits(hidden[:, :, i]), i)
 
 
-def model(drafter: ModelDrafter, target: Any, tokens: Array, sight: Sight, depth: int) -> Iterator[Array]:
+def model(
+    drafter: ModelDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+) -> Iterator[Array]:
     """Yield logits at position t for the token t + 1. A model processes draft tokens like all other tokens."""
     batch, size = tokens.shape
     cache, start = drafter.model.new_cache(batch, size), jnp.zeros(batch, jnp.int32)

@@ -26,15 +26,15 @@ from jspec.generation.generate import speculative_generate
 from jspec.models.llama import Llama
 from jspec.training import eagle_training as eagle
 from jspec.training import heads
-from jspec.training.target_states import Sight
+from jspec.training.target_states import TargetStates
 
 Weights = dict[str, Any]
-_Unroll = Callable[[Any, Any, Array, Sight, int], Iterator[Array]]
+_Unroll = Callable[[Any, Any, Array, TargetStates, int], Iterator[Array]]
 
 # For each drafter class, the function that computes its logits for whole sequences, and their offset. See `Trainee`.
 _UNROLLS: dict[type, tuple[_Unroll, int]] = {
-    EagleDrafter: (lambda drafter, target, tokens, sight, depth: eagle.unroll(drafter.head, target, tokens,
-                                                                             sight.states, depth), 1),
+    EagleDrafter: (lambda drafter, target, tokens, target_states, depth: eagle.unroll(drafter.head, target, tokens,
+                                                                             target_states.states, depth), 1),
     MedusaDrafter: (heads.parallel, 1),
     BlockwiseDrafter: (heads.parallel, 1),
     HydraDrafter: (heads.hydra, 1),
@@ -54,8 +54,8 @@ class Trainee:
         features: the target's states that it reads, in addition to the last layer's output.
         draft_ids: ``int32[D]``, the tokens that it can draft; None for all.
         offset: at position t it drafts the token ``t + 1 + offset``.
-        unroll: a function of all weights (including fixed ones), the target, ``tokens[B, S]``, the `Sight` and the
-            number of depths. It yields the logits ``[B, S', D]`` for each depth.
+        unroll: a function of all weights (including fixed ones), the target, ``tokens[B, S]``, the `TargetStates` and
+            the number of depths. It yields the logits ``[B, S', D]`` for each depth.
         drafter: a function that maps such weights to the drafter that decodes with them.
         repeats: whether each depth applies the same weights again, so that it adds computation.
     """
@@ -65,7 +65,7 @@ class Trainee:
     features: tuple[int, ...]
     draft_ids: Array | None
     offset: int
-    unroll: Callable[[Weights, Any, Array, Sight, int], Iterator[Array]]
+    unroll: Callable[[Weights, Any, Array, TargetStates, int], Iterator[Array]]
     drafter: Callable[[Weights], Any]
     repeats: bool
 

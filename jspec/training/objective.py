@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jspec.training.losses import LOSSES, Loss, covered_acceptance, log_probs
-from jspec.training.target_states import Laws, Sight, laws_of
+from jspec.training.target_states import DistributionStats, TargetStates, distribution_stats
 
 _DECAY = 0.8  # factor for each later depth, which is reached less often (EAGLE-3)
 
@@ -46,20 +46,22 @@ class Score(NamedTuple):
     tokens: Array
 
 
-def judge(target: Any, known: Sight, draft_ids: Array | None, learned: Array) -> Judge:
+def judge(target: Any, target_states: TargetStates, draft_ids: Array | None, learned: Array) -> Judge:
     """Return the target's distributions, computed from its states for a sequence.
 
     `draft_ids`, ``int32[D]``, are the tokens that can be drafted.
     """
     if draft_ids is None:
-        logits: Array = target.logits(known.hidden)
+        logits: Array = target.logits(target_states.hidden)
         return Judge(log_probs(logits), jnp.ones(learned.shape), logits.argmax(-1), learned)
-    laws: Laws = laws_of(target, known.hidden) if known.laws is None else known.laws
-    few: Array = target.head.logits(target.norm(known.hidden), draft_ids)
+    stats: DistributionStats = (
+        distribution_stats(target, target_states.hidden) if target_states.stats is None else target_states.stats
+    )
+    few: Array = target.head.logits(target.norm(target_states.hidden), draft_ids)
     guess = few.argmax(-1)
     # Both sums share terms, but different rounding could make the sum over some tokens exceed the sum over all.
-    covered = jnp.minimum(1, jnp.exp(jax.nn.logsumexp(few, axis=-1) - laws.log_mass))
-    same = jnp.take(draft_ids, guess) == laws.likeliest
+    covered = jnp.minimum(1, jnp.exp(jax.nn.logsumexp(few, axis=-1) - stats.log_mass))
+    same = jnp.take(draft_ids, guess) == stats.likeliest
     return Judge(log_probs(few), covered, jnp.where(same, guess, draft_ids.size), learned)
 
 
@@ -75,8 +77,8 @@ def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
 def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss) -> tuple[Array, Array, Array, Array]:
     size = judge.learned.shape[1] - 1 - offset  # positions with a token to draft after them
     log_p, covered = judge.log_probs[:, offset : offset + size], judge.covered[:, offset : offset + size]
-    is_law = jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
-    meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth) & is_law
+    is_finite = jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
+    meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth) & is_finite
     count = jnp.maximum(meant.sum(), 1)
     # Mask the loss's inputs, too, because the gradient of values that are masked only afterwards would be 0 times NaN.
     log_q, log_p = (jnp.where(meant[..., None], part, 0) for part in (log_probs(logits[:, :size]), log_p))

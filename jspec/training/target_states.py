@@ -23,21 +23,21 @@ _SHARD_BYTES = 256 * 2**20
 _DESCRIPTION = "states.json"
 
 
-class Sight(NamedTuple):
+class TargetStates(NamedTuple):
     """The target's states for every token in a batch.
 
     Attributes:
         states: ``[B, S, F, E]``, the states that the drafter reads.
         hidden: ``[B, S, E]``, the output of the last layer.
-        laws: the `Laws` of `hidden`, or None if they are not known.
+        stats: the `DistributionStats` of `hidden`, or None if they are not known.
     """
 
     states: Array
     hidden: Array
-    laws: "Laws | None" = None
+    stats: "DistributionStats | None" = None
 
 
-class Laws(NamedTuple):
+class DistributionStats(NamedTuple):
     """Statistics of the target's distributions over all V tokens, to measure a drafter that drafts fewer tokens.
 
     Attributes:
@@ -49,19 +49,19 @@ class Laws(NamedTuple):
     log_mass: Array
 
 
-def laws_of(target: Any, hidden: Array) -> Laws:
-    """Return the `Laws` for the target's states ``[B, S, E]``, in the target's own dtype."""
+def distribution_stats(target: Any, hidden: Array) -> DistributionStats:
+    """Return the `DistributionStats` for the target's states ``[B, S, E]``, in the target's own dtype."""
     logits = target.logits(hidden)
-    return Laws(logits.argmax(-1), jax.nn.logsumexp(logits, axis=-1))
+    return DistributionStats(logits.argmax(-1), jax.nn.logsumexp(logits, axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames="features")
-def look(target: Any, tokens: Array, features: tuple[int, ...]) -> Sight:
+def run_target(target: Any, tokens: Array, features: tuple[int, ...]) -> TargetStates:
     """Return the target's states for ``tokens[B, S]``."""
     batch, size = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
     hidden, states, _ = target.forward_with_features(tokens, target.new_cache(batch, size), start, features)
-    return Sight(states, hidden)
+    return TargetStates(states, hidden)
 
 
 def fingerprint(model: Any) -> str:
@@ -89,13 +89,13 @@ def _bits(leaves: list[Array]) -> list[Array]:
 
 
 class StoredStates:
-    """A folder of safetensors files with the result of `look` for every row of a plan, in bfloat16.
+    """A folder of safetensors files with the result of `run_target` for every row of a plan, in bfloat16.
 
     Args:
         folder: created if it is missing; the files of an earlier run are kept.
         plan: the plan whose rows are stored.
         about: everything else that the states depend on. See `fingerprint`.
-        few: whether the drafter drafts only some tokens, so that it needs the `Laws` over all tokens.
+        few: whether the drafter drafts only some tokens, so that it needs the `DistributionStats` over all tokens.
 
     Raises:
         ValueError: the folder holds other states, or is damaged.
@@ -126,12 +126,14 @@ class StoredStates:
         """
         pending: dict[str, np.ndarray] = {}
         for batch in self._plan.in_order(self._places.keys()):
-            sight = jax.device_get(look(target, jnp.asarray(batch.tokens), self._features))
-            whole = np.concatenate([sight.states, sight.hidden[:, :, None]], axis=2).astype(ml_dtypes.bfloat16)
+            target_states = jax.device_get(run_target(target, jnp.asarray(batch.tokens), self._features))
+            whole = np.concatenate([target_states.states, target_states.hidden[:, :, None]], axis=2).astype(
+                ml_dtypes.bfloat16
+            )
             kept = {"": whole}
             if self._few:  # computed from the states as they will be read
-                laws = jax.jit(laws_of)(target, jnp.asarray(whole[:, :, -1], target.dtype))
-                kept |= {f".{name}": np.asarray(part) for name, part in laws._asdict().items()}
+                stats = jax.jit(distribution_stats)(target, jnp.asarray(whole[:, :, -1], target.dtype))
+                kept |= {f".{name}": np.asarray(part) for name, part in stats._asdict().items()}
             for place, number in enumerate(batch.numbers):
                 if number >= 0:
                     size = len(self._plan.rows[number].tokens)
@@ -141,19 +143,19 @@ class StoredStates:
                 say(len(self._places), len(self._plan.rows))
         self._flush(pending)
 
-    def read(self, batch: Batch) -> Sight:
+    def read(self, batch: Batch) -> TargetStates:
         """Return the stored states for the rows of a batch."""
         whole: dict[str, np.ndarray] = {}
         for place, number in enumerate(batch.numbers):
             if number < 0:
                 continue
             with safe_open(self._places[int(number)], framework="numpy") as handle:
-                for name in ("", *(f".{field}" for field in Laws._fields if self._few)):
+                for name in ("", *(f".{field}" for field in DistributionStats._fields if self._few)):
                     part = handle.get_tensor(f"{number}{name}")
                     whole.setdefault(name, np.zeros((*batch.tokens.shape, *part.shape[1:]), part.dtype))
                     whole[name][place, : len(part)] = part
-        states, *laws = map(jnp.asarray, whole.values())
-        return Sight(states[:, :, :-1], states[:, :, -1], Laws(*laws) if laws else None)
+        states, *stats = map(jnp.asarray, whole.values())
+        return TargetStates(states[:, :, :-1], states[:, :, -1], DistributionStats(*stats) if stats else None)
 
     def _flush(self, pending: dict[str, np.ndarray]) -> None:
         """Write a shard with the pending states."""

@@ -135,18 +135,18 @@ def train_drafter(
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
     about = {"target": fingerprint(target), "start": None if start is None else fingerprint(start),
              "states": None if store_states else "computed"}  # fmt: skip
-    given = _given(files := _files(data), tokenizer, chosen.length, max(0, positions - _ANSWER), about["target"])
-    wanted = chosen.written_tokens or (0 if given else _WRITTEN)
+    dataset = _read_data(files := _files(data), tokenizer, chosen.length, max(0, positions - _ANSWER), about["target"])
+    wanted = chosen.written_tokens or (0 if dataset else _WRITTEN)
     if wanted:
         frame_of(tokenizer)  # raises before any work begins
-    questions = [row.tokens.tolist() for row in given if row.is_question]
-    if given and not (wanted or questions):
-        texts.divide(given)  # raises for too little data, before the folder belongs to that data
+    questions = [row.tokens.tolist() for row in dataset if row.is_question]
+    if dataset and not (wanted or questions):
+        texts.divide(dataset)  # raises for too little data, before the folder belongs to that data
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _check_folder(folder, chosen, about | {"data": texts.digest(given) if given else None})
+    _check_folder(folder, chosen, about | {"data": texts.digest(dataset) if dataset else None})
     write = _Writing(target, tokenizer, chosen, folder, max(map(texts.rounds_in, files), default=0))
-    rows = [row for row in given if not row.is_question] + write.own_chats(wanted) + write.answers(questions)
+    rows = [row for row in dataset if not row.is_question] + write.own_chats(wanted) + write.answers(questions)
     train, held_out = texts.divide(rows)
     _log.info("%d texts of %d tokens, %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
@@ -177,7 +177,7 @@ def _files(data: Any) -> list[Path]:
     return files
 
 
-def _given(files: list[Path], tokenizer: Any, length: int, room: int, about: str) -> list[Row]:
+def _read_data(files: list[Path], tokenizer: Any, length: int, room: int, about: str) -> list[Row]:
     """Return the text and the questions in all `files`."""
     for file in files:
         recipe = file / _RECIPE
@@ -200,8 +200,8 @@ def _fitted(
     plans = [Plan(part, recipe.step_tokens, recipe.seed, jax.device_count()) for part in parts]
     sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
                for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
-    looks = max(1, min(Schedule.save_every, recipe.steps // 10))  # at least ten evaluations in a short run
-    schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate, looks)
+    eval_every = max(1, min(Schedule.save_every, recipe.steps // 10))  # at least ten evaluations in a short run
+    schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate, eval_every)
     drafter = trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
 
     def of_target(leaf: jax.Array) -> jax.Array:
@@ -217,8 +217,8 @@ def _some(rows: list[Any], count: int) -> list[Any]:
 
 def _prompt(row: Row) -> list[int]:
     """Return a chat's given tokens, or the first tokens of plain text."""
-    given = int(row.learned.argmax()) or min(_TEXT_PROMPT, len(row.tokens))
-    return row.tokens[:given].tolist()
+    count = int(row.learned.argmax()) or min(_TEXT_PROMPT, len(row.tokens))
+    return row.tokens[:count].tolist()
 
 
 def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) -> None:
@@ -227,11 +227,11 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
     if not file.exists():
         texts.write_text(file, json.dumps(wanted, indent=1) + "\n")
         return
-    known = json.loads(file.read_text(encoding="utf-8"))
-    for name in (name for name in wanted if known.get(name) != wanted[name]):
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    for name in (name for name in wanted if recorded.get(name) != wanted[name]):
         if name in about:
             raise ValueError(f"{folder} was begun with another {name}; name another folder, or delete it.")
-        raise ValueError(f"{folder} was begun with {name}={known.get(name)!r}, and now it is {wanted[name]!r}; name "
+        raise ValueError(f"{folder} was begun with {name}={recorded.get(name)!r}, and now it is {wanted[name]!r}; name "
                          "another folder, or delete it.")  # fmt: skip
 
 
@@ -252,9 +252,9 @@ class _Writing:
 
     def own_chats(self, wanted: int) -> list[Row]:
         """Return the target's answers to its own questions, with at least `wanted` tokens in total."""
-        found: list[Row] = []
+        rows: list[Row] = []
         batch = min(_WRITERS, max(_FEW_WRITERS, -(-wanted // _SHORT)))
-        while (done := sum(int(row.learned.sum()) for row in found)) < wanted:
+        while (done := sum(int(row.learned.sum()) for row in rows)) < wanted:
             _log.info("Writing: %d of %d tokens", done, wanted)
             chats = self._round(
                 lambda seed: write_chats(
@@ -264,18 +264,18 @@ class _Writing:
             if not chats:
                 raise ValueError(f"None of {batch} questions that the target asked itself came to an end; give "
                                  "data, texts or chats to train on.")  # fmt: skip
-            found += chats
-        return found
+            rows += chats
+        return rows
 
     def answers(self, questions: list[list[int]]) -> list[Row]:
         """Return the target's answers to all `questions`, in batches of similar length."""
-        found, questions = list[Row](), sorted(questions, key=len)
+        rows, questions = list[Row](), sorted(questions, key=len)
         for first in range(0, len(questions), _WRITERS):
             _log.info("Writing: %d of %d answers", first, len(questions))
-            asked = questions[first : first + _WRITERS]
-            found += self._round(lambda seed, asked=asked: write_answers(
-                self.target, self.tokenizer, asked, seed, _ANSWER, _HEAT))  # fmt: skip
-        return found
+            batch = questions[first : first + _WRITERS]
+            rows += self._round(lambda seed, batch=batch: write_answers(
+                self.target, self.tokenizer, batch, seed, _ANSWER, _HEAT))  # fmt: skip
+        return rows
 
     def _round(self, write: Callable[[int], list[tuple[list[int], list[int]]]]) -> list[Row]:
         (self.folder / texts.TEXTS).mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
 from jspec.decoding.validate_tree import check_chain
 from jspec.drafters.base import AskingDrafter, Drafter
-from jspec.drafters.capabilities import reach_of
+from jspec.drafters.capabilities import max_chain_length_of
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.model import as_drafter, positions
@@ -60,7 +60,7 @@ def tune(
             requests. Limits in `sampling` are ignored. The keys are not used directly, so you can reuse them.
         max_new_tokens: the limit of the later requests, because the size of the cache is part of the cost.
         max_draft_tokens: the largest K to consider, and the depth of the deepest tree. Heads draft no further than
-            their reach.
+            their `max_chain_length`.
         max_nodes: the number of draft tokens in the largest tree; 0 for chains only.
         accept: the rule, as for `speculative_generate`.
 
@@ -76,7 +76,7 @@ def tune(
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
     check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
     rule = check_rule(accept)
-    max_draft_tokens = int(min(max_draft_tokens, reach_of(drafter)))
+    max_draft_tokens = int(min(max_draft_tokens, max_chain_length_of(drafter)))
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     trials = [trial_keys(keys, number) for number in range(TRIALS)]
@@ -116,7 +116,7 @@ def best_number(
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     room = positions(target, drafter) - int(np.max(lengths))
     new = min(max(int(max_new_tokens), 64), room)  # a shorter output gives too little data
-    most = int(min(8, new // 4 - 1, reach_of(drafter)))
+    most = int(min(8, new // 4 - 1, max_chain_length_of(drafter)))
     if most < 1:
         return 0
     found = remembered(

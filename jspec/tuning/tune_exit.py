@@ -179,13 +179,13 @@ def acceptance_rates(
         if prompts is not None:
             counts = add_tokens(prompts, tokens, (index >= lengths[:, None]) & (index <= start[:, None]))
 
-        def law(hidden: Array, transforms: LogitsTransforms) -> Array:
+        def probs_of(hidden: Array, transforms: LogitsTransforms) -> Array:
             return token_probs(target.logits(hidden), transforms, counts, inputs[:, 1:])
 
-        p = law(slice_rows(hidden, start, block), own)
+        p = probs_of(slice_rows(hidden, start, block), own)
 
         def accepted(chosen: Array) -> Array:
-            return jnp.minimum(p, law(_through(target, chosen, inputs, start, cache), drafts)).sum((1, 2))
+            return jnp.minimum(p, probs_of(_through(target, chosen, inputs, start, cache), drafts)).sum((1, 2))
 
         return sums + lax.map(accepted, chosen), None
 

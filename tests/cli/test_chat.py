@@ -78,7 +78,7 @@ def test_answers_are_those_of_plain_decoding_to_all_that_was_said(talk, tokenize
         answer = "".join(part.text for part in conversation.answer(message))
         assert answer == answered(target, tokenizer, said, turn)
         said.append({"role": "assistant", "content": answer})
-    kept = [of[3] for name, of in conversation._engine.device.commands if name == "seat"]
+    kept = [of[3] for name, of in conversation._engine.device.commands if name == "assign_slot"]
     assert kept[0] == 0 and 0 < kept[1] < kept[2]  # what was said before is not read again
 
 

@@ -289,8 +289,8 @@ def test_one_line_says_what_is_done_and_goes(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     log = logging.getLogger("jspec.tuning.tune_chain")
-    with status_line() as say:
-        for tell, what in ((say, "Loading"), (log.info, "Measuring")):
+    with status_line() as set_status:
+        for tell, what in ((set_status, "Loading"), (log.info, "Measuring")):
             tell(what)
             while what not in (shown := capsys.readouterr().err):
                 time.sleep(0.01)

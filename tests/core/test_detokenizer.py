@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import jspec
 from jspec.core.detokenizer import Pieces, pieces
 from jspec.serve.token_text import Names
-from jspec.text.stop_strings import Writer
+from jspec.text.stop_strings import StopAwareDetokenizer
 from jspec.text.tokenizer_file import TokenizerFile
 from support import tokenizer_kinds
 from support.tokenizer_kinds import BYTES, KINDS
@@ -238,7 +238,7 @@ def test_a_prompt_that_ends_inside_a_character_is_completed(telugu, known):
 
 def test_a_writer_counts_the_character_that_the_prompt_began(telugu):
     _, tokenizer, chain = telugu
-    writer = Writer(tokenizer, chain[:3], stop=("అ",))
+    writer = StopAwareDetokenizer(tokenizer, chain[:3], stop=("అ",))
     writer.add(chain[3])
     assert writer.stopped == "అ"
 

@@ -15,8 +15,8 @@ import jspec
 from bench import abstract, compiled, devices, graphs
 from bench.hlo import arrays
 from jspec.acceptance import RULES
-from jspec.engine.runner import Device
-from jspec.engine.slots import Needs, Sizes
+from jspec.engine.runner import Runner
+from jspec.engine.slots import Sizes, Variant
 from jspec.planning import roofline
 from jspec.planning.memory import Weights, footprint, slots_of
 from jspec.training import fit, kinds
@@ -176,8 +176,14 @@ def test_a_training_step_compiles(name, kind):
 
 @pytest.mark.parametrize(
     "key",
-    [("seat",), ("read", 32), ("read several",), ("follow",), ("play", 0, Needs.LEAN, 8)]
-    + [("play", 4, needs, 8) for needs in Needs],
+    [
+        ("assign_slot",),
+        ("prefill", 32),
+        ("prefill_batch",),
+        ("catch_up_drafter",),
+        ("decode_rounds", 0, Variant.TEMPERATURE_ONLY, 8),
+    ]
+    + [("decode_rounds", 4, variant, 8) for variant in Variant],
     ids=str,
 )
 @pytest.mark.parametrize("name", ON)
@@ -189,7 +195,7 @@ def test_the_programs_of_an_engine(name, key, report, monkeypatch):
                                  num_attention_heads=4, intermediate_size=256, **SIZES)  # fmt: skip
     target, draft = (jspec.Llama(config, jax.numpy.dtype(chip.dtype), rngs=nnx.Rngs(seed)) for seed in (0, 1))
     drafter = jspec.ModelDrafter(draft)
-    one = Device(target, drafter, RULES["rejection"], Sizes(8, 500, 1, (32, 256), (0, 4), 4, 5))
+    one = Runner(target, drafter, RULES["rejection"], Sizes(8, 500, 1, (32, 256), (0, 4), 4, 5))
     function, shapes = one._function(*key)
     where = abstract.divided(((target, drafter), one._slots, *shapes), Mesh(devices.topology(chip), ("model",)))
     run = jax.jit(lambda models, *rest: function(*models, *rest), donate_argnums=1)

@@ -197,14 +197,18 @@ def test_an_engine_refuses_requests_after_an_update(changed):
     target = toys.tiny_llama(0)
     draft = toys.tiny_llama(1, 1, related_to=target)
     engine = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,))
-    *_, first = engine.here(REQUEST)
+    *_, first = engine.stream_sync(REQUEST)
     model = {"target": target, "draft": draft}[changed]
     nnx.update(model, jax.tree.map(lambda x: 0.3 * x, nnx.state(model)))
-    calls = [lambda: engine.here(REQUEST), lambda: engine.submit(REQUEST, print), lambda: engine.generate([REQUEST])]
+    calls = [
+        lambda: engine.stream_sync(REQUEST),
+        lambda: engine.submit(REQUEST, print),
+        lambda: engine.generate([REQUEST]),
+    ]
     for call in calls:
         with pytest.raises(RuntimeError, match=f"weights of the {changed} have changed since this engine was made"):
             call()
-    *_, second = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,)).here(REQUEST)
+    *_, second = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,)).stream_sync(REQUEST)
     np.testing.assert_array_equal(
         second.tokens,
         jspec.generate(target, [[1, 2, 3]], [3], KEYS[:1], max_new_tokens=4, sampling=REQUEST.sampling).tokens[0],
@@ -216,18 +220,18 @@ def test_an_engine_takes_equal_copies_of_its_weights(monkeypatch):
     """A step under `nnx.jit` leaves new arrays in a model that it only reads."""
     target, draft = toys.tiny_llama(0), toys.tiny_llama(1, 1)
     engine = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,))
-    *_, first = engine.here(REQUEST)
+    *_, first = engine.stream_sync(REQUEST)
     old = jax.tree.leaves((target, draft))
     nnx.jit(lambda target, draft: None)(target, draft)
     assert all(new is not leaf for new, leaf in zip(jax.tree.leaves((target, draft)), old, strict=True))
     gone = weakref.ref(old[0])
     del old
-    *_, second = engine.here(REQUEST)
+    *_, second = engine.stream_sync(REQUEST)
     assert second.tokens == first.tokens
     gc.collect()
     assert gone() is None  # the engine keeps one set of weights
     monkeypatch.setattr(weights, "_have_equal_values", None)  # nor compares them again
-    *_, third = engine.here(REQUEST)
+    *_, third = engine.stream_sync(REQUEST)
     assert third.tokens == first.tokens
 
 
@@ -245,18 +249,18 @@ def test_weights_of_other_values_or_types_are_an_update(change):
     engine = Engine(target, slots=1, max_length=32, chunks=(8,))
     nnx.update(target, jax.tree.map(change, nnx.state(target)))
     with pytest.raises(RuntimeError, match="weights of the target have changed"):
-        engine.here(REQUEST)
+        engine.stream_sync(REQUEST)
 
 
 def test_an_engine_says_that_its_weights_were_deleted():
     """Before a request, and in the middle of one, which then ends at once."""
     target = toys.tiny_llama(0)
     engine = Engine(target, slots=1, max_length=32, chunks=(8,), rounds=1)
-    results = engine.here(Request((1, 2, 3), 20))
+    results = engine.stream_sync(Request((1, 2, 3), 20))
     next(results)
     for leaf in jax.tree.leaves(target):
         leaf.delete()
     *_, last = results
     assert last.finish_reason == "error" and "Weights of this engine were deleted" in last.error
     with pytest.raises(RuntimeError, match="Weights of this engine were deleted"):
-        engine.here(REQUEST)
+        engine.stream_sync(REQUEST)

@@ -10,7 +10,7 @@ import pytest
 import jspec
 from jspec.acceptance import RULES
 from jspec.decoding.program import start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from support import drafters, toys
 from support.matrix import pair
 
@@ -35,21 +35,21 @@ def begin(drafter, draft_length):
 def test_every_leaf_has_an_entry_for_each_row(name):
     drafter, length = drafters.make(name, *pair()), jspec.ByAcceptance(3)
 
-    def play():
+    def decode():
         params, state = begin(drafter, length)
-        return params, *play_round(pair()[0], drafter, RULES["rejection"], length, params, state)
+        return params, *decode_round(pair()[0], drafter, RULES["rejection"], length, params, state)
 
-    shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(play))]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(decode))]
     assert len(shapes) > 20 and {shape[0] for shape in shapes} == {ROWS}
 
 
 def test_the_outputs_of_all_rounds_are_the_output():
     drafter, length, rule = drafters.make("model", *pair()), jspec.WhileConfident(3), jspec.Lenient(0.5)
-    play = jax.jit(lambda params, state: play_round(pair()[0], drafter, rule, length, params, state))
+    decode = jax.jit(lambda params, state: decode_round(pair()[0], drafter, rule, length, params, state))
     params, state = jax.jit(begin, static_argnums=1)(drafter, length)
     rounds = []
     while not state.done.all():
-        state, new = play(params, state)
+        state, new = decode(params, state)
         rounds.append(jax.device_get(new))
     batch, sampling = (TOKENS, LENGTHS, jax.random.split(*KEYS)), dataclasses.replace(SAMPLING, max_tokens=LIMITS)
     out = drafters.generate(pair()[0], drafter, batch, max_new_tokens=NEW, num_draft_tokens=length, accept=rule,

@@ -121,7 +121,7 @@ class Watched(jspec.ModelDrafter):
 class Brief(Watched):
     """Asked for one token at most, as heads are for few."""
 
-    reach = 1
+    max_chain_length = 1
 
 
 ERRORS = []
@@ -251,10 +251,10 @@ def test_each_of_a_fallback_drafts_as_far_as_it_reaches(toy, prompts, monkeypatc
     batch, options = prompts([3, 2]), {"max_new_tokens": 24, "num_draft_tokens": 4, "accept": "coupled"}
     heads = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0))
     out = drafters.generate(toy(0), jspec.FallbackDrafter(toy(0), heads), batch, **options)
-    assert out.stats.judged_at[:, 3].all() and jspec.FallbackDrafter(heads, heads).reach == 3
+    assert out.stats.judged_at[:, 3].all() and jspec.FallbackDrafter(heads, heads).max_chain_length == 3
     # A row's budget may be more than what a part is asked for: a cascade once drafted for ever.
     cascade, nothing = jspec.CascadeDrafter(toy(0), toy(0), 1), jspec.NGramDrafter(60, 60)
-    monkeypatch.setattr(jspec.CascadeDrafter, "reach", 2, raising=False)
+    monkeypatch.setattr(jspec.CascadeDrafter, "max_chain_length", 2, raising=False)
     options["num_draft_tokens"] = jspec.UpTo(4)
     for drafter in (jspec.FallbackDrafter(nothing, cascade), jspec.HorizontalDrafter(cascade, nothing, 2)):
         out = drafters.generate(toy(0), drafter, batch, **options)

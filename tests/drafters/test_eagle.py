@@ -12,7 +12,7 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.core.keys import draft_noise
 from jspec.decoding.program import start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.drafters import EagleDrafter
 from jspec.drafters.base import Context, TargetView
 from jspec.drafters.draft_length import as_draft_length
@@ -57,9 +57,9 @@ def test_it_has_read_the_text(prompts, kind, tree):
     tokens, lengths, keys = prompts([5, 1, 3, 9], vocab_size=V)
     tokens = np.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
     transforms = toys.both_transforms(jspec.SamplingParams(), 4)
-    asked = toys.request(keys, jnp.asarray(lengths), jnp.array([20, 7, 20, 1]), *transforms)
-    state, _ = jax.jit(lambda: start(TARGET, drafter, asked, jnp.asarray(tokens), 20, length))()
-    play = jax.jit(lambda state: play_round(TARGET, drafter, RULES[rule], length, asked, state)[0])
+    params = toys.request(keys, jnp.asarray(lengths), jnp.array([20, 7, 20, 1]), *transforms)
+    state, _ = jax.jit(lambda: start(TARGET, drafter, params, jnp.asarray(tokens), 20, length))()
+    decode = jax.jit(lambda state: decode_round(TARGET, drafter, RULES[rule], length, params, state)[0])
     read = jax.jit(functools.partial(read_whole, head))
 
     def inner(state):
@@ -68,7 +68,7 @@ def test_it_has_read_the_text(prompts, kind, tree):
     assert inner(state).known.tolist() == [True, False, True, True]
     accepted = 0
     while not state.done.all():
-        before, state = state, play(state)
+        before, state = state, decode(state)
         accepted += int(jnp.maximum(state.lengths - before.lengths - 1, 0).sum())
         whole, found = read(state.tokens), inner(state)
         for row in np.flatnonzero(~state.done):
@@ -134,8 +134,8 @@ def test_a_head_says_nothing_behind_a_prompt_of_one_token(name):
 
     @jax.jit
     def program(drafter):
-        asked = toys.request(batch[2], batch[1], 5, *transforms)
-        state, _ = start(target, drafter, asked, batch[0], 5, as_draft_length(3))
+        params = toys.request(batch[2], batch[1], 5, *transforms)
+        state, _ = start(target, drafter, params, batch[0], 5, as_draft_length(3))
         noise = draft_noise(batch[2], jnp.ones((2, 1), int) + jnp.arange(3), 8, 1)
         context = Context(
             state.tokens, state.lengths, noise, transforms[1], None, TargetView(target, state.cache, 1), 8

@@ -8,7 +8,7 @@ import pytest
 
 import jspec
 from jspec.engine import Engine, Request
-from jspec.engine.runner import Device
+from jspec.engine.runner import Runner
 from support import drafters, oracle
 from support.constrained import OPTIONS, NoMultiples, models, requests, texts
 from support.law import NUM_TOKENS, VOCAB, plain
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.fixture(autouse=True)
 def compiled_when_met(monkeypatch):
     """Nothing is compiled in the background, either."""
-    monkeypatch.setattr(Device, "later", lambda _: [])
+    monkeypatch.setattr(Runner, "deferred_compiles", lambda _: [])
 
 
 def law(prompt, settings):
@@ -79,8 +79,8 @@ def test_a_text_does_not_depend_on_how_it_was_drafted():
         with Engine(models()[0], draft, slots=slots, **OPTIONS) as engine:
             found.append(texts(engine.generate(requests())))
     with Engine(models()[0], drafter_of("chain"), slots=3, num_draft_tokens=2, **OPTIONS) as engine:
-        play, calls = engine.device.play, iter(range(1000))
-        engine.device.play = lambda *how: 1 / 0 if next(calls) == 4 else play(*how)
+        decode_rounds, calls = engine.device.decode_rounds, iter(range(1000))
+        engine.device.decode_rounds = lambda *how: 1 / 0 if next(calls) == 4 else decode_rounds(*how)
         found.append(texts(engine.generate(requests())))
     assert found[1:] == found[:1] * 3
     for request, tokens in zip(requests(), found[0], strict=True):
@@ -94,7 +94,7 @@ def test_a_constraint_that_fails_ends_its_request_alone():
     with Engine(*models(), slots=3, **OPTIONS) as engine:
         alone = texts(engine.generate([free, other]))
         found = engine.generate([free, failing, other])
-        assert engine.generate([free])[0].tokens == alone[0] and not engine.device.constraints._followed
+        assert engine.generate([free])[0].tokens == alone[0] and not engine.device.constraints._active
     assert texts([found[0], found[2]]) == alone
     assert found[1].finish_reason == "error" and found[1].error.endswith("RuntimeError: planted")
     assert all(map(NoMultiples().consume, found[1].tokens[:1])) and len(found[1].tokens) <= 4

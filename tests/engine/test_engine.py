@@ -12,14 +12,14 @@ import pytest
 
 import jspec
 from jspec.engine import Engine, Request
-from jspec.engine.runner import Device
+from jspec.engine.runner import Runner
 from jspec.engine.slot_output import unpack
 from support import toys
 from support.engines import LONGEST, NEW, OPTIONS, alone, check_texts, made
 from support.law import VOCAB, plain
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-COMPILE = Device.compile  # which no test calls unless it says so
+COMPILE = Runner.compile  # which no test calls unless it says so
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,13 @@ def test_requests_come_and_go_while_others_write(engine, models):
         for i in range(number, len(requests), 6):
             arrived = threading.Event()
             cancel = i % 5 == 3
-            tenant = engine.submit(requests[i], lambda _, arrived=arrived: arrived.set())
-            while tenant.result.finish_reason is None:
+            active = engine.submit(requests[i], lambda _, arrived=arrived: arrived.set())
+            while active.result.finish_reason is None:
                 arrived.wait(60)
                 arrived.clear()
                 if cancel:
-                    engine.cancel(tenant)
-            found[i] = tenant.result
+                    engine.cancel(active)
+            found[i] = active.result
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -83,19 +83,20 @@ def test_requests_come_and_go_while_others_write(engine, models):
 
 
 def test_a_journal_is_the_run(engine, models):
-    """Another device that is told the same does the same, bit for bit."""
+    """Another runner that is told the same does the same, bit for bit."""
     engine.generate([*made(8, seed=12), *made(4, seed=13, seeded=False)])
     commands = list(engine.device.commands)
-    one, other = (Device(models[0], engine.device.drafter, engine.device.rule, engine.device.sizes, journal=True)
+    one, other = (Runner(models[0], engine.device.drafter, engine.device.rule, engine.device.sizes, journal=True)
                   for _ in range(2))  # fmt: skip
     first, second = one.replay(commands), other.replay(commands)
     slots, tokens = range(OPTIONS["slots"]), 0
-    assert {any(of[4]) for name, of in commands if name == "play"} == {True, False}  # it yields while somebody waits
-    tops = [engine.device.sizes.top_logprobs if of[3] else 0 for name, of in commands if name == "play"]
+    calls = [of for name, of in commands if name == "decode_rounds"]
+    assert {any(of[4]) for of in calls} == {True, False}  # it stops for a slot while somebody waits
+    tops = [engine.device.sizes.top_logprobs if of[3] else 0 for of in calls]
     for a, b, num_top in zip(first, second, tops, strict=True):
-        news = unpack(a, slots, num_top, slots)
-        assert news == unpack(b, slots, num_top, slots)
-        tokens += sum(len(new.tokens) for new in news.values())
+        outputs = unpack(a, slots, num_top, slots)
+        assert outputs == unpack(b, slots, num_top, slots)
+        tokens += sum(len(output.tokens) for output in outputs.values())
     assert tokens > 100
 
 
@@ -114,15 +115,15 @@ def test_a_failure_is_survived(models, monkeypatch):
     requests = made(6, seed=6)
     requests[2] = dataclasses.replace(requests[2], key=None)
     with Engine(*models, **OPTIONS) as engine:
-        play, calls = engine.device.play, []
+        decode_rounds, calls = engine.device.decode_rounds, []
 
         def fails(*arguments):
             calls.append(arguments)
             if len(calls) in (3, 7):
                 raise RuntimeError("the device is gone")
-            return play(*arguments)
+            return decode_rounds(*arguments)
 
-        monkeypatch.setattr(engine.device, "play", fails)
+        monkeypatch.setattr(engine.device, "decode_rounds", fails)
         results = engine.generate(requests)
     assert results[2].finish_reason == "error" and "the device is gone" in results[2].error
     kept = [i for i in range(6) if i != 2]
@@ -131,7 +132,7 @@ def test_a_failure_is_survived(models, monkeypatch):
 
 def test_what_always_fails_ends(models, monkeypatch):
     with Engine(*models, **OPTIONS) as engine:
-        monkeypatch.setattr(engine.device, "play", lambda *_: 1 / 0)
+        monkeypatch.setattr(engine.device, "decode_rounds", lambda *_: 1 / 0)
         results = engine.generate(made(5, seed=7))
         assert [(found.finish_reason, found.error) for found in results] == [("error", results[0].error)] * 5
         monkeypatch.undo()
@@ -212,18 +213,18 @@ def test_a_listener_that_fails_harms_nobody(engine, models):
     def fails(result):
         raise KeyError("planted")
 
-    tenant = engine.submit(Request((1, 2), NEW, key=jax.random.key(0)), fails)
+    active = engine.submit(Request((1, 2), NEW, key=jax.random.key(0)), fails)
     requests = made(4, seed=14)
     check_texts(models[0], requests, engine.generate(requests))
-    assert tenant.result.finish_reason in ("cancelled", "length")
+    assert active.result.finish_reason in ("cancelled", "length")
 
 
 def test_an_error_beside_an_engine_cancels_what_it_does(models):
     with pytest.raises(KeyError), Engine(*models, **OPTIONS) as engine:
-        tenants = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
+        active_requests = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
         raise KeyError("planted")
-    assert {tenant.result.finish_reason for tenant in tenants} <= {"cancelled", "length"}
-    assert "cancelled" in {tenant.result.finish_reason for tenant in tenants}
+    assert {active.result.finish_reason for active in active_requests} <= {"cancelled", "length"}
+    assert "cancelled" in {active.result.finish_reason for active in active_requests}
 
 
 def test_who_leaves_a_stream_frees_the_slot(engine):
@@ -261,12 +262,12 @@ def test_too_many_are_refused_and_a_closed_engine_takes_none(models, monkeypatch
     with Engine(*models, **OPTIONS, max_waiting=2) as engine:
         turn = engine._loop.turn
         monkeypatch.setattr(engine._loop, "turn", lambda: held.wait() and turn())
-        tenants = []
+        active_requests = []
         with pytest.raises(queue.Full, match="2 requests are waiting"):
             while True:
-                tenants.append(engine.submit(Request((1,), 3), print))
+                active_requests.append(engine.submit(Request((1,), 3), print))
         held.set()
-    assert len(tenants) >= 2 and {tenant.result.finish_reason for tenant in tenants} == {"length"}
+    assert len(active_requests) >= 2 and {active.result.finish_reason for active in active_requests} == {"length"}
     for stopped in (engine, Engine(*models, **OPTIONS)):
         with pytest.raises(RuntimeError, match="not running"):
             stopped.submit(Request((1,), 3), print)

@@ -14,12 +14,12 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.engine import Engine, Request
 from jspec.engine.loop import Loop
-from jspec.engine.runner import Device
+from jspec.engine.runner import Runner
 from jspec.engine.slot_output import unpack
-from jspec.engine.slots import Needs, Sizes
+from jspec.engine.slots import Sizes, Variant
 from support import toys
 from support.engines import NEW, OPTIONS, check_texts, made
-from support.fake_device import KEY, FakeDevice, tenant_of
+from support.fake_runner import KEY, FakeRunner, make_active
 from support.law import VOCAB
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -62,11 +62,12 @@ def models():
 def test_an_engine_without_a_thread_drafts(models, drafter):
     """Also where it has to learn first what that costs, call by call."""
     engine = Engine(models[0], drafter(models[0]), slots=1, max_length=200)
-    (*_, result) = engine.here(Request((1, 2), 190, key=jax.random.key(0)))
+    (*_, result) = engine.stream_sync(Request((1, 2), 190, key=jax.random.key(0)))
     assert sum(result.drafted) and len(result.tokens) == 190
-    kinds = {kind[0] for kind in engine._loop.pace.costs}
-    assert len(kinds) == 2 and all(map(engine._loop.pace.knows, engine._loop.pace.costs)), "few are compiled"
-    assert max(engine._loop.pace.costs.values()) < 1, "nothing of what compiling took"
+    budget = engine._loop.round_budget
+    kinds = {kind[0] for kind in budget.costs}
+    assert len(kinds) == 2 and all(map(budget.is_measured, budget.costs)), "few are compiled"
+    assert max(budget.costs.values()) < 1, "nothing of what compiling took"
 
 
 @pytest.mark.parametrize("error", [KeyError("planted"), asyncio.CancelledError(), Panic("planted")])
@@ -105,10 +106,10 @@ def test_a_failed_turn_does_not_end_the_thread(models, monkeypatch):
 def test_a_cancellation_is_not_taken_back(models):
     """By who closes the engine once more, as its `with` does."""
     with Engine(*models, **OPTIONS) as engine:
-        tenants = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
-        engine._closing = engine._loop.cancels = True
+        active_requests = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
+        engine._closing = engine._loop.cancel_all = True
         engine.close()
-    assert "cancelled" in {tenant.result.finish_reason for tenant in tenants}
+    assert "cancelled" in {active.result.finish_reason for active in active_requests}
 
 
 def test_who_is_interrupted_leaves_nothing_running(models, monkeypatch):
@@ -122,27 +123,27 @@ def test_who_is_interrupted_leaves_nothing_running(models, monkeypatch):
             engine.generate([Request((1, 2), NEW)] * 3)
         monkeypatch.undo()
         end = time.monotonic() + 60
-        while engine.seated or engine.num_waiting:
+        while engine.running_requests or engine.num_waiting:
             assert time.monotonic() < end
 
 
 def test_a_failure_between_two_rows_spoils_no_choice(monkeypatch):
     """What was drafted and what was accepted stay in step, else no length could be chosen ever again."""
-    loop, tell, fails = Loop(FakeDevice(), 8, 1.0), Loop._tell, [1]
+    loop, deliver, fails = Loop(FakeRunner(), 8, 1.0), Loop._deliver, [1]
 
-    def failing(self, slot, tenant, new, *rest):
-        if fails and len(tenant.result.tokens) > 4:
+    def failing(self, slot, active, output, *rest):
+        if fails and len(active.result.tokens) > 4:
             raise KeyError(fails.pop())
-        return tell(self, slot, tenant, new, *rest)
+        return deliver(self, slot, active, output, *rest)
 
-    monkeypatch.setattr(Loop, "_tell", failing)
-    tenants = [tenant_of(Request((i, 7, 7), 50, key=KEY), print) for i in (1, 2, 3)]
-    for tenant in tenants:
-        loop.submit(tenant)
+    monkeypatch.setattr(Loop, "_deliver", failing)
+    active_requests = [make_active(Request((i, 7, 7), 50, key=KEY), print) for i in (1, 2, 3)]
+    for active in active_requests:
+        loop.submit(active)
     while loop.is_busy:
         loop.turn()
-        assert all(len(tenant.lengths) == len(tenant.result.accepted) for tenant in tenants)
-    assert {tenant.result.finish_reason for tenant in tenants} == {"length"} and not fails
+        assert all(len(active.draft_lengths) == len(active.result.accepted) for active in active_requests)
+    assert {active.result.finish_reason for active in active_requests} == {"length"} and not fails
 
 
 def test_a_journal_with_constraints_is_the_run(models):
@@ -151,9 +152,9 @@ def test_a_journal_with_constraints_is_the_run(models):
         slow = [dataclasses.replace(one, constraint=lambda: Anything(seconds=0.003)) for one in made(5, seed=2)]
         engine.generate([*slow, *made(3, seed=3)])
     commands, sizes = list(engine.device.commands), engine.device.sizes
-    one, other = (Device(models[0], engine.device.drafter, engine.device.rule, sizes) for _ in range(2))
+    one, other = (Runner(models[0], engine.device.drafter, engine.device.rule, sizes) for _ in range(2))
     steps = itertools.chain.from_iterable((other.replay([command]), other.wait())[0] for command in commands)
-    tops = [sizes.top_logprobs if of[3] else 0 for name, of in commands if name == "play"]
+    tops = [sizes.top_logprobs if of[3] else 0 for name, of in commands if name == "decode_rounds"]
     slots = range(OPTIONS["slots"])
     assert any(name == "release" for name, _ in commands)
     for a, b, num_top in zip(one.replay(commands), [*steps], tops, strict=True):
@@ -174,15 +175,15 @@ def test_a_constraint_where_there_is_no_cpu_is_refused(models, monkeypatch):
 def test_what_two_drafters_lack_is_read_before_they_draft(models, drafter):
     """Behind rounds without drafts; else what nobody has read would be missing for good."""
     target, sizes = models[0], Sizes(1, 64, 1, (8,), (0, 8), 4)
-    device = Device(target, drafter(target), RULES["rejection"], sizes)
+    runner = Runner(target, drafter(target), RULES["rejection"], sizes)
     prompt, stop = tuple(np.random.default_rng(0).integers(VOCAB, size=7).tolist()), np.zeros(1, bool)
     request = Request(prompt, 40, key=KEY)
-    device.seat(0, request.row(1, VOCAB), len(prompt))
-    device.read(0, prompt, 0)
-    news = [unpack(device.play(0, 1, stop, Needs.LEAN), [0])[0]]
-    if news[0].lag > device.tolerated(8):
-        device.follow(0, news[0].lag)
-    while not news[-1].done:
-        news.append(unpack(device.play(8, 4, stop, Needs.LEAN), [0])[0])
-    accepted, judged = (sum(sum(getattr(new, name)) for new in news) for name in ("accepted", "judged"))
+    runner.assign_slot(0, request.row(1, VOCAB), len(prompt))
+    runner.prefill(0, prompt, 0)
+    outputs = [unpack(runner.decode_rounds(0, 1, stop, Variant.TEMPERATURE_ONLY), [0])[0]]
+    if outputs[0].num_unread > runner.max_unread(8):
+        runner.catch_up_drafter(0, outputs[0].num_unread)
+    while not outputs[-1].done:
+        outputs.append(unpack(runner.decode_rounds(8, 4, stop, Variant.TEMPERATURE_ONLY), [0])[0])
+    accepted, judged = (sum(sum(getattr(output, name)) for output in outputs) for name in ("accepted", "judged"))
     assert accepted == judged > 20, "the target drafts for itself"

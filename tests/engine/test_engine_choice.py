@@ -7,10 +7,10 @@ import unittest.mock
 import numpy as np
 import pytest
 
-from jspec.engine import warmup as rehearsal
-from jspec.engine.length_policy import RECENT, Choice
-from jspec.engine.round_budget import Pace
-from jspec.engine.slots import Needs, Sizes
+from jspec.engine import warmup
+from jspec.engine.length_policy import RECENT, LengthPolicy
+from jspec.engine.round_budget import RoundBudget
+from jspec.engine.slots import Sizes, Variant
 
 LENGTHS = (0, 1, 2, 4, 8)
 
@@ -27,29 +27,29 @@ class Requests:
     def __init__(self, rates, costs, noise=0.05, seed=0, easy=0.0, biased=1.0):
         self.rates, self.true, self.noise, self.easy = rates, costs, noise, easy
         self.rng, self.rounds = np.random.default_rng(seed), [[] for _ in rates]
-        self.pace, self.now, self.calls = Pace(most=1, seconds=1.0), 0.0, 0
+        self.round_budget, self.now, self.calls = RoundBudget(max_rounds=1, seconds=1.0), 0.0, 0
         with unittest.mock.patch("jspec.engine.round_budget.perf_counter", lambda: 0.0):
-            self.pace.settled(None, 1, False, True)
-        for k in LENGTHS * 3:  # as `rehearse` does
-            self.pace.learn(k, costs[k] * np.exp(noise * self.rng.normal()) * (1 if k else biased))
+            self.round_budget.record_call(None, 1, False, True)
+        for k in LENGTHS * 3:  # as `warm_up` does
+            self.round_budget.record(k, costs[k] * np.exp(noise * self.rng.normal()) * (1 if k else biased))
 
-    def play(self, choice, calls):
+    def play(self, policy, calls):
         """Tokens of so many calls, and the seconds that they would have taken on a machine with nothing else to do."""
         tokens, seconds = 0, 0.0
         for _ in range(calls):
             self.calls += 1
             lately = [tuple(zip(*row[-RECENT:], strict=True)) or ((), ()) for row in self.rounds]
-            costs = {k: cost for k, cost in self.pace.costs.items() if self.pace.knows(k)}
-            k = choice.next(LENGTHS, costs, lately)
+            costs = {k: cost for k, cost in self.round_budget.costs.items() if self.round_budget.is_measured(k)}
+            k = policy.next(LENGTHS, costs, lately)
             each = self.true[k] * np.exp(self.noise * self.rng.normal())
             each *= self.by if self.rng.random() < self.disturbed else 1
             self.now, seconds = self.now + each * (self.more if self.calls // self.busy % 2 else 1), seconds + each
             with unittest.mock.patch("jspec.engine.round_budget.perf_counter", lambda: self.now):
-                self.pace.settled(k, 1, True, True)
+                self.round_budget.record_call(k, 1, True, True)
             found = [self.one(rate, k) for rate in self.rates]
             for row, accepted in zip(self.rounds, found, strict=True):
                 row.append((accepted, k))
-            choice.saw(found, k)
+            policy.record(found, k)
             tokens += sum(found) + len(found)
         return tokens, seconds
 
@@ -79,7 +79,7 @@ def test_what_is_chosen_is_worth_as_much_as_the_best(report, rows, easy, costs):
     for rate in (0.05, 0.3, 0.6, 0.75, 0.95):
         requests = Requests([rate] * rows, costs, seed=rows, easy=easy)
         best = requests.best()
-        tokens, seconds = requests.play(Choice(LENGTHS[-1]), 6_000)
+        tokens, seconds = requests.play(LengthPolicy(LENGTHS[-1]), 6_000)
         shares.append(tokens / seconds / max(best.values()))
         of_plain.append(tokens / seconds / best[0])
     report(rates=5, calls=6_000, least_of_best=f"{min(shares):.3f}", least_of_plain=f"{min(of_plain):.3f}")
@@ -88,19 +88,19 @@ def test_what_is_chosen_is_worth_as_much_as_the_best(report, rows, easy, costs):
 
 def test_it_follows_what_drafts_are_worth():
     """Other texts, other drafts: it stops drafting, and begins again."""
-    requests, choice, shares = Requests([0.9] * 4, linear(0.2, 0.1)), Choice(LENGTHS[-1]), []
+    requests, policy, shares = Requests([0.9] * 4, linear(0.2, 0.1)), LengthPolicy(LENGTHS[-1]), []
     for rate in (0.9, 0.05, 0.9, 0.4):
         requests.rates = [rate] * 4
-        requests.play(choice, 1_500)
-        tokens, seconds = requests.play(choice, 1_500)
+        requests.play(policy, 1_500)
+        tokens, seconds = requests.play(policy, 1_500)
         shares.append(tokens / seconds / max(requests.best().values()))
     assert min(shares) > 0.95, shares
 
 
 def test_each_is_tried_once_and_then_seldom():
-    choice, costs, tried = Choice(LENGTHS[-1]), {}, []
+    policy, costs, tried = LengthPolicy(LENGTHS[-1]), {}, []
     for _ in range(2_000):
-        tried.append(choice.next(LENGTHS, costs, [([2, 2, 4, 0], [4] * 4)]))
+        tried.append(policy.next(LENGTHS, costs, [([2, 2, 4, 0], [4] * 4)]))
         costs[tried[-1]] = 1 + 0.5 * tried[-1]
     assert tried[: len(LENGTHS)] == list(LENGTHS)
     runs = [(k, len(list(group))) for k, group in itertools.groupby(tried[len(LENGTHS) :])]
@@ -113,93 +113,98 @@ def test_a_first_cost_that_was_disturbed_is_measured_again(monkeypatch):
     """Texts were read before the first calls, as when an engine starts under load."""
     clock = iter(np.cumsum([0.0, 12.0, 1.0, 1.0]).tolist())
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
-    pace = Pace(most=16, seconds=4.0)
-    pace.settled("kind", 1, True, True)
-    pace.settled("kind", 1, True, False)
-    assert not pace.knows("kind") and pace.costs["kind"] == 12
-    pace.settled("kind", 1, True, True)
-    assert pace.knows("kind") and pace.costs["kind"] == 1
+    round_budget = RoundBudget(max_rounds=16, seconds=4.0)
+    round_budget.record_call("kind", 1, True, True)
+    round_budget.record_call("kind", 1, True, False)
+    assert not round_budget.is_measured("kind") and round_budget.costs["kind"] == 12
+    round_budget.record_call("kind", 1, True, True)
+    assert round_budget.is_measured("kind") and round_budget.costs["kind"] == 1
 
 
 def test_drafts_that_seldom_come_and_then_are_good():
     """A drafter that guesses in a fourth of all rounds brings a fourth of what its guesses bring."""
     rounds = [2, 0, 0, 0] * 8
     for cost, expected in ((1.4, 2), (1.6, 0)):  # of a draft of two tokens, which bring half a token a round
-        choice = Choice(2)
+        policy = LengthPolicy(2)
         for _ in range(200):
-            choice.saw(rounds, 2)
-        assert choice.next((0, 2), {0: 1.0, 2: cost}, [(rounds, [2] * 32)]) == expected
+            policy.record(rounds, 2)
+        assert policy.next((0, 2), {0: 1.0, 2: cost}, [(rounds, [2] * 32)]) == expected
 
 
-def test_a_rehearsal_that_was_wrong_is_made_good():
+def test_a_warm_up_that_was_wrong_is_made_good():
     """It said that plain rounds cost twice as much as they do, and drafting is worth less than those."""
-    requests, choice = Requests([0.3] * 4, linear(0.17, 0.3), biased=2.0), Choice(LENGTHS[-1])
-    requests.play(choice, 1_500)
-    tokens, seconds = requests.play(choice, 1_500)
+    requests, policy = Requests([0.3] * 4, linear(0.17, 0.3), biased=2.0), LengthPolicy(LENGTHS[-1])
+    requests.play(policy, 1_500)
+    tokens, seconds = requests.play(policy, 1_500)
     assert tokens / seconds > 0.95 * requests.best()[0]
 
 
 def test_a_first_call_counts_only_until_another_has_ended():
-    pace = Pace(8, 1.0)
-    pace.learn("kind", 9.0, alone=False)
-    assert pace.costs == {"kind": 9.0} and not pace.knows("kind")
+    round_budget = RoundBudget(8, 1.0)
+    round_budget.record("kind", 9.0, alone=False)
+    assert round_budget.costs == {"kind": 9.0} and not round_budget.is_measured("kind")
     for seconds, alone in ((1.0, True), (9.0, False)):
-        pace.learn("kind", seconds, alone)
-        assert pace.costs == {"kind": 1.0} and pace.knows("kind")
+        round_budget.record("kind", seconds, alone)
+        assert round_budget.costs == {"kind": 1.0} and round_budget.is_measured("kind")
 
 
-def test_a_rehearsal_tells_of_each_kind_what_it_has_cost(monkeypatch):
+def test_a_warm_up_measures_of_each_kind_what_it_costs(monkeypatch):
     """By a clock that calls advance, each kind by as much as no other; no text comes to its end."""
-    sizes, clock, pace, tokens = Sizes(8, 256, 1, (8,), LENGTHS, 16, fewer=(1, 4)), [0.0], Pace(16, 1.0), []
-    kinds = sizes.kinds(Needs.LEAN, Needs.FULL)
+    sizes = Sizes(8, 256, 1, (8,), LENGTHS, 16, small_batch_sizes=(1, 4))
+    clock, round_budget, tokens = [0.0], RoundBudget(16, 1.0), []
+    kinds = sizes.kinds(Variant.TEMPERATURE_ONLY, Variant.FULL)
     costs = {kind: 0.125 * 2**i for i, kind in enumerate(kinds)}
 
-    def play(k, rounds, stop, needs, rows):
+    def decode_rounds(k, rounds, stop, variant, rows):
         tokens.append(rounds * (k + 1))
-        return (k, needs, sizes.slots if rows is None else len(rows)), rounds
+        return (k, variant, sizes.slots if rows is None else len(rows)), rounds
 
     def unpack(call, rows, num_top):
         clock[0] += costs[call[0]] * call[1]
         return {0: types.SimpleNamespace(accepted=[0] * call[1])}
 
-    monkeypatch.setattr(rehearsal, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(rehearsal, "unpack", unpack)
-    device = types.SimpleNamespace(sizes=sizes, play=play, wait=lambda: None)
+    monkeypatch.setattr(warmup, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(warmup, "unpack", unpack)
+    runner = types.SimpleNamespace(sizes=sizes, decode_rounds=decode_rounds, wait=lambda: None)
     for _ in range(2):
         tokens.clear()
-        found = dict(rehearsal._costs(device, pace, kinds))
+        found = dict(warmup._round_costs(runner, round_budget, kinds))
         assert found == costs and sum(tokens) <= sizes.length - 2
         for kind in kinds:
-            pace.learn(kind, 0.01)  # for as many rounds as a call may have
+            round_budget.record(kind, 0.01)  # for as many rounds as a call may have
 
 
 def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
     clock = iter([0.0, 1.0, 11.0, 12.0, 13.0])
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
-    pace = Pace(most=16, seconds=4.0)
+    round_budget = RoundBudget(max_rounds=16, seconds=4.0)
     for at_once, alone in ((False, True), (True, True), (True, False), (False, True), (True, True)):
-        pace.settled("kind", 1, at_once, alone)
-    assert pace.costs == {"kind": 1.0} and pace.rounds("kind") == 4 and pace.rounds("another") == 1
+        round_budget.record_call("kind", 1, at_once, alone)
+    assert (
+        round_budget.costs == {"kind": 1.0} and round_budget.rounds("kind") == 4 and round_budget.rounds("another") == 1
+    )
 
 
 def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
-    pace, now = Pace(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
+    round_budget, now = RoundBudget(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(now))
-    pace.settled("kind", 1, True, True)
-    pace.settled("kind", 1, True, True)
-    pace.away(98.0)
-    pace.settled("kind", 1, True, True)
-    assert pace.costs == {"kind": 1.0} and len(pace._readings["kind"]) == 1
-    pace.away(0.2)  # a glance, while the device goes on
-    pace.settled("kind", 1, True, True)
-    assert len(pace._readings["kind"]) == 2 and pace.costs == {"kind": 1.0}
+    round_budget.record_call("kind", 1, True, True)
+    round_budget.record_call("kind", 1, True, True)
+    round_budget.exclude_time(98.0)
+    round_budget.record_call("kind", 1, True, True)
+    assert round_budget.costs == {"kind": 1.0} and len(round_budget._measurements["kind"]) == 1
+    round_budget.exclude_time(0.2)  # a glance, while the device goes on
+    round_budget.record_call("kind", 1, True, True)
+    assert len(round_budget._measurements["kind"]) == 2 and round_budget.costs == {"kind": 1.0}
 
 
-@pytest.mark.parametrize(("moving", "needs", "count", "played"), [
-    (0, Needs.LEAN, 1, Needs.LEAN), (1, Needs.LEAN, 1, Needs.LEAN), (1, Needs.CONSTRAINED, 1, Needs.CONSTRAINED),
-    (2, Needs.LEAN, 4, Needs.LEAN), (4, Needs.FULL, 4, Needs.FULL), (2, Needs.CONSTRAINED, 8, Needs.CONSTRAINED),
-    (5, Needs.LEAN, 8, Needs.LEAN), (8, Needs.FULL, 8, Needs.FULL),
+@pytest.mark.parametrize(("num_slots", "variant", "count", "decoded"), [
+    (0, Variant.TEMPERATURE_ONLY, 1, Variant.TEMPERATURE_ONLY),
+    (1, Variant.TEMPERATURE_ONLY, 1, Variant.TEMPERATURE_ONLY), (1, Variant.CONSTRAINED, 1, Variant.CONSTRAINED),
+    (2, Variant.TEMPERATURE_ONLY, 4, Variant.TEMPERATURE_ONLY), (4, Variant.FULL, 4, Variant.FULL),
+    (2, Variant.CONSTRAINED, 8, Variant.CONSTRAINED), (5, Variant.TEMPERATURE_ONLY, 8, Variant.TEMPERATURE_ONLY),
+    (8, Variant.FULL, 8, Variant.FULL),
 ])  # fmt: skip
-def test_no_more_slots_are_played_than_programs_for_them_allow(moving, needs, count, played):
+def test_no_more_slots_are_decoded_than_programs_for_them_allow(num_slots, variant, count, decoded):
     """Of half of the slots there are none for constrained requests."""
-    assert Sizes(8, 64, 1, (8,), (0, 4), 2, fewer=(1, 4)).shape(moving, needs) == (count, played)
+    assert Sizes(8, 64, 1, (8,), (0, 4), 2, small_batch_sizes=(1, 4)).shape(num_slots, variant) == (count, decoded)

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jspec.engine.loop import Loop
 from jspec.engine.request import Request
 from jspec.engine.scheduler import Scheduler
-from jspec.engine.slots import Needs
-from support.fake_device import KEY, FakeDevice, tenant_of
+from jspec.engine.slots import Variant
+from support.fake_runner import KEY, FakeRunner, make_active
 
 
 class Requests(RuleBasedStateMachine):
@@ -21,8 +21,8 @@ class Requests(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.device = FakeDevice()
-        self.loop, self.asked, self.told = Loop(self.device, 8, 1.0), [], []
+        self.runner = FakeRunner()
+        self.loop, self.asked, self.told = Loop(self.runner, 8, 1.0), [], []
 
     @rule(
         length=st.integers(1, 30),
@@ -38,10 +38,10 @@ class Requests(RuleBasedStateMachine):
         if kind == "alike" and self.asked:  # it begins as another does, which may be read just now
             tokens = (*self.asked[-1].request.tokens[: length + 10], *[8] * (length // 2))[:50]
         told = lambda _: self.told.__setitem__(number - 1, self.told[number - 1] + 1)  # noqa: E731
-        tenant = tenant_of(Request(tokens, limit, key=KEY if keyed else None), told)
-        self.asked.append(tenant)
+        active = make_active(Request(tokens, limit, key=KEY if keyed else None), told)
+        self.asked.append(active)
         self.told.append(0)
-        self.loop.submit(tenant)
+        self.loop.submit(active)
 
     @rule(which=st.integers(0, 40))
     def cancel(self, which):
@@ -50,7 +50,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule()
     def fail(self):
-        self.device.fails = True
+        self.runner.fails = True
 
     @rule(count=st.integers(1, 5))
     def turn(self, count):
@@ -59,23 +59,23 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def everybody_has_their_own(self):
-        for tenant in self.asked:
-            first = tenant.request.tokens[0]
-            assert tenant.result.tokens == [1000 * first + i for i in range(len(tenant.result.tokens))]
-            assert len(tenant.result.tokens) <= tenant.request.max_new_tokens
-            assert 0 <= tenant.result.cached <= len(tenant.request.tokens)
-            if tenant.result.finish_reason == "length":
-                assert len(tenant.result.tokens) == tenant.request.max_new_tokens
+        for active in self.asked:
+            first = active.request.tokens[0]
+            assert active.result.tokens == [1000 * first + i for i in range(len(active.result.tokens))]
+            assert len(active.result.tokens) <= active.request.max_new_tokens
+            assert 0 <= active.result.cached <= len(active.request.tokens)
+            if active.result.finish_reason == "length":
+                assert len(active.result.tokens) == active.request.max_new_tokens
 
     def teardown(self):
-        self.device.fails = False
+        self.runner.fails = False
         for _ in range(20 + 40 * len(self.asked)):
             self.loop.turn()
         assert not self.loop.is_busy
-        assert self.loop._scheduler.tenants == [None] * 3 and not any(self.device.moves)
-        for tenant, told in zip(self.asked, self.told, strict=True):
-            assert told and tenant.result.finish_reason in ("length", "cancelled", "error")
-            assert tenant.result.finish_reason != "error" or "planted" in tenant.result.error
+        assert self.loop._scheduler.active_requests == [None] * 3 and not any(self.runner.moves)
+        for active, told in zip(self.asked, self.told, strict=True):
+            assert told and active.result.finish_reason in ("length", "cancelled", "error")
+            assert active.result.finish_reason != "error" or "planted" in active.result.error
 
 
 TestRequests = Requests.TestCase
@@ -90,14 +90,14 @@ def test_twenty_thousand_steps():
 
 def test_the_slot_that_holds_most_of_a_text_is_taken():
     scheduler = Scheduler(3)
-    scheduler.residents = [((1, 2, 3, 4), ""), ((1, 2, 9), ""), ((1, 2, 3, 4, 5, 6), "salt")]
+    scheduler.cached_texts = [((1, 2, 3, 4), ""), ((1, 2, 9), ""), ((1, 2, 3, 4, 5, 6), "salt")]
     for tokens, salt, slot, kept in (
         ((1, 2, 3, 4, 5, 6, 7), "", 0, 3), ((1, 2, 9, 9, 9), "", 1, 2), ((1, 2), "salt", 2, 0),
     ):  # fmt: skip
-        scheduler.submit(tenant_of(Request(tokens, 1, salt=salt), print))
-        found, tenant = scheduler.admit()
-        assert (found, tenant.read) == (slot, kept)
-    scheduler.submit(tenant_of(Request((1,), 1), print))
+        scheduler.submit(make_active(Request(tokens, 1, salt=salt), print))
+        found, active = scheduler.admit()
+        assert (found, active.num_prefilled) == (slot, kept)
+    scheduler.submit(make_active(Request((1,), 1), print))
     assert scheduler.admit() is None
 
 
@@ -111,11 +111,11 @@ def turns(loop, *asked):
     return [first.get(i) for i in range(len(asked))]
 
 
-def counted(device, monkeypatch, name="read"):
+def counted(runner, monkeypatch, name="prefill"):
     """What the device's function of that name returns from now on: pieces that are read."""
     found = []
-    known = getattr(device, name)
-    monkeypatch.setattr(device, name, lambda *one: (found.append(new := known(*one)), new)[1])
+    known = getattr(runner, name)
+    monkeypatch.setattr(runner, name, lambda *one: (found.append(new := known(*one)), new)[1])
     return found
 
 
@@ -124,70 +124,73 @@ TEXT = (1, *[7] * 40)
 
 @pytest.mark.parametrize("salts, most", [(("", "", ""), 40 + 2 * 8), (("", "its own", ""), 2 * 40 + 8)])
 def test_what_somebody_is_reading_is_waited_for_and_copied(salts, most, monkeypatch):
-    device = FakeDevice()
-    pieces, seats, loop = counted(device, monkeypatch), counted(device, monkeypatch, "seat"), Loop(device, 8, 1.0)
-    asked = [tenant_of(Request(TEXT[: 41 - i], 3, salt=salt), print) for i, salt in enumerate(salts)]
-    for tenant in asked:
-        loop.submit(tenant)
+    runner = FakeRunner()
+    pieces, assigned = counted(runner, monkeypatch), counted(runner, monkeypatch, "assign_slot")
+    loop = Loop(runner, 8, 1.0)
+    asked = [make_active(Request(TEXT[: 41 - i], 3, salt=salt), print) for i, salt in enumerate(salts)]
+    for active in asked:
+        loop.submit(active)
     turns(loop)
-    assert [tenant.result.tokens for tenant in asked] == [[1000, 1001, 1002]] * 3
-    assert len(seats) == 3 + len(salts) - len({*salts})  # copied once, not piece by piece
+    assert [active.result.tokens for active in asked] == [[1000, 1001, 1002]] * 3
+    assert len(assigned) == 3 + len(salts) - len({*salts})  # copied once, not piece by piece
     read = sum(piece.count for piece in pieces)
     assert read == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked) and read <= most
 
 
 def test_who_reads_all_for_scores_is_not_waited_for_where_another_has_read_it():
-    loop = Loop(FakeDevice(), 16, 1.0)
-    before, scored, asked = (tenant_of(Request(TEXT, 12, prompt_logprobs=one), print) for one in (False, True, False))
+    loop = Loop(FakeRunner(), 16, 1.0)
+    before, scored, asked = (make_active(Request(TEXT, 12, prompt_logprobs=one), print) for one in (False, True, False))
     loop.submit(before)
-    while not before.is_written:
+    while not before.is_prefilled:
         loop.turn()
     loop.submit(scored)
     loop.turn()
     loop.submit(asked)
     for _ in range(4):
         loop.turn()
-        if asked.is_written:
+        if asked.is_prefilled:
             break
-    assert not scored.is_written and asked.is_written and asked.result.cached == len(TEXT) - 2
+    assert not scored.is_prefilled and asked.is_prefilled and asked.result.cached == len(TEXT) - 2
 
 
 def test_what_one_has_read_who_leaves_is_there_for_those_who_wait():
-    loop = Loop(FakeDevice(), 8, 1.0)
-    first, asked = (tenant_of(Request(TEXT, 3), print) for _ in range(2))
+    loop = Loop(FakeRunner(), 8, 1.0)
+    first, asked = (make_active(Request(TEXT, 3), print) for _ in range(2))
     loop.submit(first)
     loop.submit(asked)
-    while first.read < 24:
+    while first.num_prefilled < 24:
         loop.turn()
-    assert asked.read < 24
+    assert asked.num_prefilled < 24
     first.cancelled = True
     loop.turn()
-    assert asked.read >= 24 and asked.result.cached == first.read
+    assert asked.num_prefilled >= 24 and asked.result.cached == first.num_prefilled
     turns(loop)
     assert asked.result.tokens == [1000, 1001, 1002]
 
 
 def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_waits(monkeypatch):
     """A call that is not cut short, of the length of the one before, with nothing read between the two."""
-    device, done = FakeDevice(), []
-    device.sizes = dataclasses.replace(device.sizes, fewer=())
-    loop = Loop(device, 8, 1.0)
-    loop.pace.learn((0, Needs.LEAN, 3), 0.5)
-    loop.pace.learn((2, Needs.LEAN, 3), 0.5)
-    play = device.play
+    runner, done = FakeRunner(), []
+    runner.sizes = dataclasses.replace(runner.sizes, small_batch_sizes=())
+    loop = Loop(runner, 8, 1.0)
+    loop.round_budget.record((0, Variant.TEMPERATURE_ONLY, 3), 0.5)
+    loop.round_budget.record((2, Variant.TEMPERATURE_ONLY, 3), 0.5)
+    decode_rounds = runner.decode_rounds
 
     def noted(name):
-        known = getattr(device, name)
-        monkeypatch.setattr(device, name, lambda *one: (done.append(name), known(*one))[1])
+        known = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda *one: (done.append(name), known(*one))[1])
 
-    noted("read")
-    noted("follow")
-    monkeypatch.setattr(device, "play", lambda *one: (done.append((one[0], one[4].any())), play(*one))[1])
+    noted("prefill")
+    noted("catch_up_drafter")
+    monkeypatch.setattr(
+        runner, "decode_rounds", lambda *one: (done.append((one[0], one[4].any())), decode_rounds(*one))[1]
+    )
     for i in range(1, 200):
-        loop.submit(tenant_of(Request((i, *[7] * 5), 4, key=KEY), lambda _: None))
+        loop.submit(make_active(Request((i, *[7] * 5), 4, key=KEY), lambda _: None))
     while loop.is_busy:
         loop.turn()
-    assert done.count("read") > 100
+    assert done.count("prefill") > 100
     whole = [i for i, one in enumerate(done[:-20]) if isinstance(one, tuple) and i and not one[1]]
     undisturbed = [i for i in whole if isinstance(done[i - 1], tuple) and done[i - 1][0] == done[i][0]]
     calls = sum(isinstance(one, tuple) for one in done)
@@ -203,15 +206,15 @@ def no_collector():
 
 
 def test_nobody_is_kept_who_is_done(no_collector):
-    """Not even by those who came while it was seated, and they by others; nor by who listens to them."""
-    loop = Loop(FakeDevice(), 8, 1.0)
+    """Not even by those who came while it had a slot, and they by others; nor by who listens to them."""
+    loop = Loop(FakeRunner(), 8, 1.0)
     done = []
     for i in range(1, 30):
-        tenant = tenant_of(Request((1, *[7] * i), 12), None)
-        tenant.listen = lambda _, tenant=tenant: None
-        loop.submit(tenant)
-        done.append(weakref.ref(tenant))
-        del tenant
+        active = make_active(Request((1, *[7] * i), 12), None)
+        active.listen = lambda _, active=active: None
+        loop.submit(active)
+        done.append(weakref.ref(active))
+        del active
         for _ in range(2):
             loop.turn()
     kept = [one() for one in done if one() is not None]
@@ -219,27 +222,27 @@ def test_nobody_is_kept_who_is_done(no_collector):
 
 
 def test_who_is_cancelled_no_longer_moves():
-    device = FakeDevice()
-    loop, tenant = Loop(device, 8, 1.0), tenant_of(Request((1, 7, 7), 50), print)
-    loop.submit(tenant)
-    while not tenant.result.tokens:
+    runner = FakeRunner()
+    loop, active = Loop(runner, 8, 1.0), make_active(Request((1, 7, 7), 50), print)
+    loop.submit(active)
+    while not active.result.tokens:
         loop.turn()
-    assert any(device.moves)
-    tenant.cancelled = True
+    assert any(runner.moves)
+    active.cancelled = True
     loop.turn()
-    assert tenant.result.finish_reason == "cancelled" and not any(device.moves)
+    assert active.result.finish_reason == "cancelled" and not any(runner.moves)
 
 
 def test_first_come_first_served():
-    scheduler, tenants = Scheduler(2), [tenant_of(Request((i, i), 1), print) for i in range(5)]
-    for tenant in tenants:
-        scheduler.submit(tenant)
+    scheduler, active_requests = Scheduler(2), [make_active(Request((i, i), 1), print) for i in range(5)]
+    for active in active_requests:
+        scheduler.submit(active)
     order = []
-    while (seat := scheduler.admit()) or any(scheduler.tenants):
-        if seat:
-            order.append(seat[1])
+    while (assignment := scheduler.admit()) or any(scheduler.active_requests):
+        if assignment:
+            order.append(assignment[1])
         else:
-            scheduler.leave(next(slot for slot, one in enumerate(scheduler.tenants) if one))
-    assert order == tenants
-    assert [tenant.seat for tenant in tenants] == sorted(tenant.seat for tenant in tenants)
-    assert dataclasses.asdict(tenants[0].result)["finish_reason"] is None
+            scheduler.release_slot(next(slot for slot, one in enumerate(scheduler.active_requests) if one))
+    assert order == active_requests
+    assert [active.slot_order for active in active_requests] == sorted(active.slot_order for active in active_requests)
+    assert dataclasses.asdict(active_requests[0].result)["finish_reason"] is None

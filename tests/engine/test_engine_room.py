@@ -11,9 +11,9 @@ from jspec.acceptance import RULES
 from jspec.engine import Engine
 from jspec.engine import memory_budget as rooms
 from jspec.engine.memory_budget import free_bytes, slots_bytes
-from jspec.engine.runner import Device
+from jspec.engine.runner import Runner
 from jspec.engine.slots import Sizes
-from jspec.planning.memory import LAWS
+from jspec.planning.memory import PROB_ARRAYS
 from support import toys
 
 CPU = jax.devices("cpu")[0]
@@ -37,9 +37,9 @@ def test_bytes_are_those_of_the_slots(models):
     sizes = Sizes(3, 40, 2, (4, 16), (0, 4), 2)
     tree = jspec.TreeDrafter(jspec.ModelDrafter(models[1]), jspec.Tree.branching((3, 2)))
     for drafter, laws in ((None, 2), (jspec.ModelDrafter(models[1]), 4 + 2), (tree, 3 + 6 + 2)):
-        device = Device(models[0], drafter, RULES["rejection"], sizes)
-        own = sum(leaf.nbytes for leaf in jax.tree.leaves(device._slots))
-        assert slots_bytes(models[0], drafter, sizes) == own + LAWS * 4 * 3 * laws * models[0].config.vocab_size
+        runner = Runner(models[0], drafter, RULES["rejection"], sizes)
+        own = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._slots))
+        assert slots_bytes(models[0], drafter, sizes) == own + PROB_ARRAYS * 4 * 3 * laws * models[0].config.vocab_size
 
 
 def test_what_would_fit_does_and_more_does_not(models, monkeypatch):

@@ -10,29 +10,31 @@ import jax
 import pytest
 
 from jspec.engine import Engine, Request
-from jspec.engine.runner import Device, _programs
-from jspec.engine.slots import Needs
+from jspec.engine.runner import Runner, _programs
+from jspec.engine.slots import Variant
 from support.constrained import OPTIONS, NoMultiples, models, requests, texts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ASKS = "python_cpu_callback"  # of a program that asks the host
-COMPILE = Device.compile
+COMPILE = Runner.compile
 
 
 def test_no_program_of_a_start_asks_the_host():
     """JAX keeps none that does in its cache, and it would be compiled at every start."""
-    device = Engine(*models(), slots=2, **OPTIONS).device
-    asks = {key: ASKS in device._lowered(key).as_text() for key in (*device._keys(), *device._plays(*Needs))}
-    assert {key for key, does in asks.items() if does} == {*device._plays(Needs.CONSTRAINED)}
-    assert not {*device._keys()} & {*device._plays(Needs.CONSTRAINED)}
+    runner = Engine(*models(), slots=2, **OPTIONS).device
+    asks = {
+        key: ASKS in runner._lowered(key).as_text() for key in (*runner._startup_keys(), *runner._decode_keys(*Variant))
+    }
+    assert {key for key, does in asks.items() if does} == {*runner._decode_keys(Variant.CONSTRAINED)}
+    assert not {*runner._startup_keys()} & {*runner._decode_keys(Variant.CONSTRAINED)}
 
 
 @pytest.mark.parametrize("part", ["lowered", "compiled"])
 def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
     """Without those behind it, and those that are there stay."""
     _programs.cache_clear()
-    device, begun = Engine(*models(), slots=2, **OPTIONS).device, []
-    bad = device._keys()[-1 if part == "lowered" else 2]
+    runner, begun = Engine(*models(), slots=2, **OPTIONS).device, []
+    bad = runner._startup_keys()[-1 if part == "lowered" else 2]
 
     def lowered(key):
         if key == bad and part == "lowered":
@@ -47,26 +49,26 @@ def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
         return key
 
     monkeypatch.setattr("jspec.engine.runner.ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
-    monkeypatch.setattr(device, "_lowered", lowered)
+    monkeypatch.setattr(runner, "_lowered", lowered)
     with pytest.raises(RuntimeError, match="planted"):
-        COMPILE(device)
-    assert len(begun) <= 4 < len(device._keys()) and not device.is_compiled
-    assert part == "lowered" or {*device._keys()[:2]} <= {*device._programs}
+        COMPILE(runner)
+    assert len(begun) <= 4 < len(runner._startup_keys()) and not runner.is_compiled
+    assert part == "lowered" or {*runner._startup_keys()[:2]} <= {*runner._programs}
     _programs.cache_clear()
 
 
 @pytest.fixture
 def compiling(monkeypatch):
     """Compiling for constrained texts, which goes on until it is told not to; not of the first steps, where told."""
-    ends, later = threading.Event(), Device.later
+    ends, later = threading.Event(), Runner.deferred_compiles
     ends.free = 0
     _programs.cache_clear()
 
-    def held(device):
-        steps = later(device)
+    def held(runner):
+        steps = later(runner)
         return [*steps[: ends.free], *(lambda step=step: (ends.wait(60), step()) for step in steps[ends.free :])]
 
-    monkeypatch.setattr(Device, "later", held)
+    monkeypatch.setattr(Runner, "deferred_compiles", held)
     yield ends
     ends.set()
 
@@ -82,28 +84,28 @@ def test_constrained_texts_wait_for_their_programs_and_no_others_do(compiling):
     free, constrained, *_ = requests()
     ended = []
     with Engine(*models(), slots=2, **OPTIONS) as engine:
-        tenant = engine.submit(constrained, lambda result: result.finish_reason and ended.append(result))
+        active = engine.submit(constrained, lambda result: result.finish_reason and ended.append(result))
         assert texts(engine.generate([free])) == [tuple_of(free)] and not ended and engine.num_waiting == 1
         gone = engine.submit(constrained, lambda _: None)
         engine.cancel(gone)
         wait_for(lambda: gone.result.finish_reason == "cancelled")
         assert not ended
         threading.Timer(0.5, compiling.set).start()  # while the engine is about to close, which loses nothing
-    assert [result is tenant.result for result in ended] == [True] and texts(ended) == [tuple_of(constrained)]
+    assert [result is active.result for result in ended] == [True] and texts(ended) == [tuple_of(constrained)]
 
 
 def tuple_of(request):
     """Its text, by an engine that compiles what it meets."""
-    return next(one.tokens for one in Engine(*models(), slots=1, **OPTIONS).here(request) if one.finish_reason)
+    return next(one.tokens for one in Engine(*models(), slots=1, **OPTIONS).stream_sync(request) if one.finish_reason)
 
 
 def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
     with Engine(*models(), slots=2, **OPTIONS) as engine:
         engine.expect_constraints()
-        tenant = engine.submit(requests()[1], lambda _: None)
+        active = engine.submit(requests()[1], lambda _: None)
         begun = time.monotonic()
         engine.close(cancel=True)
-    assert tenant.result.finish_reason == "cancelled" and time.monotonic() - begun < 30  # of the 60 of a step
+    assert active.result.finish_reason == "cancelled" and time.monotonic() - begun < 30  # of the 60 of a step
     engine.expect_constraints()  # of which nothing comes
 
 
@@ -122,19 +124,19 @@ def test_what_is_there_first_is_played_first(compiling):
 @pytest.fixture
 def fails_once(monkeypatch):
     """Has an engine compile no program of constrained texts at the first attempt; which it has tried."""
-    compiled = Device._program
+    compiled = Runner._program
     _programs.cache_clear()
 
     def make(engine):
         failed = []
 
-        def program(device, *key):
-            if device is engine.device and key[2:3] == (Needs.CONSTRAINED,) and key not in failed:
+        def program(runner, *key):
+            if runner is engine.device and key[2:3] == (Variant.CONSTRAINED,) and key not in failed:
                 failed.append(key)
                 raise MemoryError("planted")
-            return compiled(device, *key)
+            return compiled(runner, *key)
 
-        monkeypatch.setattr(Device, "_program", program)
+        monkeypatch.setattr(Runner, "_program", program)
         return failed
 
     return make
@@ -164,7 +166,7 @@ def test_what_another_engine_has_compiled_is_there(fails_once):
 def test_without_a_thread_programs_are_compiled_when_they_are_met(compiling):
     engine, request = Engine(*models(), slots=2, **OPTIONS), requests()[1]
     engine.expect_constraints()
-    result = next(one for one in engine.here(request) if one.finish_reason)
+    result = next(one for one in engine.stream_sync(request) if one.finish_reason)
     assert texts([result]) == [tuple_of(request)]
     engine.close()
 
@@ -173,8 +175,8 @@ def test_a_failure_while_programs_are_compiled_loses_nobody(compiling):
     free, constrained, *_ = requests()
     with Engine(*models(), slots=2, **OPTIONS) as engine:
         waiting = engine.submit(constrained, lambda _: None)
-        play, calls = engine.device.play, iter(range(1000))
-        engine.device.play = lambda *how: 1 / 0 if next(calls) == 2 else play(*how)
+        decode_rounds, calls = engine.device.decode_rounds, iter(range(1000))
+        engine.device.decode_rounds = lambda *how: 1 / 0 if next(calls) == 2 else decode_rounds(*how)
         assert texts(engine.generate([free])) == [tuple_of(free)] and next(calls) > 2
         compiling.set()
     assert texts([waiting.result]) == [tuple_of(constrained)]
@@ -185,7 +187,7 @@ def test_they_are_compiled_beside_what_runs(compilations):
     keys = jax.random.split(jax.random.key(4), 3)
     with Engine(*models(), slots=2, **OPTIONS, num_draft_tokens=1, accept="block") as engine:
         engine.generate([Request((1, 2), 20, key=key) for key in keys] + requests()[1:2])
-        assert not engine.device.later()
+        assert not engine.device.deferred_compiles()
         before = compilations()
         assert all(map(NoMultiples().consume, engine.generate(requests()[1:2])[0].tokens))
         assert compilations() == before

@@ -16,7 +16,7 @@ import pytest
 import jspec
 from jspec.engine import Engine, Request, grammar_worker
 from jspec.engine.grammars import Grammars
-from jspec.engine.runner import Device
+from jspec.engine.runner import Runner
 
 WORDS = ("name", "size", "import", "value", "x")
 
@@ -54,7 +54,7 @@ def test_tokenizers_for_which_there_are_no_grammars():
 @pytest.fixture(autouse=True)
 def compiled_when_met(monkeypatch):
     """Nothing is compiled in the background, either."""
-    monkeypatch.setattr(Device, "later", lambda _: [])
+    monkeypatch.setattr(Runner, "deferred_compiles", lambda _: [])
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +136,12 @@ def test_constraints_with_choices_drafts_penalties_and_failures(pair, grammars, 
     texts = []
     for drafter in (None, draft, tree):
         with Engine(target, drafter, slots=3, max_length=128) as engine:
-            play, calls = engine.device.play, iter(range(10**6))
-            monkeypatch.setattr(engine.device, "play", lambda *how: 1 / 0 if next(calls) == 3 else play(*how))  # noqa: B023
+            runner, decode_rounds, calls = engine.device, engine.device.decode_rounds, iter(range(10**6))
+            failing = lambda *how: 1 / 0 if next(calls) == 3 else decode_rounds(*how)  # noqa: B023, E731
+            monkeypatch.setattr(runner, "decode_rounds", failing)
             engine.cancel(engine.submit(requests[0], lambda _: None))
             texts.append([result.tokens for result in engine.generate(requests)])
-        assert not engine.device.constraints._followed
+        assert not engine.device.constraints._active
     assert texts[1:] == texts[:1] * 2
     for tokens in texts[0]:
         assert set(json.loads(tokenizer.decode(tokens[:-1]))) == {"name"}

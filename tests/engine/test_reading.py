@@ -11,11 +11,11 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.core.sampling import SamplingParams
 from jspec.decoding.program import start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.drafters.base import own_tree
 from jspec.drafters.capabilities import features_of
+from jspec.drafters.chunked_prefill import begin, can_read, keeps_nothing, prefill_chunk
 from jspec.drafters.draft_length import Fixed
-from jspec.drafters.late_reading import begin, can_read, keeps_nothing, read_on
 from jspec.models.kv_cache import prefill_with_features
 from support import drafters, toys
 
@@ -35,9 +35,9 @@ def test_pieces_are_a_prompt(name, toy, prompts):
     whole, _ = jax.jit(lambda: start(target, drafter, asked, tokens, 8, length))()
     read = jax.jit(_in_pieces, static_argnums=4)(target, drafter, tokens, lengths, whole.tokens.shape[1] + 8)
     pieces = dataclasses.replace(whole, drafter=read)
-    play = jax.jit(lambda state: play_round(target, drafter, RULES["coupled"], length, asked, state))
+    decode = jax.jit(lambda state: decode_round(target, drafter, RULES["coupled"], length, asked, state))
     for _ in range(2):  # of the second, too: what the first has left
-        (whole, one), (pieces, other) = play(whole), play(pieces)
+        (whole, one), (pieces, other) = decode(whole), decode(pieces)
         for field in ("tokens", "count", "drafted", "accepted"):
             np.testing.assert_array_equal(getattr(one, field), getattr(other, field), field)
         assert np.asarray(one.drafted).any() or keeps_nothing(drafter)
@@ -57,7 +57,7 @@ def _in_pieces(target, drafter, tokens, lengths, num_slots):
             piece = jnp.pad(all_of_them, ((0, 0), (0, PIECE), (0, 0), (0, 0)))[:, at : at + PIECE]
             told = {"features": piece, "target": target}
         begun = jnp.minimum(at, lengths - 1)  # what is behind a row's text is not to be overwritten
-        state = read_on(drafter, state, tokens[:, at : at + PIECE + 1], begun, count, **told)
+        state = prefill_chunk(drafter, state, tokens[:, at : at + PIECE + 1], begun, count, **told)
     return state
 
 

@@ -14,9 +14,9 @@ from jspec.acceptance.path import at_path
 from jspec.core.row_ops import write_rows
 from jspec.core.tree import Tree
 from jspec.decoding.program import start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.drafters import AutoregressiveDrafter, FallbackDrafter, HorizontalDrafter, MixtureDrafter, NGramDrafter
-from jspec.drafters.base import certain, tree_of
+from jspec.drafters.base import one_hot_draft, tree_of
 from jspec.drafters.draft_length import as_draft_length
 from support import toys
 
@@ -99,13 +99,13 @@ def test_a_drafter_is_told_those_of_the_text(prompts, name):
     tokens, lengths, keys = prompts([5, 1, 3, 9], vocab_size=8)
     drafter, length = make(jspec.ModelDrafter(DRAFT)), as_draft_length(length)
     transforms = toys.both_transforms(jspec.SamplingParams(), 4)
-    asked = toys.request(keys, jnp.asarray(lengths), jnp.array([NEW, 7, NEW, 1]), *transforms)
+    params = toys.request(keys, jnp.asarray(lengths), jnp.array([NEW, 7, NEW, 1]), *transforms)
     tokens = np.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
-    state, _ = jax.jit(lambda: start(TARGET, drafter, asked, jnp.asarray(tokens), NEW, length))()
-    play = jax.jit(lambda state: play_round(TARGET, drafter, RULES[rule], length, asked, state)[0])
+    state, _ = jax.jit(lambda: start(TARGET, drafter, params, jnp.asarray(tokens), NEW, length))()
+    decode = jax.jit(lambda state: decode_round(TARGET, drafter, RULES[rule], length, params, state)[0])
     accepted = 0
     while not state.done.all():
-        before, state = state, play(state)
+        before, state = state, decode(state)
         accepted += int(jnp.maximum(state.lengths - before.lengths - 1, 0).sum())
         whole = states(state.tokens)
         store = place(state.drafter)[1]
@@ -166,7 +166,7 @@ class Curious:
 
     def propose(self, state, context, num_draft_tokens):
         tokens = jnp.zeros((len(state), num_draft_tokens), jnp.int32)
-        return certain(tokens, tokens > 0, context), state
+        return one_hot_draft(tokens, tokens > 0, context), state
 
     def commit(self, state, draft, verdict, hidden, likeliest):
         return likeliest

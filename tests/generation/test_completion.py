@@ -147,10 +147,12 @@ def test_ends_of_generation_config_are_ends(pair, complete, tmp_path):
     ],
 )
 def test_how_far_to_draft(draft, given, expected):
-    assert completion.how_far(draft, given) == expected
+    assert completion.draft_length_of(draft, given) == expected
     if given is None:  # an engine drafts numbers of tokens
         varies = isinstance(expected, jspec.WhileConfident)
-        assert completion.of_engine(draft) == ("auto" if varies else getattr(expected, "max_draft_tokens", expected))
+        assert completion.engine_draft_length(draft) == (
+            "auto" if varies else getattr(expected, "max_draft_tokens", expected)
+        )
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ import pytest
 
 import jspec
 from jspec.engine import Engine, Request
-from jspec.engine.runner import Device
+from jspec.engine.runner import Runner
 from support import text_pair
 from support.templates import TEMPLATE
 
@@ -86,8 +86,8 @@ def test_another_text_compiles_nothing(pair, compilations):
 
 
 def test_nothing_is_decoded_that_is_not_asked_for(pair, monkeypatch):
-    calls, play = [], Device.play
-    monkeypatch.setattr(Device, "play", lambda *arguments: (calls.append(0), play(*arguments))[1])
+    calls, decode_rounds = [], Runner.decode_rounds
+    monkeypatch.setattr(Runner, "decode_rounds", lambda *arguments: (calls.append(0), decode_rounds(*arguments))[1])
     parts = jspec.stream(*pair, PROMPT, max_new_tokens=100)
     assert not calls
     next(parts)
@@ -118,7 +118,7 @@ def test_mistakes_are_told_at_once(pair):
 
 
 def test_a_failure_is_raised(pair, monkeypatch):
-    monkeypatch.setattr(Device, "play", lambda *_: 1 / 0)
+    monkeypatch.setattr(Runner, "decode_rounds", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         [*jspec.stream(*pair, PROMPT, max_new_tokens=9)]
 
@@ -131,7 +131,7 @@ def test_texts_of_one_engine_in_turns(pair):
     alone = [jspec.generate(target, np.array([one.tokens]), np.array([3]), one.key[None], max_new_tokens=20)
              for one in requests]  # fmt: skip
     engine = Engine(target, draft, slots=2, max_length=64, num_draft_tokens=3)
-    first, second, third = map(engine.here, requests)
+    first, second, third = map(engine.stream_sync, requests)
     next(first)
     next(second)
     first.close()
@@ -139,7 +139,7 @@ def test_texts_of_one_engine_in_turns(pair):
     for result, i in zip(results, (2, 1), strict=True):
         assert result.tokens == alone[i].tokens[0].tolist() and result.finish_reason == "length"
     with engine, pytest.raises(RuntimeError, match="thread of its own"):
-        engine.here(requests[0])
+        engine.stream_sync(requests[0])
 
 
 def test_programs_that_are_kept_keep_no_weights(pair):

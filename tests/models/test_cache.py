@@ -16,7 +16,7 @@ from jspec.core.tree import Branches
 from jspec.core.types import Draft, pytree
 from jspec.decoding.buffers import collect
 from jspec.decoding.program import start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.decoding.state import RequestParams
 from jspec.drafters.draft_length import Fixed
 from jspec.models.kv_cache import KVCache, append, copy_slots, keep, prefill, whole_tiles, write
@@ -36,7 +36,7 @@ def _begin(target, drafter, request, tokens, num_draft_tokens):
 
 @functools.partial(jax.jit, static_argnames="num_draft_tokens")
 def _round(target, drafter, request, state, record, num_draft_tokens):
-    after, new = play_round(target, drafter, RULES["rejection"], Fixed(num_draft_tokens), request, state)
+    after, new = decode_round(target, drafter, RULES["rejection"], Fixed(num_draft_tokens), request, state)
     return after, collect(record, new, state.lengths - request.prompt_lengths, state.done)
 
 

@@ -13,7 +13,7 @@ from jspec.acceptance import RULES
 from jspec.acceptance.walk import end_of
 from jspec.core.tree import Tree
 from jspec.decoding.program import start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.drafters import Draft, FallbackDrafter, NGramDrafter
 from jspec.drafters.draft_length import as_draft_length
 from support import toys
@@ -77,14 +77,14 @@ def test_what_the_target_makes_of_them_is_told(prompts):
     one, length = drafter(), as_draft_length(TREE.max_depth)
     tokens, lengths, keys = prompts([5, 1, 3], vocab_size=V)
     tokens = jnp.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
-    asked = toys.request(keys, jnp.asarray(lengths), jnp.full(3, 20), *toys.both_transforms(jspec.SamplingParams(), 3))
-    state, _ = jax.jit(lambda: start(TARGET, one, asked, tokens, 20, length))()
-    play = jax.jit(lambda state: play_round(TARGET, one, RULES["rejection"], length, asked, state))
+    params = toys.request(keys, jnp.asarray(lengths), jnp.full(3, 20), *toys.both_transforms(jspec.SamplingParams(), 3))
+    state, _ = jax.jit(lambda: start(TARGET, one, params, tokens, 20, length))()
+    decode = jax.jit(lambda state: decode_round(TARGET, one, RULES["rejection"], length, params, state))
     model, kept = longer_vocabulary(one.embeddings), 0
     read = jax.jit(lambda tokens: model.forward(tokens, model.new_cache(*tokens.shape), jnp.zeros(1, jnp.int32))[0])
     for _ in range(4):
         before = state.lengths
-        state, new = play(state)
+        state, new = decode(state)
         kept += int(new.accepted.sum())
         for row in range(3):
             end = int(before[row]) + int(new.accepted[row])  # the text with what was accepted, without the token behind

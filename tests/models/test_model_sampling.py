@@ -12,7 +12,7 @@ import jspec
 from convert import CheckpointError
 from convert.generation_config import SamplingDefaults, parse_sampling
 from jspec.models import sampling_defaults as model_sampling
-from jspec.serve import parse_request as asked
+from jspec.serve import parse_request
 from jspec.serve.schemas import CompletionBody, understood
 from support import gguf_files, text_pair
 from support.checkpoints import raw_config
@@ -193,7 +193,7 @@ def test_a_request_takes_the_place_of_single_fields():
 
     def sampling(**fields):
         body = understood(CompletionBody, {"model": "x", "prompt": "a"} | fields)
-        return asked._sampling(served, body)
+        return parse_request._sampling(served, body)
 
     own = dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)
     assert sampling() == sampling(temperature=None) == jspec.SamplingParams(**own)

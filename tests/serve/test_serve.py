@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from jspec.engine import Result
-from jspec.serve.usage import Figures
+from jspec.serve.usage import DraftUsage
 from support import servers, text_pair
 from support.servers import PROMPT
 from support.serving import alone, metrics
@@ -212,7 +212,7 @@ def test_speculation_in_figures(complete):
 
 def test_rounds_behind_the_end_do_not_count():
     result = Result(accepted=[0, 2, 3, 1], judged=[0, 3, 3, 2], drafted=[0, 3, 3, 3])
-    found = [Figures.of(result, delivered) for delivered in range(11)]
+    found = [DraftUsage.of(result, delivered) for delivered in range(11)]
     assert [one.rounds for one in found] == [0, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4]
     assert (found[4].drafted, found[4].judged, found[4].accepted) == (3, 3, 2)
     assert found[9].as_json(3)["acceptance_histogram"] == [0, 1, 1, 1]

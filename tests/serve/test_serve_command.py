@@ -114,7 +114,7 @@ def test_a_second_signal_ends_it_now(sources):
         process.stderr.close()
 
 
-# `jspec serve` where a thread is stuck for ever: the one that understands requests, or the engine's.
+# `jspec serve` where a thread is stuck for ever: the one that parses requests, or the engine's.
 STUCK = """
 import sys, threading
 from jspec.engine import heartbeat
@@ -124,13 +124,13 @@ never = lambda *_: threading.Event().wait()
 from jspec.cli import serve as command
 command._SOON = 1
 import jspec.serve.run, jspec.serve.job, jspec.engine.engine
-from jspec.engine.runner import Device
-Device.compile = jspec.engine.engine.rehearse = lambda *_: None
+from jspec.engine.runner import Runner
+Runner.compile = jspec.engine.engine.warm_up = lambda *_: None
 def run(server, *others, real=jspec.serve.run.run):
     if where == "engine":
-        server._served.engine.device.play = never
+        server._served.engine.device.decode_rounds = never
     else:
-        jspec.serve.job.understand = never
+        jspec.serve.job.parse_request = never
     return real(server, *others)
 jspec.serve.run.run = run
 from jspec.cli import main
@@ -226,7 +226,7 @@ def test_an_empty_host_is_not_all_addresses(run, sources, host):
 
 
 def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr("jspec.engine.runner.Device.compile", lambda _: pytest.fail("it went on"))
+    monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: pytest.fail("it went on"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

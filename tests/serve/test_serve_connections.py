@@ -98,8 +98,10 @@ def test_who_does_not_read_makes_room(hasty):
 
 def test_who_waits_for_an_answer_is_not_cut_off(hasty, monkeypatch):
     """Neither a stream nor a whole answer that takes longer than a client may be idle."""
-    play = hasty.engine.device.play
-    monkeypatch.setattr(hasty.engine.device, "play", lambda *given: (time.sleep(0.3), play(*given))[1])
+    decode_rounds = hasty.engine.device.decode_rounds
+    monkeypatch.setattr(
+        hasty.engine.device, "decode_rounds", lambda *given: (time.sleep(0.3), decode_rounds(*given))[1]
+    )
     for stream in (True, False):
         answer = post(hasty, SEEDED | {"stream": stream})
         assert answer.status_code == 200 and ("[DONE]" in answer.text) == stream
@@ -142,13 +144,15 @@ def test_an_upgrade_is_not_made(running, caplog):
 def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
     """The oldest of those that have sent nothing, or half a request, or half a body; never one that is answered."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 20)
-    monkeypatch.setattr("jspec.engine.runner.Device.compile", lambda _: None)
-    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
+    monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
+    monkeypatch.setattr("jspec.engine.engine.warm_up", lambda *_: None)
     with servers.running(sources) as running:
-        play = running.engine.device.play
-        monkeypatch.setattr(running.engine.device, "play", lambda *given: (time.sleep(0.05), play(*given))[1])
+        decode_rounds = running.engine.device.decode_rounds
+        monkeypatch.setattr(
+            running.engine.device, "decode_rounds", lambda *given: (time.sleep(0.05), decode_rounds(*given))[1]
+        )
         with connected(running, LONG | {"stream": True}) as stream:
-            until(lambda: running.engine.seated)
+            until(lambda: running.engine.running_requests)
             crowd = [opened(running) for _ in range(60)]
             half_a_body = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n{"
             for connection, sent in zip(crowd, [b"", b"GET / HTTP/1.1\r\n", half_a_body] * 20, strict=True):
@@ -165,8 +169,8 @@ def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
 def test_a_crowd_that_is_answered_lets_others_wait(sources, monkeypatch):
     """For a place, and no longer: all get their answers."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 2)
-    monkeypatch.setattr("jspec.engine.runner.Device.compile", lambda _: None)
-    monkeypatch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
+    monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
+    monkeypatch.setattr("jspec.engine.engine.warm_up", lambda *_: None)
     with servers.running(sources) as running:
         streams = [connected(running, LONG | {"stream": True, "max_tokens": 20}) for _ in range(6)]
         entered = [stream.__enter__() for stream in streams]

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 import jspec
 from jspec.engine import Engine
-from jspec.engine.runner import Device
+from jspec.engine.runner import Runner
 from jspec.serve.app import Server
 from jspec.serve.schemas import ChatBody
 from jspec.serve.sse import dump, dump_pieces
@@ -125,8 +125,8 @@ def server(sources):
     """On an engine that cannot be asked for anything."""
     target, draft = (jspec.load(folder) for folder in sources)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "compile", lambda _: None)
-        patch.setattr("jspec.engine.engine.rehearse", lambda *_: None)
+        patch.setattr(Runner, "compile", lambda _: None)
+        patch.setattr("jspec.engine.engine.warm_up", lambda *_: None)
         patch.setattr(Engine, "_queue", lambda *_: pytest.fail("something was computed"))
         with Engine(target, draft, **servers.OPTIONS) as engine:
             yield Server(engine, servers.tokenizer(), servers.NAME, max_waiting=servers.WAITING, max_body=2**20)

@@ -12,25 +12,25 @@ from support.streams import SEEDED, asking, until
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize("stuck", ["play", "understand"])
+@pytest.mark.parametrize("stuck", ["decode_rounds", "parse_request"])
 def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
     """The engine in a call, or the worker that reads requests; not while they are idle, or programs compile."""
     healthy = lambda: httpx.get(f"{running.url}/health").status_code == 200  # noqa: E731
-    opened, understand = threading.Event(), serve_job.understand
-    if stuck == "understand":
+    opened, parse_request = threading.Event(), serve_job.parse_request
+    if stuck == "parse_request":
         gate.set()
-        monkeypatch.setattr(serve_job, "understand", lambda *given: (opened.wait(), understand(*given))[1])
+        monkeypatch.setattr(serve_job, "parse_request", lambda *given: (opened.wait(), parse_request(*given))[1])
     assert healthy()
     monkeypatch.setattr(heartbeat, "PATIENCE", 0.2)
     monkeypatch.setattr(heartbeat, "_TIMES", 0)
     assert healthy()
     with asking(running, SEEDED) as answers:
-        said = "in one call for" if stuck == "play" else "No request has been read to its end"
+        said = "in one call for" if stuck == "decode_rounds" else "No request has been read to its end"
         # On a slow machine an earlier call may be reported first, and end before the next look.
         heard = []
         until(lambda: heard.append(httpx.get(f"{running.url}/health")) or said in heard[-1].text)
         assert (heard[-1].status_code, heard[-1].json()["error"]["code"]) == (503, "stuck")
-        if stuck == "play":
+        if stuck == "decode_rounds":
             monkeypatch.setattr(running.engine.device, "is_compiling", True)
             assert healthy()
             monkeypatch.setattr(running.engine.device, "is_compiling", False)

@@ -29,10 +29,10 @@ def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
         for _ in range(2):
             with connected(running, LONG | {"n": 2, "stream": stream}):
                 until(lambda: running.server.open == 3)
-                until(lambda: len(running.engine.seated) + running.engine.num_waiting >= 3)
+                until(lambda: len(running.engine.running_requests) + running.engine.num_waiting >= 3)
             until(lambda: running.server.open == 1)
         gate.set()
-        until(lambda: not running.engine.seated and not running.engine.num_waiting)
+        until(lambda: not running.engine.running_requests and not running.engine.num_waiting)
         assert answers()[0].json()["choices"][0]["text"] == post(running, SEEDED).json()["choices"][0]["text"]
     assert metrics(running)["jspec_request_success_total", "abort"] == before + 4
     assert running.server.open == 0
@@ -42,7 +42,7 @@ def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
 def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate, stream):
     """What it sends behind its request stops the reading, but not for good."""
     with connected(running, LONG | {"stream": stream}, "Connection: keep-alive") as connection:
-        until(lambda: running.engine.seated)
+        until(lambda: running.engine.running_requests)
         time.sleep(0.2)
         connection.sendall(b"\r\nGET /health HTTP/1.1\r\n\r\n")
         time.sleep(0.1)
@@ -57,7 +57,7 @@ def test_prompts_that_are_not_read_are_not_counted(running, gate):
     with asking(running, SEEDED, 3) as answers:
         until(lambda: running.server.open == 3)
         with connected(running, LONG):
-            until(lambda: len(running.engine.seated) + running.engine.num_waiting == 4)
+            until(lambda: len(running.engine.running_requests) + running.engine.num_waiting == 4)
         until(lambda: running.server.open == 3)
         gate.set()
         read = sum(answer.json()["usage"]["prompt_tokens"] for answer in answers())
@@ -69,9 +69,11 @@ def test_prompts_that_are_not_read_are_not_counted(running, gate):
 @pytest.fixture
 def played(running, monkeypatch):
     """A list that grows with every call of the device, of which each takes a while."""
-    play, calls = running.engine.device.play, []
+    decode_rounds, calls = running.engine.device.decode_rounds, []
     monkeypatch.setattr(
-        running.engine.device, "play", lambda *some: (calls.append(1), time.sleep(0.05), play(*some))[2]
+        running.engine.device,
+        "decode_rounds",
+        lambda *some: (calls.append(1), time.sleep(0.05), decode_rounds(*some))[2],
     )
     yield calls
 
@@ -95,8 +97,8 @@ def test_a_stop_string_frees_the_slot(running, played):
     until(lambda: not running.engine._loop.is_busy)
     all_of_it = len(played)
     with asking(running, whole | {"stop": text[1:7], "n": 2}) as answers:
-        until(lambda: len(running.engine.seated) == 2)
-        until(lambda: len(running.engine.seated) == 1)
+        until(lambda: len(running.engine.running_requests) == 2)
+        until(lambda: len(running.engine.running_requests) == 1)
         assert len(played) - all_of_it < all_of_it // 2, "the other one has long to go"
     first, second = answers()[0].json()["choices"]
     assert (first["text"], first["finish_reason"]) == (text[:1], "stop")
@@ -119,7 +121,7 @@ def test_too_many_requests(running, gate):
             assert answer.json()["error"]["type"] == "rate_limit_error"
         with pytest.raises(openai.RateLimitError):
             running.client().completions.create(**SEEDED)
-        until(lambda: len(running.engine.seated) + running.engine.num_waiting == room)
+        until(lambda: len(running.engine.running_requests) + running.engine.num_waiting == room)
         gauges = metrics(running)
         assert gauges["jspec_num_requests_running",] + gauges["jspec_num_requests_waiting",] == room
         gate.set()
@@ -143,8 +145,8 @@ def test_a_slow_reader_disturbs_nobody(running):
     """Who reads nothing gets the whole text when it does, and the engine is done with it long before."""
     body = LONG | {"stream": True, "seed": 1, "n": 3, "return_token_ids": True, "logprobs": 5}
     with connected(running, body) as slow:
-        until(lambda: running.engine.seated)
-        until(lambda: not running.engine.seated)
+        until(lambda: running.engine.running_requests)
+        until(lambda: not running.engine.running_requests)
         until(lambda: running.server.open == 0)  # its places are others' though it has read nothing
         assert post(running, SEEDED).status_code == 200
         raw = b"".join(iter(lambda: slow.recv(65536), b""))
@@ -199,15 +201,15 @@ def test_a_body_that_does_not_come(running, monkeypatch):
 def test_a_failing_device(running, monkeypatch):
     """Requests with a seed go on as if nothing had been; others end with an error, in a stream as an event."""
     expected = post(running, SEEDED).json()["choices"][0]["text"]
-    play, fails = running.engine.device.play, [True, True]
+    decode_rounds, fails = running.engine.device.decode_rounds, [True, True]
 
     def failing(*arguments):
         if fails:
             fails.pop()
             raise RuntimeError("a secret of the device")
-        return play(*arguments)
+        return decode_rounds(*arguments)
 
-    monkeypatch.setattr(running.engine.device, "play", failing)
+    monkeypatch.setattr(running.engine.device, "decode_rounds", failing)
     answer = post(running, SEEDED | {"seed": None})
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_failed"
     assert "secret" not in answer.text

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from jspec.generation.complete import until
 from jspec.serve.token_text import Names
 from jspec.text import Pieces, pieces
-from jspec.text.stop_strings import Writer
+from jspec.text.stop_strings import StopAwareDetokenizer
 from support import text_pair
 
 TOKENIZER = text_pair.tokenizer()
@@ -25,7 +25,7 @@ def ids_of(text):
 
 def written(ids, stop=(), prompt=(), **options):
     """A writer that has got them all, and every text it has shown on the way."""
-    writer, shown = Writer(TOKENIZER, prompt, stop, **options), []
+    writer, shown = StopAwareDetokenizer(TOKENIZER, prompt, stop, **options), []
     for token in ids:
         writer.add(token)
         shown.append(writer.text[: writer.shown])

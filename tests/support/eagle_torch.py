@@ -106,15 +106,24 @@ class Eagle3(nn.Module):
 
     def __init__(self, raw):
         super().__init__()
-        size, eps, told, count = raw["hidden_size"], raw["rms_norm_eps"], raw["target_hidden_size"], raw["states"]
+        size, eps, width, count = (
+            raw["hidden_size"],
+            raw["rms_norm_eps"],
+            raw["target_hidden_size"],
+            raw["states"],
+        )
         self.flags = dict(raw)
         self.embed_tokens = nn.Embedding(raw["vocab_size"], size)
-        self.midlayer, self.norm, self.fc = Layer(raw, 3), RMSNorm(size, eps), nn.Linear(count * told, size, False)
+        self.midlayer, self.norm, self.fc = (
+            Layer(raw, 3),
+            RMSNorm(size, eps),
+            nn.Linear(count * width, size, False),
+        )
         self.lm_head = nn.Linear(size, raw["draft_vocab_size"], False)
         if raw["norm_before_fc"]:
-            self.input_norm = RMSNorm(count * told, eps)
+            self.input_norm = RMSNorm(count * width, eps)
         if raw["fc_norm"]:
-            self.fc_norm = nn.ModuleList(RMSNorm(told, eps) for _ in range(count))
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(count))
 
     def fuse(self, features):
         parts = list(features.unbind(2))

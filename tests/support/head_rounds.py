@@ -7,7 +7,7 @@ import numpy as np
 import jspec
 from jspec.acceptance import RULES
 from jspec.decoding.program import start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.drafters.draft_length import as_draft_length
 from support import toys
 
@@ -22,11 +22,11 @@ def rounds(target, drafter, batch, length, rule, limits, eos_ids=(-1,)):
     tokens, lengths, keys = batch
     tokens = jnp.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
     transforms = toys.both_transforms(jspec.SamplingParams(), len(lengths))
-    asked = toys.request(keys, jnp.asarray(lengths), jnp.asarray(limits), *transforms, eos_ids)
+    params = toys.request(keys, jnp.asarray(lengths), jnp.asarray(limits), *transforms, eos_ids)
     length = as_draft_length(length)
-    state, _ = jax.jit(lambda: start(target, drafter, asked, tokens, NEW, length))()
-    play = jax.jit(lambda state: play_round(target, drafter, RULES[rule], length, asked, state)[0])
+    state, _ = jax.jit(lambda: start(target, drafter, params, tokens, NEW, length))()
+    decode = jax.jit(lambda state: decode_round(target, drafter, RULES[rule], length, params, state)[0])
     yield state
     while not state.done.all():
-        state = play(state)
+        state = decode(state)
         yield state

@@ -14,7 +14,7 @@ from convert.config import LlamaConfig, RopeConfig
 from jspec.acceptance import RULES
 from jspec.core.sampling import LogitsTransforms, broadcast_rows, draft_transforms, target_transforms
 from jspec.decoding.program import decode_program, start
-from jspec.decoding.round import play_round
+from jspec.decoding.round import decode_round
 from jspec.decoding.state import RequestParams
 from jspec.drafters.draft_length import Fixed, as_draft_length
 from jspec.models.kv_cache import KVCache
@@ -114,9 +114,9 @@ def first_round(target, drafter, tokens, lengths, keys, transforms, num_draft_to
 
     @jax.jit
     def program(target, drafter, tokens, lengths, keys, transforms):
-        asked = request(keys, lengths, width + 1, *transforms)
-        state, _ = start(target, drafter, asked, tokens, width + 1, length)
-        return play_round(target, drafter, rule, length, asked, state)
+        params = request(keys, lengths, width + 1, *transforms)
+        state, _ = start(target, drafter, params, tokens, width + 1, length)
+        return decode_round(target, drafter, rule, length, params, state)
 
     return program(target, drafter, tokens, lengths, keys, transforms)
 

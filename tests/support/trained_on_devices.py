@@ -28,7 +28,15 @@ def main(folder, data, stop, kind):
     except Stopped:
         drafter = None
     sums = [float(np.abs(np.asarray(leaf, np.float64)).sum()) for leaf in jax.tree.leaves(drafter)]
-    print(json.dumps({"devices": jax.device_count(), "losses": [look.loss for look in read_log(folder)], "sums": sums}))
+    print(
+        json.dumps(
+            {
+                "devices": jax.device_count(),
+                "losses": [evaluation.loss for evaluation in read_log(folder)],
+                "sums": sums,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from jspec.core.tree import Level, Tree
 from jspec.drafters.base import Context, TargetView
 from jspec.drafters.capabilities import features_of
 from jspec.models.kv_cache import prefill_with_features
-from jspec.training import batches, boost, fit, kinds, losses, objective, train
+from jspec.training import batches, boost, fit, kinds, losses, objective, target_states, train
 from jspec.training import dataset as rows
-from jspec.training import target_states as sight
 from support import heads
 from support.trainings import LONG, TARGET, V, chats, chatty, some_rows
 
@@ -55,17 +54,17 @@ def test_what_is_unrolled_is_what_the_drafter_says(kind):
     trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 4, 0))
     weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(1, 9)))
-    said = list(trainee.unroll(weights, TARGET, tokens, sight.look(TARGET, tokens, trainee.features), 4))
+    said = list(trainee.unroll(weights, TARGET, tokens, target_states.run_target(TARGET, tokens, trainee.features), 4))
     drafter = trainee.drafter(weights)
     for length in (2, 3, 5):  # of the text behind which a draft begins
         lengths = jnp.array([length])
         prompt = jnp.where(jnp.arange(9) < length, tokens, 0)
-        asked = features_of(drafter)
-        cache, states = prefill_with_features(TARGET, prompt, 16, asked)
-        told = {"features": states, "lengths": lengths, "target": TARGET} if asked else {}
+        features = features_of(drafter)
+        cache, states = prefill_with_features(TARGET, prompt, 16, features)
+        target_signals = {"features": states, "lengths": lengths, "target": TARGET} if features else {}
         noise = jnp.zeros((1, 4, 1, 2, 1))
         context = Context(tokens, lengths, noise, None, None, TargetView(TARGET, cache, 1), V)
-        logits, carry = drafter.begin(drafter.init(prompt, 16, **told), context, Tree.chain(4))
+        logits, carry = drafter.begin(drafter.init(prompt, 16, **target_signals), context, Tree.chain(4))
         for depth in range(4):
             at = length - 1 - trainee.offset + depth
             np.testing.assert_allclose(said[depth % len(said)][0, at], logits[0], atol=2e-5)
@@ -80,7 +79,7 @@ def test_what_is_unrolled_of_vectors_is_what_the_target_says():
     trainee = kinds.trainee_of(kinds.of_pass(TARGET, None, 3, 0))
     weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(2, 6)))
-    said = list(trainee.unroll(weights, TARGET, tokens, sight.look(TARGET, tokens, ()), 3))
+    said = list(trainee.unroll(weights, TARGET, tokens, target_states.run_target(TARGET, tokens, ()), 3))
     for upto in (1, 4, 6):
         nodes = jnp.concatenate([tokens[:, :upto], jnp.tile(V + jnp.arange(3), (2, 1))], axis=1)
         vectors = trainee.drafter(weights).embeddings
@@ -127,7 +126,9 @@ def test_only_what_is_learned_is_scored(stored):
     logits = np.asarray(TARGET.logits(states))
     said = logits[:, 1:, ids] + 0.5 * rng.normal(size=(2, 2, 5, 4))  # often right, as far as it can be
     learned = rng.random((2, 6)) < 0.6
-    known = sight.Sight(states[:, :, None], states, sight.laws_of(TARGET, states) if stored else None)
+    known = target_states.TargetStates(
+        states[:, :, None], states, target_states.distribution_stats(TARGET, states) if stored else None
+    )
     judge = objective.judge(TARGET, known, jnp.asarray(ids), jnp.asarray(learned))
     found = objective.score(list(map(jnp.asarray, said)), 1, judge, "tvd")
     for depth in range(2):

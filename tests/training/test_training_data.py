@@ -11,7 +11,7 @@ import convert
 import jspec
 from jspec.training import dataset as rows
 from jspec.training import self_generated as writing
-from jspec.training import target_states as sight
+from jspec.training import target_states
 from support import text_pair, toys
 from support.trainings import chats, chatty
 
@@ -208,8 +208,8 @@ def test_what_rows_and_targets_are_told_apart_by():
     merged = toys.tiny_llama(0, 1, vocab_size=261)
     weight = merged.layers[0].mlp.down_proj.weight
     weight.set_value(weight[...].at[0, 0].add(1e-6))  # as of an adapter, which leaves all norms as they are
-    found = {sight.fingerprint(one) for one in (TARGET, half, merged, jspec.quantize(TARGET))}
-    assert len(found) == 4 and sight.fingerprint(toys.tiny_llama(0, 1, vocab_size=261)) in found
+    found = {target_states.fingerprint(one) for one in (TARGET, half, merged, jspec.quantize(TARGET))}
+    assert len(found) == 4 and target_states.fingerprint(toys.tiny_llama(0, 1, vocab_size=261)) in found
 
 
 def test_data_that_is_none(tmp_path):

@@ -25,8 +25,8 @@ def test_prompts_of_all_lengths_are_one_program(monkeypatch):
     monkeypatch.setattr(result, "_NEW_TOKENS", 6)
     for decode in (generate, speculative_generate):
         monkeypatch.setattr(result, decode.__name__, noted(decode))
-    look = fit.Progress(1, 0.0, [0.5, 0.25], [1.0, 1.0])
+    evaluation = fit.Progress(1, 0.0, [0.5, 0.25], [1.0, 1.0])
     drafter = EagleDrafter(eagle_heads.eagle(target, 3, features=(0, 1)))
-    found = result.measure(target, drafter, [[1] * 10, [2] * 40, [3] * 100], look, 2, 1.0)
+    found = result.measure(target, drafter, [[1] * 10, [2] * 40, [3] * 100], evaluation, 2, 1.0)
     assert len(shapes) == 8 and len(set(shapes)) == 2
     assert found.foreseen == 1.625 and 1 <= found.tokens_per_round <= 3 and found.speedup > 0

@@ -9,8 +9,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from convert import CheckpointError
-from jspec.training import batches, fit, kinds
-from jspec.training import target_states as sight
+from jspec.training import batches, fit, kinds, target_states
 from support.trainings import TARGET, some_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -22,7 +21,7 @@ def run(folder, steps, stop_at=None, stored=False):
     train, held = batches.Plan(some_rows(24), 64, 0), batches.Plan(some_rows(6, seed=1), 64, 0)
     source = fit.Source(train)
     if stored:
-        store = sight.StoredStates(folder / "states", train, trainee.features, "toy")
+        store = target_states.StoredStates(folder / "states", train, trainee.features, "toy")
         store.write(TARGET, lambda *_: None)
         source = fit.Source(train, store)
 
@@ -73,38 +72,38 @@ def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, caplog):
 def test_stored_states_are_those_that_are_computed(tmp_path, few):
     """But for bfloat16; and they are not computed twice."""
     train = batches.Plan(some_rows(10), 64, 0)
-    store = sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
+    store = target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
     store.write(TARGET, lambda *_: None)
-    again = sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
+    again = target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
     again.write(None, lambda *_: None)
     for batch in train.in_order():
-        found, expected = again.read(batch), sight.look(TARGET, batch.tokens, (0, 2))
-        laws = sight.laws_of(TARGET, found.hidden.astype(jnp.float32))
+        found, expected = again.read(batch), target_states.run_target(TARGET, batch.tokens, (0, 2))
+        stats = target_states.distribution_stats(TARGET, found.hidden.astype(jnp.float32))
         for number, row in enumerate(batch.numbers):
             size = len(train.rows[row].tokens) if row >= 0 else 0
             for ours, theirs in zip(found[:2], expected[:2], strict=True):
                 np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=0.01)
-            for ours, theirs in zip(found.laws or (), laws, strict=False):
+            for ours, theirs in zip(found.stats or (), stats, strict=False):
                 np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=1e-6)
-    assert (found.laws is not None) == few
+    assert (found.stats is not None) == few
     run(tmp_path / "run", 3, stored=True)
     with pytest.raises(ValueError, match="holds states of other texts or of another target; name another folder"):
-        sight.StoredStates(tmp_path, train, (0, 1), "toy", few)
+        target_states.StoredStates(tmp_path, train, (0, 1), "toy", few)
     shard = next(tmp_path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:50])
     with pytest.raises(ValueError, match=r"is damaged .*; delete it, and it is written anew"):
-        sight.StoredStates(tmp_path, train, (0, 2), "toy", few)
+        target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
 
 
 def test_a_shard_that_was_deleted_is_written_anew(tmp_path, monkeypatch):
     """And no other for it."""
-    monkeypatch.setattr(sight, "_SHARD_BYTES", 0)
+    monkeypatch.setattr(target_states, "_SHARD_BYTES", 0)
     train = batches.Plan(some_rows(4), 64, 0)
-    sight.StoredStates(tmp_path, train, (0,), "toy").write(TARGET, lambda *_: None)
+    target_states.StoredStates(tmp_path, train, (0,), "toy").write(TARGET, lambda *_: None)
     shards = {file: file.read_bytes() for file in tmp_path.glob("*.safetensors")}
     assert len(shards) == 4
     min(shards).unlink()
-    store = sight.StoredStates(tmp_path, train, (0,), "toy")
+    store = target_states.StoredStates(tmp_path, train, (0,), "toy")
     store.write(TARGET, lambda *_: None)
     assert {file: file.read_bytes() for file in tmp_path.glob("*.safetensors")} == shards
     for batch in train.in_order():

@@ -67,11 +67,11 @@ def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
 
 def _prefix(layout: str, names: Iterable[str]) -> str:
     """Return the layer's tensor-name prefix. Generation 3 has two spellings, and vLLM reads both."""
-    usual = LAYOUTS[layout].prefix
+    default_prefix = LAYOUTS[layout].prefix
     if LAYOUTS[layout].generation == 1:
-        return usual
-    other = "layers.0." if usual == "midlayer." else "midlayer."
-    return usual if any(name.startswith(usual) for name in names) else other
+        return default_prefix
+    other = "layers.0." if default_prefix == "midlayer." else "midlayer."
+    return default_prefix if any(name.startswith(default_prefix) for name in names) else other
 
 
 def _table_shapes(config: EagleConfig, names: Collection[str]) -> dict[str, tuple[int, ...]]:

@@ -84,9 +84,9 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleC
                               "value with which the head was trained.")  # fmt: skip
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise CheckpointError("norm_before_fc and fc_norm are both true; a head has one of them: keep its own.")
-    told = integer(raw, "target_hidden_size", layer.hidden_size)
+    target_size = integer(raw, "target_hidden_size", layer.hidden_size)
     features = _features(raw, inner, num_layers)
-    return EagleConfig(3, layer, told, features, _draft_vocab(raw, layer, names), **own, **flags)
+    return EagleConfig(3, layer, target_size, features, _draft_vocab(raw, layer, names), **own, **flags)
 
 
 def _layer(raw: Fields, layout: str) -> LlamaConfig:

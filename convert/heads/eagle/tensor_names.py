@@ -68,16 +68,16 @@ def _layer(config: EagleConfig, prefix: str) -> Iterator[Entry]:
 
 
 def _others(config: EagleConfig, prefix: str, fc: str) -> Iterator[Entry]:
-    size, told, vocab = config.layer.hidden_size, config.target_hidden_size, config.layer.vocab_size
+    size, target_size, vocab = config.layer.hidden_size, config.target_hidden_size, config.layer.vocab_size
     third, count = config.generation == 3, len(config.features)
-    read = count * told if third else 2 * size
+    read = count * target_size if third else 2 * size
     shapes = {
         "fc.weight": (size, read),
         FC_BIAS: (size,) if config.fc_bias else None,
         "hidden_norm.weight": (size,) if third else None,
         "norm.weight": (size,) if third else None,
         "input_norm.weight": (read,) if config.norm_before_fc else None,
-        **{f"fc_norm.{i}.weight": (told,) for i in range(count) if config.fc_norm},
+        **{f"fc_norm.{i}.weight": (target_size,) for i in range(count) if config.fc_norm},
         EMBEDDING: (vocab, size) if config.own_embedding else None,
         HEAD: (config.draft_vocab_size or vocab, size) if config.own_head else None,
     }

@@ -16,7 +16,7 @@ from jspec.core.sampling import TokenCounts, add_tokens, token_probs
 from jspec.core.sharding import vary_like
 from jspec.core.types import Draft, Verdict, check_count, pytree
 from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
-from jspec.drafters.late_reading import read_on
+from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.standalone.model import ModelDrafter, as_part
 from jspec.models.kv_cache import KVCache, prefill, whole_tiles
 
@@ -80,8 +80,10 @@ class CascadeDrafter:
         return ModelDrafter(self.middle), self.small
 
     def read(self, state: tuple[KVCache, Any], tokens: Array, start: Array, count: Array) -> tuple[KVCache, Any]:
-        """Prefill the next piece with both. See `jspec.drafters.late_reading.read_on`."""
-        middle, small = (read_on(part, own, tokens, start, count) for part, own in zip(self.parts, state, strict=True))
+        """Prefill the next piece with both. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        middle, small = (
+            prefill_chunk(part, own, tokens, start, count) for part, own in zip(self.parts, state, strict=True)
+        )
         return middle, small
 
     def propose(

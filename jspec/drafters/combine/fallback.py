@@ -10,28 +10,28 @@ from jax import Array
 
 from jspec.core.types import Draft, pytree
 from jspec.drafters.base import Context, as_draft, at_most
-from jspec.drafters.capabilities import reach_of, says_how_sure
-from jspec.drafters.combine.base import Duo
+from jspec.drafters.capabilities import has_confidence, max_chain_length_of
+from jspec.drafters.combine.base import PairDrafter
 from jspec.drafters.standalone.ngram import NGramDrafter
 
 
 @pytree
-class FallbackDrafter(Duo):
+class FallbackDrafter(PairDrafter):
     """A drafter that uses `first` if it proposes a next token, and otherwise `second`. Both may be drafters or models.
 
-    Both run in every round, each up to its reach. If draft lengths vary (`jspec.drafters.draft_length`), `second`
-    drafts nothing in rows where `first` proposes a token.
+    Both run in every round, each up to its `max_chain_length`. If draft lengths vary (`jspec.drafters.draft_length`),
+    `second` drafts nothing in rows where `first` proposes a token.
     """
 
     @property
-    def reach(self) -> float:
+    def max_chain_length(self) -> float:
         """The number of consecutive tokens that at least one of the two can draft."""
-        return max(map(reach_of, self.parts))
+        return max(map(max_chain_length_of, self.parts))
 
     @property
-    def says_how_sure(self) -> bool:
+    def has_confidence(self) -> bool:
         """Whether at least one of the two reports its confidence. The other one drafts as many tokens as it can."""
-        return any(map(says_how_sure, self.parts))
+        return any(map(has_confidence, self.parts))
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
         """Return, for each row, the draft of one of the two.
@@ -39,11 +39,11 @@ class FallbackDrafter(Duo):
         The other one may never have read the tokens that a round commits.
         """
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
-        first, first_state = _asked(self.first, state[0], context, num_draft_tokens)
+        first, first_state = _propose_padded(self.first, state[0], context, num_draft_tokens)
         guessed = first.probs[:, 0].sum(-1) > 0
         if context.budget is not None:
             context = dataclasses.replace(context, budget=jnp.where(guessed, 0, context.budget))
-        second, second_state = _asked(self.second, state[1], context, num_draft_tokens)
+        second, second_state = _propose_padded(self.second, state[1], context, num_draft_tokens)
 
         def pick(a: Array, b: Array) -> Array:
             return jnp.where(guessed.reshape(-1, *[1] * (a.ndim - 1)), a, b)
@@ -51,7 +51,7 @@ class FallbackDrafter(Duo):
         return jax.tree.map(pick, first, second), (first_state, second_state)
 
 
-def behind_lookup(drafter: Any) -> FallbackDrafter:
+def with_lookup_first(drafter: Any) -> FallbackDrafter:
     """Return a lookup drafter that matches two or three tokens, with `drafter` as its fallback.
 
     Matches of that length are rarely due to chance.
@@ -59,12 +59,12 @@ def behind_lookup(drafter: Any) -> FallbackDrafter:
     return FallbackDrafter(NGramDrafter(3, 2), drafter)
 
 
-def _asked(part: Any, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
-    """Return the draft of `part` up to its reach, padded with tokens without a distribution, and its state."""
-    count = int(min(num_draft_tokens, reach_of(part)))
-    asked = at_most(context, count)
-    draft, state = part.propose(state, asked, count)
-    draft, missing = as_draft(part, draft, asked, count), num_draft_tokens - count
+def _propose_padded(part: Any, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+    """Return the draft of `part` up to its `max_chain_length`, padded without distributions, and its state."""
+    count = int(min(num_draft_tokens, max_chain_length_of(part)))
+    part_context = at_most(context, count)
+    draft, state = part.propose(state, part_context, count)
+    draft, missing = as_draft(part, draft, part_context, count), num_draft_tokens - count
     if draft.probs is None:
         raise ValueError(f"{type(part).__name__} drafts tokens without their laws, and a FallbackDrafter tells by laws "
                          "which part has a guess; give probs.")  # fmt: skip

@@ -13,13 +13,13 @@ from jspec.core.row_ops import write_rows
 from jspec.core.sampling import add_tokens
 from jspec.core.types import Draft, check_count
 from jspec.drafters.base import Context, TargetView, as_draft, at_most
-from jspec.drafters.capabilities import features_of, reach_of
-from jspec.drafters.combine.base import Duo
+from jspec.drafters.capabilities import features_of, max_chain_length_of
+from jspec.drafters.combine.base import PairDrafter
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["at"])
 @dataclasses.dataclass(frozen=True)
-class HorizontalDrafter(Duo):
+class HorizontalDrafter(PairDrafter):
     """A drafter that drafts `at` tokens with `first` and the rest with `second`. Both may be drafters or models.
 
     A token counts only if all tokens before it were accepted. Later tokens are therefore worth less and should cost
@@ -40,10 +40,10 @@ class HorizontalDrafter(Duo):
                             "what first drafts it has none; use it as first.")  # fmt: skip
 
     @property
-    def reach(self) -> float:
-        """The reach of `first` if it is below `at`, and otherwise `at` plus the reach of `second`."""
-        first = reach_of(self.first)
-        return first if first < self.at else self.at + reach_of(self.second)
+    def max_chain_length(self) -> float:
+        """The limit of `first` if it is below `at`, and otherwise `at` plus the limit of `second`."""
+        first = max_chain_length_of(self.first)
+        return first if first < self.at else self.at + max_chain_length_of(self.second)
 
     def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
         """Return the draft of `first`, followed by the draft of `second`.
@@ -53,9 +53,9 @@ class HorizontalDrafter(Duo):
         at = min(self.at, num_draft_tokens)
         rest = num_draft_tokens - at
         context = dataclasses.replace(context, unread=context.unread + rest)
-        asked = at_most(context, at)
-        first, first_state = self.first.propose(state[0], asked, at)
-        first = as_draft(self.first, first, asked, at)
+        part_context = at_most(context, at)
+        first, first_state = self.first.propose(state[0], part_context, at)
+        first = as_draft(self.first, first, part_context, at)
         if not rest:
             return first, (first_state, state[1])
         behind = _behind(context, first, context.unread + at - rest)

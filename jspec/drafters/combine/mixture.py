@@ -14,12 +14,12 @@ from jax import Array
 from jspec.core.tree import Level, Tree
 from jspec.core.types import pytree
 from jspec.drafters.base import Context, fit_vocabulary
-from jspec.drafters.combine.base import Duo
+from jspec.drafters.combine.base import PairDrafter
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 
 @pytree
-class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]]):
+class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]]):
     """A drafter that draws every token from ``weight * first + (1 - weight) * second``, of two drafters or models.
 
     The distributions are mixed at temperature 1, and the sampling transforms then act on the mixture. If one of the two
@@ -52,7 +52,7 @@ class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]
 
     @property
     def vocab_size(self) -> int | None:
-        """The vocabulary size, as for `Duo`.
+        """The vocabulary size, as for `PairDrafter`.
 
         This also checks the weight, because during pytree operations JAX may store any object in its place.
         """
@@ -85,8 +85,8 @@ class MixtureDrafter(Duo, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]
     def _mix(self, first: Array, second: Array, context: Context) -> Array:
         first, second = (fit_vocabulary(part, context.vocab_size) for part in (first, second))
         weight = jnp.asarray(self.weight, jnp.float32)
-        laws = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
-        mixed = jnp.logaddexp(jnp.log(weight) + laws[0], jnp.log1p(-weight) + laws[1])
+        log_probs = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
+        mixed = jnp.logaddexp(jnp.log(weight) + log_probs[0], jnp.log1p(-weight) + log_probs[1])
         silent = (~jnp.isfinite(part.max(-1, keepdims=True)) for part in (first, second))
         return jnp.where(next(silent), second, jnp.where(next(silent), first, mixed))
 

@@ -18,9 +18,9 @@ from jspec.acceptance.walk import is_guess, length_of_prefix
 from jspec.core.row_ops import prefix_mask
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, Verdict, check_count
-from jspec.drafters.base import Context, as_draft, only, shared_vocabulary
-from jspec.drafters.capabilities import features_of, features_of_all, least, num_likeliest_of, told_to
-from jspec.drafters.late_reading import read_on
+from jspec.drafters.base import Context, as_draft, mask_draft, shared_vocabulary
+from jspec.drafters.capabilities import features_of, features_of_all, least, num_likeliest_of, signals_for
+from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.standalone.model import ModelDrafter, as_part
 
 _KIND = "several"  # in config.json
@@ -53,7 +53,7 @@ class MultiDrafter:
         if not several or len(self.drafts) < 2:
             got = f"{len(self.drafts)} of them" if several else type(self.drafts).__name__
             raise ValueError(f"drafts must be a sequence of at least two drafters or models, as [a, b]; got {got}.")
-        drafts = tuple(as_part(f"drafts[{i}]", draft, told=True) for i, draft in enumerate(self.drafts))
+        drafts = tuple(as_part(f"drafts[{i}]", draft, forwards_signals=True) for i, draft in enumerate(self.drafts))
         object.__setattr__(self, "drafts", drafts)
         check_count("num_draft_tokens", self.num_draft_tokens)
 
@@ -112,12 +112,16 @@ class MultiDrafter:
     def parts(self) -> tuple[Any, ...]:
         return tuple(self.drafts)
 
-    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, ...]:
-        return tuple(part.init(tokens, num_slots, **told_to(part, self.features, told)) for part in self.drafts)
+    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> tuple[Any, ...]:
+        return tuple(
+            part.init(tokens, num_slots, **signals_for(part, self.features, target_signals)) for part in self.drafts
+        )
 
-    def read(self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **told: Any) -> tuple[Any, ...]:
-        """Prefill the next piece with all drafters. See `jspec.drafters.late_reading.read_on`."""
-        return tuple(read_on(part, own, tokens, start, count, **told_to(part, self.features, told))
+    def read(
+        self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **target_signals: Any
+    ) -> tuple[Any, ...]:
+        """Prefill the next piece with all drafters. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        return tuple(prefill_chunk(part, own, tokens, start, count, **signals_for(part, self.features, target_signals))
                      for part, own in zip(self.drafts, state, strict=True))  # fmt: skip
 
     def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
@@ -134,12 +138,12 @@ class MultiDrafter:
             draft, own = part.propose(own, mine, length)
             drafts, states = [*drafts, as_draft(part, draft, mine, length)], [*states, own]
         tokens, valid = _beside([one.tokens for one in drafts]), _beside([is_guess(one) for one in drafts])
-        laws = [one.probs for one in drafts if one.probs is not None]
-        probs = _beside(laws) if len(laws) == len(drafts) else None
+        known = [one.probs for one in drafts if one.probs is not None]
+        probs = _beside(known) if len(known) == len(drafts) else None
         return Draft(tokens, probs, self.tree, valid), tuple(states)
 
     def commit(
-        self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+        self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
     ) -> tuple[Any, ...]:
         """Pass each drafter its own chain; the chain's tokens count as accepted as far as they match the accepted path.
 
@@ -149,11 +153,11 @@ class MultiDrafter:
         assert verdict.path is not None, "a rule that takes no trees is refused"
         text, before = tokens_along(draft, verdict), prefix_mask(verdict.num_accepted, self.num_draft_tokens)
         nodes = jnp.maximum(verdict.path - 1, 0)[..., None]
-        laws = None if draft.probs is None else jnp.take_along_axis(draft.probs, nodes, axis=1)
-        path = only(Draft(text[:, :-1], laws, valid=before), before, text[:, :-1])
+        probs = None if draft.probs is None else jnp.take_along_axis(draft.probs, nodes, axis=1)
+        path = mask_draft(Draft(text[:, :-1], probs, valid=before), before, text[:, :-1])
         states: list[Any] = []
         for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
-            mine = told_to(part, self.features, told)
+            mine = signals_for(part, self.features, target_signals)
             if features_of(part):
                 chain, accepted, next_token = path, verdict.num_accepted, verdict.next_token
                 judged = functools.partial(at_path, verdict=verdict)

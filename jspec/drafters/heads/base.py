@@ -10,7 +10,7 @@ from jspec.acceptance.path import at_path
 from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft, Verdict, pytree
 from jspec.drafters.base import Context
-from jspec.drafters.late_reading import where_read
+from jspec.drafters.chunked_prefill import where_read
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 
@@ -44,7 +44,7 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
         raise NotImplementedError
 
     @property
-    def reach(self) -> int:
+    def max_chain_length(self) -> int:
         return self.num_heads
 
     @property
@@ -68,7 +68,7 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     def read(
         self, state: LastState, tokens: Array, start: Array, count: Array, *, features: Array, target: Any
     ) -> LastState:
-        """Return the state at the last token of a piece. See `jspec.drafters.late_reading.read_on`."""
+        """Return the state at the last token of a piece. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         last = jnp.maximum(count - 1, 0)[:, None, None]
         hidden = jnp.take_along_axis(features[:, :, 0], last, axis=1)[:, 0]
         return where_read(count, LastState(hidden, jnp.ones_like(state.known)), state)

@@ -11,9 +11,9 @@ from jspec.acceptance.path import at_path, tokens_along
 from jspec.core.tree import Branches, Level, Tree
 from jspec.core.types import Draft, Verdict, pytree
 from jspec.drafters.base import Context
+from jspec.drafters.chunked_prefill import where_read
 from jspec.drafters.heads import eagle_weights
 from jspec.drafters.heads.eagle_module import Eagle, check_target_of
-from jspec.drafters.late_reading import where_read
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, enlarged
 
@@ -123,7 +123,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         return _Read(cache, states, lengths > 1, lengths)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
-        """Prefill the next piece of the sequence. See `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         head = self._head
         pairs = head.embed(tokens[:, 1:], target), head.fuse(features, target)
         found, cache = head.forward(*pairs, state.cache, start)

@@ -36,16 +36,16 @@ class Eagle(nnx.Module):
     def __init__(self, config: EagleConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config, layer = config, config.layer
         self.origin: EagleOrigin | None = None
-        size, told = layer.hidden_size, config.target_hidden_size
+        size, target_size = layer.hidden_size, config.target_hidden_size
         first = config.generation == 1
-        read = 2 * size if first else len(config.features) * told
+        read = 2 * size if first else len(config.features) * target_size
 
         def norm(size: int, wanted: bool) -> RMSNorm | None:
             return RMSNorm(size, layer.rms_norm_eps, dtype) if wanted else None
 
         self.input_norm = norm(read, config.norm_before_fc)
         several = len(config.features) if config.fc_norm else 0
-        self.fc_norm = nnx.List([RMSNorm(told, layer.rms_norm_eps, dtype) for _ in range(several)])
+        self.fc_norm = nnx.List([RMSNorm(target_size, layer.rms_norm_eps, dtype) for _ in range(several)])
         self.fc = Linear(read, size, config.fc_bias, dtype, rngs)
         self.input_layernorm, self.hidden_norm = norm(size, not first), norm(size, not first)
         self.self_attn = Attention(layer, dtype, rngs)

@@ -138,7 +138,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         return _Read(enlarged(self.adapter.new_cache(batch, num_slots), read), start)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
-        """Prefill the next piece of the sequence. See `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         return _Read(self.adapter(features[:, :, 0], state.cache, start)[1], state.start)
 
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Drafting]:

@@ -97,9 +97,9 @@ def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> No
     With a damaged config, `load` would otherwise create all of these parts one by one.
     """
     if math.prod(parts.values()) > num_tensors:
-        told = ", ".join(f"{name} {size}" for name, size in parts.items())
-        raise CheckpointError(f"{directory} has {num_tensors} tensors, but its config.json says {told}; restore the "
-                              "one that belongs to them.")  # fmt: skip
+        expected = ", ".join(f"{name} {size}" for name, size in parts.items())
+        raise CheckpointError(f"{directory} has {num_tensors} tensors, but its config.json says {expected}; restore "
+                              "the one that belongs to them.")  # fmt: skip
 
 
 def _check_target(user: str, raw: Fields, wanted: Fields) -> None:

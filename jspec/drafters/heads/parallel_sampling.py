@@ -16,9 +16,9 @@ from jspec.acceptance.walk import end_of
 from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft, Verdict, check_count, pytree
 from jspec.drafters.base import Context
+from jspec.drafters.chunked_prefill import NoPrefill
 from jspec.drafters.heads.base import at_depth
 from jspec.drafters.heads.own_files import InOwnFiles
-from jspec.drafters.late_reading import ReadsNothing
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 
@@ -57,7 +57,7 @@ class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
 
 
 @pytree
-class PassDrafter(InOwnFiles, ReadsNothing):
+class PassDrafter(InOwnFiles, NoPrefill):
     """A drafter that uses the target's own predictions for the M positions after the next token.
 
     The target reads trained vectors at these positions. Only these look-ahead embeddings are trained (Monea et al.

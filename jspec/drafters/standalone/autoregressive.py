@@ -85,24 +85,24 @@ class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
             return (carry, drawn), (drawn.token, drawn.probs)
 
         logits, carry = self.begin(state, context, Tree.chain(num_draft_tokens))
-        first = _draw(logits, context.token_counts, _starts(logits, context), 0, context)
+        first = _draw(logits, context.token_counts, _should_draft(logits, context), 0, context)
         loop = _unrolled if self.unrolled else lax.scan if context.budget is None else _scan_while_continued
         (carry, _), later = loop(advance, vary_like((carry, first), context.lengths), jnp.arange(1, num_draft_tokens))
         heads = first.token, first.probs
-        tokens, laws = (jnp.concatenate([head[None], tail]) for head, tail in zip(heads, later, strict=True))
-        return Draft(tokens.swapaxes(0, 1), laws.swapaxes(0, 1)), self.end(carry)
+        tokens, probs = (jnp.concatenate([head[None], tail]) for head, tail in zip(heads, later, strict=True))
+        return Draft(tokens.swapaxes(0, 1), probs.swapaxes(0, 1)), self.end(carry)
 
 
-def _starts(logits: Array, context: Context) -> Array:
+def _should_draft(logits: Array, context: Context) -> Array:
     """Return ``bool[B]``: whether each row drafts at all.
 
     The decision depends only on the row's distribution and not on a drawn token, so no draft is ever discarded.
     """
-    starts = getattr(context.draft_length, "starts", None)
-    if starts is None:
+    should_draft = getattr(context.draft_length, "should_draft", None)
+    if should_draft is None:
         return jnp.ones(context.lengths.size, bool)
     confidence = jax.nn.softmax(fit_vocabulary(logits, context.vocab_size).astype(jnp.float32)).max(-1)
-    return starts(context.length_state, confidence)
+    return should_draft(context.length_state, confidence)
 
 
 def _draw(
@@ -139,7 +139,7 @@ def _unrolled(
         drawn.append(one)
     if not drawn:
         return carried, (_zeros(0, first.token), _zeros(0, first.probs))
-    return carried, (jnp.stack([token for token, _ in drawn]), jnp.stack([law for _, law in drawn]))
+    return carried, (jnp.stack([token for token, _ in drawn]), jnp.stack([probs for _, probs in drawn]))
 
 
 def _scan_while_continued(
@@ -154,9 +154,9 @@ def _scan_while_continued(
         return carried, outputs
 
     def body(loop: _Loop[Carry]) -> _Loop[Carry]:
-        i, carried, (tokens, laws) = loop
-        carried, (token, law) = advance(carried, i + 1)
-        return i + 1, carried, (tokens.at[i].set(token), laws.at[i].set(law))
+        i, carried, (all_tokens, all_probs) = loop
+        carried, (token, probs) = advance(carried, i + 1)
+        return i + 1, carried, (all_tokens.at[i].set(token), all_probs.at[i].set(probs))
 
     def unfinished(loop: _Loop[Carry]) -> Array:
         return (loop[0] < ks.size) & jnp.any(loop[1][1].continues)

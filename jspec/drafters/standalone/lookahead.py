@@ -12,8 +12,8 @@ from jax import Array, lax
 from jspec.core.keys import positions_from
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, Verdict, check_count, pytree
-from jspec.drafters.base import Context, certain
-from jspec.drafters.late_reading import ReadsNothing
+from jspec.drafters.base import Context, one_hot_draft
+from jspec.drafters.chunked_prefill import NoPrefill
 from jspec.drafters.standalone.ngram import NGramDrafter, trie
 
 # The number of n-grams that a row stores: those of about 800 rounds with a window of 5.
@@ -37,7 +37,7 @@ class _State:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["window", "ngram", "guesses"])
 @dataclasses.dataclass(frozen=True)
-class LookaheadDrafter(ReadsNothing):
+class LookaheadDrafter(NoPrefill):
     """A drafter without a model: it drafts the target's own predictions for positions beyond the end of the sequence.
 
     In Fu et al. 2024, the pass that verifies also reads a window of tokens, N - 1 at each of the next W positions.
@@ -92,7 +92,7 @@ class LookaheadDrafter(ReadsNothing):
         ahead = window.reshape(len(last), -1)[:, 1:]
         tokens = jnp.concatenate([tokens, ahead], axis=1)
         found = jnp.pad(found, ((0, 0), (0, nodes.size - 1)))
-        return certain(tokens, found, context, tree), dataclasses.replace(state, window=window)
+        return one_hot_draft(tokens, found, context, tree), dataclasses.replace(state, window=window)
 
     def _guesses(self, pool: Array, last: Array, context: Context) -> tuple[Array, Array]:
         """Return the tokens of the draft's branches, and whether each of them exists."""

@@ -60,7 +60,7 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         return prefill(self.model, tokens, num_slots)
 
     def read(self, state: KVCache, tokens: Array, start: Array, count: Array) -> KVCache:
-        """Prefill the next piece of the sequence. See `jspec.drafters.late_reading.read_on`."""
+        """Prefill the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         return self.model.forward(tokens[:, :-1], state, start)[1]
 
     def begin(self, state: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
@@ -103,11 +103,11 @@ def positions(target: Any, draft: Any) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def as_part(name: str, draft: Any, told: bool = False) -> Any:
+def as_part(name: str, draft: Any, forwards_signals: bool = False) -> Any:
     """Return `draft` as a drafter that can be part of a combined chain drafter, which calls it `name`.
 
     Args:
-        told: whether the combined drafter forwards the values that it receives from the target.
+        forwards_signals: whether the combined drafter forwards the values that it receives from the target.
 
     Raises:
         TypeError: `draft` drafts a tree, or requests values from the target that it would not receive.
@@ -116,7 +116,9 @@ def as_part(name: str, draft: Any, told: bool = False) -> Any:
     if own_tree(drafter) is not None:
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
                         "combined; pass a drafter of chains, such as that which draws the tree's tokens.")  # fmt: skip
-    if embeddings_of(drafter) is not None or (not told and (features_of(drafter) or num_likeliest_of(drafter))):
+    if embeddings_of(drafter) is not None or (
+        not forwards_signals and (features_of(drafter) or num_likeliest_of(drafter))
+    ):
         raise TypeError(f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
                         "and here nobody would tell it; use it by itself, or in a FallbackDrafter.")  # fmt: skip
     return drafter

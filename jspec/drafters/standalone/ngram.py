@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, check_count
-from jspec.drafters.base import Context, Stateless, as_tree, certain
+from jspec.drafters.base import Context, Stateless, as_tree, one_hot_draft
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["max_ngram", "min_ngram", "tree"])
@@ -53,10 +53,10 @@ class NGramDrafter(Stateless):
         """Draft the tokens after the match with one-hot distributions, or zeros in a row without a match."""
         if self.tree is None:
             followed, found = self.matches(context, 1, num_draft_tokens)
-            return certain(followed[:, 0], found, context), state
+            return one_hot_draft(followed[:, 0], found, context), state
         # Some matches continue with the same tokens, so compare more matches than the tree has branches.
         followed, found = self.matches(context, 4 * self.tree.max_width, num_draft_tokens)
-        return certain(*trie(self.tree, followed, found), context, self.tree), state
+        return one_hot_draft(*trie(self.tree, followed, found), context, self.tree), state
 
     def matches(self, context: Context, count: int, num_draft_tokens: int) -> tuple[Array, Array]:
         """Return the tokens after the best matches, ``int32[B, M, K]``, and whether each match exists, ``bool[B, M]``.

@@ -11,8 +11,8 @@ from jax import Array
 from jspec.acceptance.walk import is_guess
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, Verdict, check_count, pytree
-from jspec.drafters.base import Context, certain
-from jspec.drafters.late_reading import ReadsNothing
+from jspec.drafters.base import Context, one_hot_draft
+from jspec.drafters.chunked_prefill import NoPrefill
 from jspec.theory.tree_yield import best_tree
 
 # The rough frequency with which the target's token had each rank, in 96 rounds of SmolLM2's greedy answers.
@@ -37,7 +37,7 @@ class _Table:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_nodes"])
 @dataclasses.dataclass(frozen=True)
-class TokenRecyclingDrafter(ReadsNothing):
+class TokenRecyclingDrafter(NoPrefill):
     """A tree drafter without a model: after a token it drafts the tokens that the target last ranked highest there.
 
     In Luo et al. 2024, every pass of the target returns the eight most likely tokens after each node of the tree,
@@ -88,7 +88,10 @@ class TokenRecyclingDrafter(ReadsNothing):
             guess = guess[:, parents] & (token >= 0)
             tokens, guessed = [*tokens, token], [*guessed, guess]
         there = jnp.concatenate(guessed, axis=1)
-        return certain(jnp.where(there, jnp.concatenate(tokens, axis=1), 0), there, context, tree), (table, last[:, 0])
+        return one_hot_draft(jnp.where(there, jnp.concatenate(tokens, axis=1), 0), there, context, tree), (
+            table,
+            last[:, 0],
+        )
 
     def commit(
         self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array

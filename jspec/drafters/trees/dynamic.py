@@ -14,8 +14,8 @@ from jspec.core.sampling import token_probs, without_filters
 from jspec.core.tree import Branches, DynamicTree, Level
 from jspec.core.types import Draft, Verdict, check_count, pytree
 from jspec.drafters.base import Context, fit_vocabulary
-from jspec.drafters.capabilities import Around
-from jspec.drafters.late_reading import read_on
+from jspec.drafters.capabilities import WrapperDrafter
+from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.trees.static import as_branching
 from jspec.models.kv_cache import whole_tiles
 
@@ -45,7 +45,7 @@ class _Pool:
     jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["num_nodes", "max_depth", "width"]
 )
 @dataclasses.dataclass(frozen=True)
-class DynamicTreeDrafter(Around):
+class DynamicTreeDrafter(WrapperDrafter):
     """A tree drafter that searches with `draft`, in every round and row, for the `num_nodes` most likely nodes.
 
     The search goes level by level. Among the children of `width` nodes, the `width` most likely ones are read next (Li
@@ -82,17 +82,21 @@ class DynamicTreeDrafter(Around):
         """The size and depth of every tree."""
         return DynamicTree(None, int(self.num_nodes), int(self.max_depth))
 
-    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array, Array]:
+    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> tuple[Any, Array, Array]:
         """Return the state of `draft`, the start of the last tree ``int32[B]``, and the slot of each of its nodes."""
         batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
-        return self.draft.init(tokens, whole_tiles(num_slots + more), **told), jnp.zeros(batch, jnp.int32), slots
+        return (
+            self.draft.init(tokens, whole_tiles(num_slots + more), **target_signals),
+            jnp.zeros(batch, jnp.int32),
+            slots,
+        )
 
     def read(
-        self, state: tuple[Any, Array, Array], tokens: Array, start: Array, count: Array, **told: Any
+        self, state: tuple[Any, Array, Array], tokens: Array, start: Array, count: Array, **target_signals: Any
     ) -> tuple[Any, Array, Array]:
-        """Prefill the next piece with `draft`. See `jspec.drafters.late_reading.read_on`."""
-        return read_on(self.draft, state[0], tokens, start, count, **told), *state[1:]
+        """Prefill the next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        return prefill_chunk(self.draft, state[0], tokens, start, count, **target_signals), *state[1:]
 
     def propose(
         self, state: tuple[Any, Array, Array], context: Context, num_draft_tokens: int
@@ -127,22 +131,22 @@ class DynamicTreeDrafter(Around):
         return draft, (self.draft.end(carry), context.lengths - 1, slots)
 
     def commit(
-        self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+        self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
     ) -> tuple[Any, Array, Array]:
         """Keep only the accepted path in the state that `draft` has of its search."""
         inner, start, slots = state
         assert verdict.path is not None, "a rule that takes no trees is refused"
         # A node that was not read is the last one on its path, and will be read later.
         inner = self.draft.keep(inner, start, _at(slots, verdict.path))
-        return self.draft.commit(inner, draft, verdict, hidden, **told), start, slots
+        return self.draft.commit(inner, draft, verdict, hidden, **target_signals), start, slots
 
     def _log_probs(self, logits: Array, depth: int, read: Array, seen: Array, context: Context) -> Array:
         """Return the log-probability ``[B, S, V]`` that the target draws each token after each node of a level."""
         logits = fit_vocabulary(logits, context.vocab_size)
-        law = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=read, seen=seen)
-        drawn = foreseen(context.noise[:, None, depth, 0], law(context.transforms), _SHARPNESS)
+        probs_of = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=read, seen=seen)
+        drawn = foreseen(context.noise[:, None, depth, 0], probs_of(context.transforms), _SHARPNESS)
         greedy = context.transforms.temperature[:, None, None] == 0
-        return jnp.where(greedy, jnp.log(law(without_filters(context.transforms))), drawn)
+        return jnp.where(greedy, jnp.log(probs_of(without_filters(context.transforms))), drawn)
 
     def _likeliest(self, pool: _Pool) -> tuple[Draft, Array]:
         """Return the best nodes as a draft, parents first, and the slots of these nodes, ``int32[B, N + 1]``."""

@@ -15,15 +15,15 @@ from jspec.core.sampling import token_probs, without_filters
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, Verdict
 from jspec.drafters.base import Context, as_tree, fit_vocabulary
-from jspec.drafters.capabilities import Around
-from jspec.drafters.late_reading import read_on
+from jspec.drafters.capabilities import WrapperDrafter
+from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.model import as_drafter
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["tree", "replacement"])
 @dataclasses.dataclass(frozen=True)
-class TreeDrafter(Around):
+class TreeDrafter(WrapperDrafter):
     """A fixed-shape tree drafter: it draws each node's children from the distribution of `draft` at that node.
 
     Children are drawn one after another. Each is drawn from the distribution without the tokens of its earlier
@@ -49,15 +49,15 @@ class TreeDrafter(Around):
         if not isinstance(self.replacement, bool):
             raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
 
-    def init(self, tokens: Array, num_slots: int, **told: Any) -> tuple[Any, Array]:
+    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> tuple[Any, Array]:
         """Return the state of `draft`, and the start of the last tree, ``int32[B]``."""
-        return self.draft.init(tokens, num_slots, **told), jnp.zeros(len(tokens), jnp.int32)
+        return self.draft.init(tokens, num_slots, **target_signals), jnp.zeros(len(tokens), jnp.int32)
 
     def read(
-        self, state: tuple[Any, Array], tokens: Array, start: Array, count: Array, **told: Any
+        self, state: tuple[Any, Array], tokens: Array, start: Array, count: Array, **target_signals: Any
     ) -> tuple[Any, Array]:
-        """Prefill the next piece with `draft`. See `jspec.drafters.late_reading.read_on`."""
-        return read_on(self.draft, state[0], tokens, start, count, **told), state[1]
+        """Prefill the next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        return prefill_chunk(self.draft, state[0], tokens, start, count, **target_signals), state[1]
 
     def propose(
         self, state: tuple[Any, Array], context: Context, num_draft_tokens: int
@@ -74,12 +74,12 @@ class TreeDrafter(Around):
         return Draft(tokens, probs, tree), (self.draft.end(carry), context.lengths - 1)
 
     def commit(
-        self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **told: Any
+        self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
     ) -> tuple[Any, Array]:
         """Keep only the accepted path in the state that `draft` has of the tree."""
         inner, start = state
         inner = inner if verdict.path is None else self.draft.keep(inner, start, verdict.path)
-        return self.draft.commit(inner, draft, verdict, hidden, **told), start
+        return self.draft.commit(inner, draft, verdict, hidden, **target_signals), start
 
     def _draw(self, logits: Array, depth: int, tokens: Array | None, context: Context) -> tuple[Array, Array]:
         """Draw the next level ``[B, S']`` and its distributions, from ``logits[B, S, V]`` after the nodes at `depth`.
@@ -92,9 +92,9 @@ class TreeDrafter(Around):
         most = int((children > 0).sum(1).max())
         seen = None if tokens is None else self.tree.ancestors[nodes][:, 1 : tokens.shape[1] + 1]
         logits = fit_vocabulary(logits, context.vocab_size)
-        law = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=tokens, seen=seen)
-        probs = law(context.transforms)
-        spare = law(without_filters(context.transforms)) if most > 1 else None
+        probs_of = functools.partial(token_probs, logits, token_counts=context.token_counts, drafted=tokens, seen=seen)
+        probs = probs_of(context.transforms)
+        spare = probs_of(without_filters(context.transforms)) if most > 1 else None
         # Every node has its own noise, because traversal looks at cousins before it decides between their parents.
         noise = context.noise[:, depth][:, self.tree.rank_at_depth[children[:, :most]]]
         drawn = _siblings(noise, probs, spare, most, self.replacement)
@@ -113,31 +113,31 @@ def as_branching(draft: Any) -> Any:
     return drafter  # pyright: ignore[reportUnknownVariableType]
 
 
-def _siblings(noise: Array, law: Array, spare: Array | None, count: int, replacement: bool) -> tuple[Array, Array]:
+def _siblings(noise: Array, probs: Array, spare: Array | None, count: int, replacement: bool) -> tuple[Array, Array]:
     """Draw the children of each node in a level, and return them with their distributions given earlier siblings.
 
     Args:
         noise: ``float32[B, S, count, 2, W]``.
-        law: ``float32[B, S, V]``, the distribution after each node.
-        spare: `law` without filters, which supplies the most likely tokens once `law` has no probability left.
+        probs: ``float32[B, S, V]``, the distribution after each node.
+        spare: `probs` without filters, which supplies the most likely tokens once `probs` has no probability left.
 
     Returns:
         ``int32[B, S, count]``, and ``float32[B, S, count, V]``.
     """
     if count == 1 or spare is None:
-        return sample_with_noise(noise[:, :, 0], law)[:, :, None], law[:, :, None]
-    index, left = jnp.arange(law.shape[-1])[None, None], law
+        return sample_with_noise(noise[:, :, 0], probs)[:, :, None], probs[:, :, None]
+    index, left = jnp.arange(probs.shape[-1])[None, None], probs
     tokens: list[Array] = []
-    laws: list[Array] = []
+    child_probs: list[Array] = []
     for rank in range(count):
         mass = left.sum(-1, keepdims=True)
         likeliest = jnp.argmax(spare, axis=-1)
-        certain = jnp.where((index == likeliest[..., None]) & (spare > 0), 1.0, 0.0)
+        one_hot = jnp.where((index == likeliest[..., None]) & (spare > 0), 1.0, 0.0)
         drawn = sample_with_noise(noise[:, :, rank], left)
         tokens.append(jnp.where(mass[..., 0] > 0, drawn, likeliest))
         # The first child keeps the distribution unchanged: dividing by almost 1 would change its rounding.
-        laws.append(jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1) if rank else left, certain))
+        child_probs.append(jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1) if rank else left, one_hot))
         if not replacement:
             taken = index == tokens[-1][..., None]
             left, spare = jnp.where(taken, 0, left), jnp.where(taken, 0, spare)
-    return jnp.stack(tokens, axis=2).astype(jnp.int32), jnp.stack(laws, axis=2)
+    return jnp.stack(tokens, axis=2).astype(jnp.int32), jnp.stack(child_probs, axis=2)

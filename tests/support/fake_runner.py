@@ -1,19 +1,19 @@
-"""A device for an engine's host that is a few lines of Python."""
+"""A runner for an engine's host that is a few lines of Python."""
 
 import jax
 import numpy as np
 
 from jspec.engine.constraints import Constraints
-from jspec.engine.scheduler import Tenant
+from jspec.engine.scheduler import ActiveRequest
 from jspec.engine.slot_output import Packed, Piece
 from jspec.engine.slots import Sizes
 
-SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2, fewer=(1, 2))
+SIZES = Sizes(slots=3, length=64, eos_ids=1, chunks=(2, 8), num_draft_tokens=(0, 2), rounds=2, small_batch_sizes=(1, 2))
 KEY = jax.random.key(0)
 
 
-def tenant_of(request, listen=print):
-    return Tenant(request, request.row(SIZES.eos_ids, 4), listen)
+def make_active(request, listen=print):
+    return ActiveRequest(request, request.row(SIZES.eos_ids, 4), listen)
 
 
 NUMBERS = 6  # of each row and round, behind tokens and origins
@@ -25,68 +25,72 @@ class Failed:
         raise RuntimeError("planted")
 
 
-class FakeDevice:
+class FakeRunner:
     """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
 
-    lags, constraints, compiling = True, Constraints(4), 0.0
+    reads_separately, constraints, compile_seconds = True, Constraints(4), 0.0
 
     def __init__(self):
         self.sizes, self.fails = SIZES, False
         self.reset()
 
     def reset(self):
-        self.texts, self.given, self.limits = [[] for _ in range(3)], [0] * 3, [0] * 3
+        self.texts, self.num_prefix_tokens, self.limits = [[] for _ in range(3)], [0] * 3, [0] * 3
         self.moves, self.prompts = [False] * 3, [0] * 3
 
-    def seat(self, slot, row, given, kept, constraint, source=None):
+    def assign_slot(self, slot, row, num_prefix_tokens, num_prefilled, constraint, source=None):
         held = self.texts[slot if source is None else source]
-        assert kept == 0 or (kept <= len(held) and kept < given), "what is kept has been read"
-        assert not self.moves[slot] or source is None, "nobody who writes is seated anew"
-        self.texts[slot], self.given[slot], self.moves[slot] = held[:kept], given, False
+        assert num_prefilled == 0 or (num_prefilled <= len(held) and num_prefilled < num_prefix_tokens)
+        assert not self.moves[slot] or source is None, "nobody who decodes gets a slot anew"
+        self.texts[slot], self.num_prefix_tokens[slot], self.moves[slot] = (
+            held[:num_prefilled],
+            num_prefix_tokens,
+            False,
+        )
         self.prompts[slot], self.limits[slot] = int(row.prompt_lengths[0]), int(row.limits[0])
 
     def constrain(self, make):
         return 0
 
-    def tolerated(self, num_draft_tokens):
+    def max_unread(self, num_draft_tokens):
         return 2
 
-    def chunk(self, behind, scored=False):  # as where a token costs the same, however it is read
-        left = max(1, min(behind - 1, SIZES.chunks[-1]))
+    def piece_size(self, num_unread, scored=False):  # as where a token costs the same, however it is read
+        left = max(1, min(num_unread - 1, SIZES.chunks[-1]))
         return min(SIZES.chunks, key=lambda size: -(-left // size) * size)
 
-    def read(self, slot, text, start, scored):
+    def prefill(self, slot, text, start, scored):
         assert not self.moves[slot] and list(text[:start]) == self.texts[slot][:start]
-        count = min(self.chunk(len(text) - start), len(text) - 1 - start)
+        count = min(self.piece_size(len(text) - start), len(text) - 1 - start)
         self.texts[slot] = list(text[: start + count + 1])
-        self.moves[slot] = len(self.texts[slot]) == self.given[slot] == len(text)
+        self.moves[slot] = len(self.texts[slot]) == self.num_prefix_tokens[slot] == len(text)
         return Piece(start, count, None)
 
-    def read_several(self, texts):
-        return {slot: self.read(slot, text, start, False) for slot, (text, start) in texts.items()}
+    def prefill_batch(self, texts):
+        return {slot: self.prefill(slot, text, start, False) for slot, (text, start) in texts.items()}
 
     def wait(self):
         pass
 
-    def follow(self, slot, lag):
-        assert self.moves[slot] or lag > 2
-        return self.chunk(lag)
+    def catch_up_drafter(self, slot, num_unread):
+        assert self.moves[slot] or num_unread > 2
+        return self.piece_size(num_unread)
 
-    def lengths(self, needs, count):
-        return self.sizes.lengths(needs, count)
+    def lengths(self, variant, count):
+        return self.sizes.lengths(variant, count)
 
-    def play(self, num_draft_tokens, rounds, stop, needs, yields, rows):
+    def decode_rounds(self, num_draft_tokens, rounds, stop, variant, stop_when_done, rows):
         if self.fails:  # seen, as of a device, by whoever looks at what comes of it
             self.fails = False
             return Failed()
         width = num_draft_tokens + 1
         integers = np.zeros((SIZES.rounds + 1, 3, 2 * width + NUMBERS), np.int32)
         rows = range(3) if rows is None else rows
-        assert len(rows) == len(set(rows)) and (len(rows), needs) in self.sizes.shapes
+        assert len(rows) == len(set(rows)) and (len(rows), variant) in self.sizes.shapes
         for slot in rows:
             self.moves[slot] = self.moves[slot] and not stop[slot]
         for i in range(rounds):
-            if i and any(yields[slot] and not self.moves[slot] for slot in rows):
+            if i and any(stop_when_done[slot] and not self.moves[slot] for slot in rows):
                 break
             for slot in filter(self.moves.__getitem__, rows):
                 written = len(self.texts[slot]) - self.prompts[slot]

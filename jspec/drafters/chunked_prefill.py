@@ -17,7 +17,7 @@ from jspec.drafters.base import Stateless
 from jspec.drafters.capabilities import features_of
 
 
-class ReadsNothing:
+class NoPrefill:
     """The `read` method of a drafter that stores nothing about a sequence."""
 
     def read(self, state: Any, tokens: Array, start: Array, count: Array) -> Any:
@@ -36,7 +36,7 @@ def leaves_of(drafter: Any) -> Iterator[Any]:
 
 def keeps_nothing(drafter: Any) -> bool:
     """Return whether no part of `drafter` stores anything about a sequence."""
-    return all(isinstance(leaf, ReadsNothing) or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
+    return all(isinstance(leaf, NoPrefill) or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
 
 
 def can_read(drafter: Any) -> bool:
@@ -58,7 +58,7 @@ def begin(drafter: Any, target: Any, batch: int, num_slots: int) -> Any:
     return drafter.init(tokens, num_slots, features=features, lengths=lengths, target=target)
 
 
-def read_on(drafter: Any, state: Any, tokens: Array, start: Array, count: Array, **told: Any) -> Any:
+def prefill_chunk(drafter: Any, state: Any, tokens: Array, start: Array, count: Array, **target_signals: Any) -> Any:
     """Return the state of `drafter` after the next ``count[b]`` tokens of each row.
 
     Args:
@@ -67,9 +67,9 @@ def read_on(drafter: Any, state: Any, tokens: Array, start: Array, count: Array,
             by arbitrary values.
         start: ``int32[B]``; all positions before it have been read.
         count: ``int32[B]`` in 0 .. C; 0 leaves a row unchanged, except for slots after its last token.
-        told: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that reads features.
+        target_signals: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that reads features.
     """
-    return drafter.read(state, tokens, start, count, **told) if hasattr(drafter, "read") else state
+    return drafter.read(state, tokens, start, count, **target_signals) if hasattr(drafter, "read") else state
 
 
 def where_read(count: Array, new: Any, old: Any) -> Any:
