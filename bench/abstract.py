@@ -71,8 +71,10 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
         return found.config, dataclasses.replace(found.config, num_hidden_layers=found.draft_layers)
     if first in pairs.SHAPES and second in pairs.SHAPES:
         return pairs.SHAPES[first], pairs.SHAPES[second]
-    raise ValueError(f"There is no pair {pair!r} of shapes; there are {', '.join(pairs.STRETCHED)}, and TARGET/DRAFT "
-                     f"of {', '.join(pairs.SHAPES)}, with :int8 behind it for a draft of int8.")  # fmt: skip
+    raise ValueError(
+        f"There is no pair {pair!r} of shapes; there are {', '.join(pairs.STRETCHED)}, and TARGET/DRAFT "
+        f"of {', '.join(pairs.SHAPES)}, with :int8 behind it for a draft of int8."
+    )
 
 
 def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama]:
@@ -89,15 +91,26 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
         found: devices, from `bench.devices.topology`. Matrices are sharded over several devices. None means JAX's own.
     """
     batch, length = setting.batch, as_draft_length(setting.draft_length)
-    request = jax.eval_shape(lambda: (jnp.zeros((batch, setting.width), jnp.int32), jnp.zeros(batch, jnp.int32),
-                                      jax.random.split(jax.random.key(0), batch)))  # fmt: skip
+    request = jax.eval_shape(
+        lambda: (
+            jnp.zeros((batch, setting.width), jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+            jax.random.split(jax.random.key(0), batch),
+        )
+    )
     drafter = as_drafter(draft) if length.max_draft_tokens else None
     if found is not None:
         mesh = Mesh(found, ("model",))
         target, drafter, request = divided(target, mesh), divided(drafter, mesh), divided(request, mesh)
     return decode_program.trace(
-        target, drafter, *request, *traced(setting.sampling, (2,), 0), max_new_tokens=setting.new_tokens,
-        draft_length=length, rule=setting.rule)  # fmt: skip
+        target,
+        drafter,
+        *request,
+        *traced(setting.sampling, (2,), 0),
+        max_new_tokens=setting.new_tokens,
+        draft_length=length,
+        rule=setting.rule,
+    )
 
 
 def divided(tree: Any, mesh: Mesh) -> Any:

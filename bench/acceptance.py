@@ -40,10 +40,12 @@ def run(subject: Subject, batch: int, k: int, new_tokens: int, temperatures: lis
         f" {subject.target.dtype}",
         rows,
         plots.acceptance,
-        notes=["after n: share of drafts accepted at position n + 1 of those whose n predecessors were accepted."
-               " theory: tokens a round if acceptance were independent (Leviathan et al. 2023, equation 1)."],
+        notes=[
+            "after n: share of drafts accepted at position n + 1 of those whose n predecessors were accepted."
+            " theory: tokens a round if acceptance were independent (Leviathan et al. 2023, equation 1)."
+        ],
         folder=subject.folder,
-    )  # fmt: skip
+    )
 
 
 def _figures(out: jspec.Output) -> dict[str, Any]:

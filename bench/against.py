@@ -58,8 +58,11 @@ class Worker:
         arguments = json.dumps([pair, list(batches), str(results)])
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WORKER, arguments],
-            cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=checkout,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         if self._read() != "ready":
             raise RuntimeError(f"The jspec of {checkout} does not decode {pair}; see above.")
         self.results = dict(np.load(results))
@@ -106,9 +109,11 @@ def run(base: Path, pair: str, batches: list[int], repeats: int) -> None:
         f"{pair}: this checkout against {_commit(base)}, {NEW_TOKENS} new tokens",
         rows,
         plots.bars("program", "time"),
-        notes=[f"{repeats} calls of each in turns. time: median of ours over theirs, from and to its quartiles; p: by"
-               f" Wilcoxon's signed ranks. slower: p < 0.05 and by more than {NOTABLE:.0%}."],
-    )  # fmt: skip
+        notes=[
+            f"{repeats} calls of each in turns. time: median of ours over theirs, from and to its quartiles; p: by"
+            f" Wilcoxon's signed ranks. slower: p < 0.05 and by more than {NOTABLE:.0%}."
+        ],
+    )
 
 
 def compared(theirs: np.ndarray, ours: np.ndarray) -> dict[str, Any]:
@@ -138,6 +143,7 @@ def _turn(workers: Sequence[Worker], calls: int, turn: int) -> list[list[float]]
 
 
 def _commit(checkout: Path) -> str:
-    described = subprocess.run(["git", "describe", "--always", "--dirty=+changes"], cwd=checkout, capture_output=True,
-                               text=True)  # fmt: skip
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+changes"], cwd=checkout, capture_output=True, text=True
+    )
     return described.stdout.strip() or str(checkout)

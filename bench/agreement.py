@@ -56,8 +56,12 @@ def expected(subject: Subject, asked: dict[str, np.ndarray], batch: int, new_tok
     for i in range(0, len(rows), batch):
         answers, out = rivals.greedy(twin, rows[i : i + batch], new_tokens, ends, output_logits=True)
         best = torch.stack([logits.float().topk(2).values for logits in out.logits], 1).cpu().numpy()
-        found += [Expected(name, tokens, (first - second)[: len(tokens)]) for name, tokens, (first, second)
-                  in zip(names[i : i + batch], answers, best.transpose(0, 2, 1), strict=True)]  # fmt: skip
+        found += [
+            Expected(name, tokens, (first - second)[: len(tokens)])
+            for name, tokens, (first, second) in zip(
+                names[i : i + batch], answers, best.transpose(0, 2, 1), strict=True
+            )
+        ]
     return found
 
 
@@ -79,8 +83,11 @@ def made(subject: Subject, asked: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def run(subject: Subject, count: int, batch: int, k: int, new_tokens: int) -> None:
     """Publish one row per drafter, and list where outputs diverge and where they may."""
-    asked = {f"{kind} {i}": ids for kind in chats.KINDS
-             for i, ids in enumerate(chats.rows(subject.tokenizer, kind, count), 1)}  # fmt: skip
+    asked = {
+        f"{kind} {i}": ids
+        for kind in chats.KINDS
+        for i, ids in enumerate(chats.rows(subject.tokenizer, kind, count), 1)
+    }
     theirs = expected(subject, asked, batch, new_tokens)
     whole = ragged(list(asked.values()))  # padded to one width, so that each drafter is compiled once
     requests = [tuple(part[i : i + batch] for part in whole) for i in range(0, len(asked), batch)]
@@ -89,8 +96,11 @@ def run(subject: Subject, count: int, batch: int, k: int, new_tokens: int) -> No
         outs = chats.decoder(subject, drafter, k, requests, new_tokens)()
         rows.append(_row(name, outs, theirs))
         print(f"{name}: {rows[-1]['identical, %']:.4g} % identical", flush=True)  # the whole run takes half an hour
-        parted += [f"{name}: {one.question}, token {at}" for one, tokens in zip(theirs, chats.texts(outs), strict=True)
-                   if (at := one.parts(tokens)) is not None]  # fmt: skip
+        parted += [
+            f"{name}: {one.question}, token {at}"
+            for one, tokens in zip(theirs, chats.texts(outs), strict=True)
+            if (at := one.parts(tokens)) is not None
+        ]
     ties = [f"{one.question}, token {one.tie}: {one.gaps[one.tie]:.1e}" for one in theirs if one.tie is not None]
     publish(
         f"agreement-{subject.name}-b{batch}-{jax.default_backend()}",
@@ -98,13 +108,15 @@ def run(subject: Subject, count: int, batch: int, k: int, new_tokens: int) -> No
         f"{subject.target.dtype}, against transformers",
         rows,
         plots.bars("drafter", "identical, %"),
-        notes=["Texts are compared up to their end, or to a near tie: a token whose two largest logits are at most"
-               f" {CLOSE:g} apart in transformers, so that rounding may part them. identical: the share of texts that"
-               " are the same so far; to the end: those that are the same as a whole.",
-               f"Near ties: {'; '.join(ties) or 'none'}.",
-               f"Texts that part elsewhere: {'; '.join(parted) or 'none'}."],
+        notes=[
+            "Texts are compared up to their end, or to a near tie: a token whose two largest logits are at most"
+            f" {CLOSE:g} apart in transformers, so that rounding may part them. identical: the share of texts that"
+            " are the same so far; to the end: those that are the same as a whole.",
+            f"Near ties: {'; '.join(ties) or 'none'}.",
+            f"Texts that part elsewhere: {'; '.join(parted) or 'none'}.",
+        ],
         folder=subject.folder,
-    )  # fmt: skip
+    )
 
 
 def _row(name: str, outs: Sequence[jspec.Output], theirs: Sequence[Expected]) -> dict[str, Any]:

@@ -60,9 +60,15 @@ def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple
 
 
 def programs(
-    subject: Subject, others: dict[str, Any], asked: Sequence[np.ndarray], batch: int, k: int, new_tokens: int,
-    temperature: float, tree: tuple[int, ...],
-) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    subject: Subject,
+    others: dict[str, Any],
+    asked: Sequence[np.ndarray],
+    batch: int,
+    k: int,
+    new_tokens: int,
+    temperature: float,
+    tree: tuple[int, ...],
+) -> dict[str, Callable[[], Any]]:
     """Return name -> a call that answers all of `asked`, `batch` at a time.
 
     A jspec call returns outputs, and the other calls return token ids.
@@ -90,9 +96,16 @@ def programs(
 
 
 def run(
-    subject: Subject, questions: dict[str, list[np.ndarray]], batches: list[int], count: int, k: int, new_tokens: int,
-    repeats: int, temperature: float, tree: tuple[int, ...],
-) -> None:  # fmt: skip
+    subject: Subject,
+    questions: dict[str, list[np.ndarray]],
+    batches: list[int],
+    count: int,
+    k: int,
+    new_tokens: int,
+    repeats: int,
+    temperature: float,
+    tree: tuple[int, ...],
+) -> None:
     """Publish one row per question kind, batch size and program.
 
     Args:
@@ -118,13 +131,15 @@ def run(
         f" {subject.target.dtype}",
         rows,
         plots.answers,
-        notes=[f"Medians of {repeats} calls in turns, prompts included, answers to their end of text. x: speed over"
-               " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
-               " by jspec gives, too; drawn texts need not be the same.",
-               f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
-               f" with one. Before a head, which drafts while it is sure, it looks for three tokens or two.{missing}"],
+        notes=[
+            f"Medians of {repeats} calls in turns, prompts included, answers to their end of text. x: speed over"
+            " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
+            " by jspec gives, too; drawn texts need not be the same.",
+            f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
+            f" with one. Before a head, which drafts while it is sure, it looks for three tokens or two.{missing}",
+        ],
         folder=subject.folder,
-    )  # fmt: skip
+    )
 
 
 def _kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str, Callable[[], Any]]:

@@ -80,8 +80,11 @@ def decoder(
 
     For lookup and retrieval, `k` is the maximum draft length. None means the default of `jspec.complete`.
     """
-    options = {"max_new_tokens": new_tokens, "sampling": jspec.SamplingParams(temperature=temperature),
-               "eos_ids": ends(subject)}  # fmt: skip
+    options = {
+        "max_new_tokens": new_tokens,
+        "sampling": jspec.SamplingParams(temperature=temperature),
+        "eos_ids": ends(subject),
+    }
     if drafter is None:
         return lambda: [jax.device_get(jspec.generate(subject.target, *one, **options)) for one in asked]
     options["num_draft_tokens"] = draft_length_of(drafter, k if own_tree(drafter) is None else None)

@@ -180,8 +180,11 @@ def by_layer(device: Device, targets: tuple, drafts: tuple, setting: abstract.Se
     if setting.draft_length:
         few, steps = counts(targets[0], drafts[0]), max(1, setting.draft_length - 1)
         of_target, of_draft = counts(targets[1], drafts[0]), counts(targets[0], drafts[1])
-        found |= {"verify": of_target["verify"] - few["verify"], "first draft step": of_draft["draft"] - few["draft"],
-                  "draft step": (of_draft[DRAFT_STEP] - few[DRAFT_STEP]) / steps}  # fmt: skip
+        found |= {
+            "verify": of_target["verify"] - few["verify"],
+            "first draft step": of_draft["draft"] - few["draft"],
+            "draft step": (of_draft[DRAFT_STEP] - few[DRAFT_STEP]) / steps,
+        }
     return {name: count / 2 for name, count in found.items()}
 
 
@@ -195,8 +198,11 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
     models = abstract.pair(pair, device.dtype)
     check_fits(device, models, setting, count)
     plain, round_ = (compile_and_read(device, *models, one, count) for one in (setting.plain(), setting))
-    rows = [{"program": title} | row for title, program in (("plain", plain), (f"K = {setting.draft_length}", round_))
-            for row in table(program, device)]  # fmt: skip
+    rows = [
+        {"program": title} | row
+        for title, program in (("plain", plain), (f"K = {setting.draft_length}", round_))
+        for row in table(program, device)
+    ]
     shallow = [abstract.pair(pair, device.dtype, num_hidden_layers=n) for n in (2, 4)]
     layers = by_layer(device, *zip(*shallow, strict=True), setting) if device.platform == "cuda" else {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,15 +212,17 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
         f"of prompt and {setting.new_tokens} new ones",
         rows,
         plots.bars("part", "ms predicted"),
-        notes=[f"Predicted, not measured: the larger of bytes over {device.read_bandwidth / 1e9:.0f} GB/s and products "
-               f"over {device.flops / 1e12:.0f} TFLOP/s, and {device.launch * 1e6:g} us for every kernel.",
-               "large moves: kernels that write at least 1 MB and compute no product.",
-               *(_facts(title, program) for title, program in (("plain", plain), ("round", round_))),
-               *([f"Kernels a layer: {', '.join(f'{part} {n:g}' for part, n in layers.items())}."] if layers else [])],
+        notes=[
+            f"Predicted, not measured: the larger of bytes over {device.read_bandwidth / 1e9:.0f} GB/s and products "
+            f"over {device.flops / 1e12:.0f} TFLOP/s, and {device.launch * 1e6:g} us for every kernel.",
+            "large moves: kernels that write at least 1 MB and compute no product.",
+            *(_facts(title, program) for title, program in (("plain", plain), ("round", round_))),
+            *([f"Kernels a layer: {', '.join(f'{part} {n:g}' for part, n in layers.items())}."] if layers else []),
+        ],
         folder=folder,
         kernels_a_layer=layers,
         programs={"plain": _summary(plain), "round": _summary(round_)},
-    )  # fmt: skip
+    )
 
 
 def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.Setting, count: int) -> None:
@@ -224,22 +232,28 @@ def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.
     weights = sum(one.bytes for one in held) / 1e9
     caches = sum(one.cache_bytes(setting.batch, slots) for one in held) / 1e9
     if weights + caches > count * memory:
-        raise ValueError(f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit into {count} x "
-                         f"{device.title} of {memory:.1f} GB; give --devices, or a smaller pair or batch.")  # fmt: skip
+        raise ValueError(
+            f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit into {count} x "
+            f"{device.title} of {memory:.1f} GB; give --devices, or a smaller pair or batch."
+        )
 
 
 def _facts(title: str, program: Program) -> str:
-    return (f"{title}: {len(program.loops)} loops but for that of drafting, {program.waits} of unknown length, "
-            f"{program.conditionals} conditionals, {program.host} host transfers; {program.arguments / 1e6:.0f} MB of "
-            f"arguments, {program.temporary / 1e6:.0f} MB besides, caches included, "
-            f"{program.on_chip / 1e6:.0f} MB of it on the chip" + _starts(program.graphs) + ".")  # fmt: skip
+    return (
+        f"{title}: {len(program.loops)} loops but for that of drafting, {program.waits} of unknown length, "
+        f"{program.conditionals} conditionals, {program.host} host transfers; {program.arguments / 1e6:.0f} MB of "
+        f"arguments, {program.temporary / 1e6:.0f} MB besides, caches included, "
+        f"{program.on_chip / 1e6:.0f} MB of it on the chip" + _starts(program.graphs) + "."
+    )
 
 
 def _starts(found: graphs.Graphs | None) -> str:
     if found is None:
         return ""
-    return (f"; the host starts {found.launched} graphs, which hold {found.captured} kernels and copies, and "
-            f"{found.outside} of those by themselves")  # fmt: skip
+    return (
+        f"; the host starts {found.launched} graphs, which hold {found.captured} kernels and copies, and "
+        f"{found.outside} of those by themselves"
+    )
 
 
 def _summary(program: Program) -> dict[str, Any]:

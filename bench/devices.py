@@ -15,18 +15,15 @@ l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory:.0f} sha
 cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
 registers_per_block_limit: 65536 }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 8 patch: 0 }} device_description_str: "{title}" """
-_HOPPER = {"shared": 233472, "threads": 2048, "cores": 132, "units": 128, "l2": 52428800, "clock": 1.98,
-           "optin": 232448, "major": 9, "minor": 0}  # fmt: skip
+_FIELDS = ("shared", "threads", "cores", "units", "l2", "clock", "optin", "major", "minor")
+_HOPPER = (233472, 2048, 132, 128, 52428800, 1.98, 232448, 9, 0)
 _CHIPS = {
     "NVIDIA H200": _HOPPER,
     "NVIDIA H100 80GB HBM3": _HOPPER,
-    "NVIDIA A100-SXM4-80GB": {"shared": 167936, "threads": 2048, "cores": 108, "units": 64, "l2": 41943040,
-                              "clock": 1.41, "optin": 166912, "major": 8, "minor": 0},
-    "NVIDIA L4": {"shared": 102400, "threads": 1536, "cores": 58, "units": 128, "l2": 50331648, "clock": 2.04,
-                  "optin": 101376, "major": 8, "minor": 9},
-    "Tesla T4": {"shared": 65536, "threads": 1024, "cores": 40, "units": 64, "l2": 4194304, "clock": 1.59,
-                 "optin": 65536, "major": 7, "minor": 5},
-}  # fmt: skip
+    "NVIDIA A100-SXM4-80GB": (167936, 2048, 108, 64, 41943040, 1.41, 166912, 8, 0),
+    "NVIDIA L4": (102400, 1536, 58, 128, 50331648, 2.04, 101376, 8, 9),
+    "Tesla T4": (65536, 1024, 40, 64, 4194304, 1.59, 65536, 7, 5),
+}
 _PLUGINS = {"cuda": "jax-cuda12-plugin", "tpu": "libtpu"}
 _TOPOLOGIES = {"TPU v5e": "v5e", "TPU v6e": "v6e"}
 _GRIDS = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4"}  # TPU grids; the smallest topology has four chips
@@ -45,8 +42,8 @@ def prepare(name: str) -> Device:
     _check_plugin(device.platform)
     os.environ["JAX_PLATFORMS"] = "cpu"
     if device.platform == "tpu":
-        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-                       "TPU_WORKER_HOSTNAMES": "localhost"}  # fmt: skip
+        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+        os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
     else:  # without the device nothing can be timed, so no kernel can be tuned
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {flags}"
@@ -78,8 +75,9 @@ def topology(device: Device, count: int = 1) -> np.ndarray:
         name = f"{_TOPOLOGIES[device.title]}:{grid}"
         found = topologies.get_topology_desc(platform="tpu", topology_name=name)
     else:
-        target = _TARGET.format(title=device.title, bandwidth=device.bandwidth, memory=device.memory,
-                                **_CHIPS[device.title])  # fmt: skip
-        found = topologies.get_topology_desc(platform="cuda", topology_name=device.title, topology=f"1x1x{count}",
-                                             target_config=target)  # fmt: skip
+        chip = dict(zip(_FIELDS, _CHIPS[device.title], strict=True))
+        target = _TARGET.format(title=device.title, bandwidth=device.bandwidth, memory=device.memory, **chip)
+        found = topologies.get_topology_desc(
+            platform="cuda", topology_name=device.title, topology=f"1x1x{count}", target_config=target
+        )
     return np.array(found.devices[:count])

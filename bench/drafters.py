@@ -41,8 +41,10 @@ def prompts(tokenizer: Any, count: int) -> dict[str, Request]:
     """Return kind -> `count` prompts of `WIDTH` tokens: unseen code, repetitive tests, a function to rewrite."""
     repeated = ["".join(_REPEATED.format(word, i + j) for j, word in enumerate(_NOUNS)) for i in range(count)]
     edited = [_FUNCTION.format(noun, i) * 2 + "def split_" for i, noun in enumerate(_NOUNS[:count])]
-    ends = {kind: [row[-WIDTH:] for row in tokenizer(texts, verbose=False)["input_ids"]]
-            for kind, texts in (("repetitive code", repeated), ("edit of a function", edited))}  # fmt: skip
+    ends = {
+        kind: [row[-WIDTH:] for row in tokenizer(texts, verbose=False)["input_ids"]]
+        for kind, texts in (("repetitive code", repeated), ("edit of a function", edited))
+    }
     kinds = {"new code": held_out(tokenizer, count)["inside a module"]} | ends
     return {kind: ragged(rows) for kind, rows in kinds.items()}
 
@@ -98,12 +100,20 @@ def settings(subject: Subject, k: int) -> dict[str, dict[str, Any]]:
     drafters, draft = made(subject), subject.draft
     found = {name: {"drafter": drafter} for name, drafter in drafters.items()}
     found |= {f"draft model, {rule}": {"drafter": draft, "accept": rule} for rule in ("block", "coupled")}
-    lengths = {"while confident": jspec.WhileConfident(2 * k), "heuristic": jspec.Heuristic(2 * k),
-               "by acceptance": jspec.ByAcceptance(2 * k, cost_ratio=0.4)}  # fmt: skip
-    found |= {f"draft model, {name}, up to {2 * k}": {"drafter": draft, "num_draft_tokens": length}
-              for name, length in lengths.items()}  # fmt: skip
-    found |= {f"{name}, up to {k}": {"drafter": drafters[name], "num_draft_tokens": jspec.UpTo(k)}
-              for name in ("lookup", "retrieval") if name in drafters}  # fmt: skip
+    lengths = {
+        "while confident": jspec.WhileConfident(2 * k),
+        "heuristic": jspec.Heuristic(2 * k),
+        "by acceptance": jspec.ByAcceptance(2 * k, cost_ratio=0.4),
+    }
+    found |= {
+        f"draft model, {name}, up to {2 * k}": {"drafter": draft, "num_draft_tokens": length}
+        for name, length in lengths.items()
+    }
+    found |= {
+        f"{name}, up to {k}": {"drafter": drafters[name], "num_draft_tokens": jspec.UpTo(k)}
+        for name in ("lookup", "retrieval")
+        if name in drafters
+    }
     found = {name: {"accept": "rejection", "num_draft_tokens": k} | one for name, one in found.items()}
     trees = with_trees(subject, k)
     return found | {name: {"drafter": drafter, "accept": "rejection"} for name, drafter in trees.items()}
@@ -128,21 +138,25 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
             calls[f"{name}, start"] = in_batches(jspec.speculative_generate, models, request, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
-        rows += [_row(kind, name, calls[name](), times, passes, setting.get("num_draft_tokens"), k)
-                 for name, setting in tried.items()]  # fmt: skip
+        rows += [
+            _row(kind, name, calls[name](), times, passes, setting.get("num_draft_tokens"), k)
+            for name, setting in tried.items()
+        ]
     publish(
         f"drafters-{subject.name}-k{k}-t{temperature:g}{f'-idle{idle}' if idle else ''}-{jax.default_backend()}",
         f"{subject.name}, target of {weight_bytes(target) / 1e6:.0f} MB: K = {k}, {count} requests one at a time, "
         f"{new_tokens} new tokens after {span(lengths)}, temperature {temperature:g}, {target.dtype}",
         rows,
         plots.drafters,
-        notes=["cost ratio: what a round takes beside verification, prompt left out, by draft token, over one pass of"
-               " the target. acceptance: of judged drafts, a round without a guess being a refusal. predicted: theorem"
-               " 3.8 of Leviathan et al. 2023 for that acceptance and cost, with what verifying K + 1 rows takes;"
-               " for rounds alone.",
-               f"verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as one."],
+        notes=[
+            "cost ratio: what a round takes beside verification, prompt left out, by draft token, over one pass of"
+            " the target. acceptance: of judged drafts, a round without a guess being a refusal. predicted: theorem"
+            " 3.8 of Leviathan et al. 2023 for that acceptance and cost, with what verifying K + 1 rows takes;"
+            " for rounds alone.",
+            f"verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as one.",
+        ],
         folder=subject.folder,
-    )  # fmt: skip
+    )
 
 
 def in_batches(
@@ -186,6 +200,15 @@ def _row(
         in_rounds = spread(times[name] - times[f"{name}, start"]).median / (rounds - len(outs))
         cost = (in_rounds - passes[f"{k + 1} rows"]) / k / passes["1 rows"]
         predicted = float(theory.expected_tokens(alpha, k)) / (passes[f"{k + 1} rows"] / passes["1 rows"] + k * cost)
-    return {"prompt": kind, "drafter and rule": name, "tokens a round": tokens / rounds, "acceptance": alpha,
-            "cost ratio": cost, "tokens/s": tokens / spread(times[name]).median, "predicted": predicted,
-            "x own plain": gain.median, "from": gain.low, "to": gain.high}  # fmt: skip
+    return {
+        "prompt": kind,
+        "drafter and rule": name,
+        "tokens a round": tokens / rounds,
+        "acceptance": alpha,
+        "cost ratio": cost,
+        "tokens/s": tokens / spread(times[name]).median,
+        "predicted": predicted,
+        "x own plain": gain.median,
+        "from": gain.low,
+        "to": gain.high,
+    }

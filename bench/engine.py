@@ -60,12 +60,16 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
         f"{subject.name}: tokens a second of an engine of {slots} slots, by requests, temperature {temperature:g}",
         rows,
         plots.engine,
-        notes=[f"Of one program, which decodes {slots} at a time, the engine with {4 * slots} requests has "
-               + ", ".join(f"{share.median:.3f} ({share.low:.3f} to {share.high:.3f}), {name}"
-                           for name, share in saturated.items()) + "."],
+        notes=[
+            f"Of one program, which decodes {slots} at a time, the engine with {4 * slots} requests has "
+            + ", ".join(
+                f"{share.median:.3f} ({share.low:.3f} to {share.high:.3f}), {name}" for name, share in saturated.items()
+            )
+            + "."
+        ],
         folder=subject.folder,
         saturated=saturated,
-    )  # fmt: skip
+    )
 
 
 def _under_way(engine: Engine, count: int, requests: list[Request]) -> Callable[[], Any]:
@@ -95,6 +99,8 @@ def _row(n: int, tokens: int, times: dict[Any, np.ndarray], names: tuple[str, ..
     """Return median speeds, and the ratios of "auto" to the best fixed length and to plain decoding, turn by turn."""
     speeds = {name: spread(tokens / times[name, n]).median for name in names}
     best = max((name for name in names if name != "auto"), key=speeds.__getitem__)
-    of = {f"auto / {what}": ratio(times[name, n], times["auto", n]).median
-          for what, name in (("best", best), ("plain", "plain"))}  # fmt: skip
+    of = {
+        f"auto / {what}": ratio(times[name, n], times["auto", n]).median
+        for what, name in (("best", best), ("plain", "plain"))
+    }
     return {"requests": n} | speeds | of

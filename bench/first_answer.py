@@ -64,18 +64,32 @@ def run() -> None:
         for step in steps(folder):
             before = _megabytes(folder / "wheels")
             seconds, printed = _timed(step, folder)
-            rows.append({"step": step.name, "download": "yes" if step.downloads else "", "s": seconds,
-                         "MB": _megabytes(folder / "wheels") - before if step.downloads else ""})  # fmt: skip
+            rows.append(
+                {
+                    "step": step.name,
+                    "download": "yes" if step.downloads else "",
+                    "s": seconds,
+                    "MB": _megabytes(folder / "wheels") - before if step.downloads else "",
+                }
+            )
     first = rows[:-1]
     downloads = [row for row in first if row["download"]]
-    total, waited, size = (sum(row[key] for row in some) for some, key in
-                           ((first, "s"), (downloads, "s"), (downloads, "MB")))  # fmt: skip
-    publish("first-answer", "From a clone to an answer of SmolLM2, on a machine with Python and git", rows,
-            plots.bars("step", "s"),
-            notes=[f"{total:.0f} s to the first answer, of which {waited:.0f} s downloads ({size:.0f} MB); the clone is"
-                   " one of a folder. The first answer compiles, the second finds what was compiled.",
-                   f"{QUESTION} {printed.strip()}"],
-            seconds=total, seconds_of_downloads=waited)  # fmt: skip
+    total, waited, size = (
+        sum(row[key] for row in some) for some, key in ((first, "s"), (downloads, "s"), (downloads, "MB"))
+    )
+    publish(
+        "first-answer",
+        "From a clone to an answer of SmolLM2, on a machine with Python and git",
+        rows,
+        plots.bars("step", "s"),
+        notes=[
+            f"{total:.0f} s to the first answer, of which {waited:.0f} s downloads ({size:.0f} MB); the clone is"
+            " one of a folder. The first answer compiles, the second finds what was compiled.",
+            f"{QUESTION} {printed.strip()}",
+        ],
+        seconds=total,
+        seconds_of_downloads=waited,
+    )
 
 
 def _timed(step: Step, folder: Path) -> tuple[float, str]:

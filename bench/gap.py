@@ -45,8 +45,9 @@ class Calls:
         return spread(times[f"{name} long"] - times[f"{name} short"]).median / self.rounds
 
 
-def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, new_tokens: int,
-        acceptance: float | None) -> None:  # fmt: skip
+def run(
+    subject: Subject, k: int, batch: int, temperature: float, repeats: int, new_tokens: int, acceptance: float | None
+) -> None:
     """Measure passes and rounds in turns, and publish the steps from the predicted to the measured speed-up."""
     target, draft = subject.target, subject.draft
     request = tokens, lengths, _ = subject.request(batch, 32)
@@ -64,12 +65,18 @@ def run(subject: Subject, k: int, batch: int, temperature: float, repeats: int, 
     passes = {"target": Pass(target, 1, *size), "verify": Pass(target, k + 1, *size)}
     first = 1 if isinstance(draft, jspec.EarlyExitDrafter) else 2  # an exit has the target's cache for all but one
     passes |= subject.draft_passes({"draft": 1, "draft 2 rows": first}, *size)
-    calls = {f"{name} {length}": call for name, both in (("plain", plain), ("speculative", speculative))
-             for length, call in both.both.items()}  # fmt: skip
+    calls = {
+        f"{name} {length}": call
+        for name, both in (("plain", plain), ("speculative", speculative))
+        for length, call in both.both.items()
+    }
     times = in_turns(calls | passes, repeats)
     free = {"draft": 0.0, "draft 2 rows": 0.0}  # the loop includes the cost of lookup
-    cost = free | pass_seconds(passes, times) | {"plain": plain.round_seconds(times, "plain"),
-                                          "round": speculative.round_seconds(times, "speculative")}  # fmt: skip
+    cost = (
+        free
+        | pass_seconds(passes, times)
+        | {"plain": plain.round_seconds(times, "plain"), "round": speculative.round_seconds(times, "speculative")}
+    )
     whole = spread(times["plain long"] / times["speculative long"]).median
     alpha = acceptance_rate(speculative.out)
     name = subject.name + ("" if acceptance is None else f", {accept}")
@@ -114,8 +121,16 @@ def steps(
         ("... and of plain decoding", each, cost["plain"], cost["round"]),
         ("rows wait for the slowest", together, cost["plain"], cost["round"]),
     ]
-    rows = [{"step": step, "tokens a round": tokens, "plain, ms a token": plain * 1e3, "ms a round": spent * 1e3,
-             "speed-up": tokens * plain / spent} for step, tokens, plain, spent in found]  # fmt: skip
+    rows = [
+        {
+            "step": step,
+            "tokens a round": tokens,
+            "plain, ms a token": plain * 1e3,
+            "ms a round": spent * 1e3,
+            "speed-up": tokens * plain / spent,
+        }
+        for step, tokens, plain, spent in found
+    ]
     return [*rows, rows[-1] | {"step": "whole calls, with the prompt", "speed-up": whole}]
 
 

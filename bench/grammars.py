@@ -74,22 +74,29 @@ def _hostile(rng: random.Random, _: int) -> Any:
     size = 10 ** rng.randrange(1, 4)
     link = [{"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]} for i in range(size)]
     deep = '{"items":' * min(size, 400) + "{}" + "}" * min(size, 400)
-    return rng.choice((
-        {"$defs": {f"d{i}": one for i, one in enumerate(link)}, "$ref": "#/$defs/d0"},
-        {"type": "integer", "multipleOf": rng.randrange(1, 10**7)},
-        {"allOf": [{"type": "integer", "multipleOf": k} for k in rng.sample(range(2, 60), 3)]},
-        {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(rng.randrange(2, 12))]},
-        {"type": "object", "patternProperties": {f"^a{i}.*b{i}$": {} for i in range(min(size, 100))}},
-        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}, "required": ["a"],
-         "additionalProperties": False},
-        {"$ref": "#"}, {"type": rng.choice(("nope", 3, None))}, {"enum": [*range(10 * size)]}, json.loads(deep),
-    ))  # fmt: skip
+    dead_end = {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}, "required": ["a"]}
+    return rng.choice(
+        (
+            {"$defs": {f"d{i}": one for i, one in enumerate(link)}, "$ref": "#/$defs/d0"},
+            {"type": "integer", "multipleOf": rng.randrange(1, 10**7)},
+            {"allOf": [{"type": "integer", "multipleOf": k} for k in rng.sample(range(2, 60), 3)]},
+            {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(rng.randrange(2, 12))]},
+            {"type": "object", "patternProperties": {f"^a{i}.*b{i}$": {} for i in range(min(size, 100))}},
+            dead_end | {"additionalProperties": False},
+            {"$ref": "#"},
+            {"type": rng.choice(("nope", 3, None))},
+            {"enum": [*range(10 * size)]},
+            json.loads(deep),
+        )
+    )
 
 
 def regex(rng: random.Random) -> str:
     """Return a random regular expression, which may be invalid."""
-    parts = ("a", "b", ".", "[a-z]", r"\d", r"\p{L}", "(a|b)*", "(a+)+", "a{3,50}", "(?:a?){99}", "(", ".*", "$", "^",
-             ".{20}b", "[^a]{0,2000}", "(x|y){1000}", "é")  # fmt: skip
+    parts = (
+        *("a", "b", ".", "[a-z]", r"\d", r"\p{L}", "(a|b)*", "(a+)+", "a{3,50}", "(?:a?){99}"),
+        *("(", ".*", "$", "^", ".{20}b", "[^a]{0,2000}", "(x|y){1000}", "é"),
+    )
     return "".join(rng.choice(parts) for _ in range(rng.randrange(1, 8)))
 
 
@@ -100,8 +107,14 @@ def body(rng: random.Random) -> dict[str, Any]:
     else:
         made = schema(rng)
         wanted = {"type": "json_schema", "json_schema": {"schema": made}}
-    return {"prompt": "{", "max_tokens": 48, "seed": rng.randrange(2**31), "response_format": wanted,
-            "stream": rng.random() < 0.3, "n": rng.choice((1, 1, 1, 3))}  # fmt: skip
+    return {
+        "prompt": "{",
+        "max_tokens": 48,
+        "seed": rng.randrange(2**31),
+        "response_format": wanted,
+        "stream": rng.random() < 0.3,
+        "n": rng.choice((1, 1, 1, 3)),
+    }
 
 
 class _Load:
@@ -186,9 +199,17 @@ async def _play(url: str, process: int, minutes: float, turn: float, seed: int) 
         after = memory(process)
     p99 = {f"p99 {turn}, ms": float(np.percentile(waits, 99)) * 1e3 for turn, waits in load.waits.items()}
     alone, texts, grammars = p99.values()
-    return {"minutes": minutes, "grammars": load.outcomes.total(), **p99, "grammars / alone": grammars / alone,
-            "grammars / texts": grammars / texts, "MiB before": before, "MiB after": after, "health": health,
-            "outcomes": json.dumps(load.outcomes)}  # fmt: skip
+    return {
+        "minutes": minutes,
+        "grammars": load.outcomes.total(),
+        **p99,
+        "grammars / alone": grammars / alone,
+        "grammars / texts": grammars / texts,
+        "MiB before": before,
+        "MiB after": after,
+        "health": health,
+        "outcomes": json.dumps(load.outcomes),
+    }
 
 
 def run(minutes: float, folder: Path | None) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0}
 # Operations that cost a device nothing: aliases of other arrays, and the ends of operations that have already started.
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
-         "replica-id", "domain", "add-dependency"}  # fmt: skip
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id", "domain", "add-dependency"),
+}
 _STRUCTURE = {"while", "conditional", "call", "async-start"}
 _HOST = re.compile(r"callback|HostExecute")
 
@@ -74,8 +76,10 @@ class Instruction:
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Return the dtype and dimensions of every array in a shape string."""
-    return [(dtype, tuple(map(int, filter(None, sizes.split(","))))) for dtype, sizes in
-            re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)]  # fmt: skip
+    return [
+        (dtype, tuple(map(int, filter(None, sizes.split(",")))))
+        for dtype, sizes in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
+    ]
 
 
 def array_bytes(shape: str) -> int:

@@ -24,16 +24,26 @@ def run(batch: int, new_tokens: int) -> None:
         for rule in RULES:
             texts = [_text(target, draft, part, new_tokens, rule) for part in (request, _wider(request))]
             alone = [_text(target, draft, one, new_tokens, rule) for one in _singles(request)]
-            rows.append({
-                "decoded in": f"{np.dtype(dtype).name}, {rule}", "texts": batch, "tokens": batch * new_tokens,
-                "differ alone": _differing(texts[0], np.concatenate(alone)), "differ if wider": _differing(*texts),
-                "differ from plain": _differing(texts[0], plain) if rule == "coupled" else "-",
-            })  # fmt: skip
-    publish(f"identity-bundled-b{batch}-{jax.default_backend()}",
-            f"bundled pair at temperature 1: {batch} texts of {new_tokens} tokens, K = 4", rows,
-            plots.bars("decoded in", "differ alone"),
-            notes=["Texts of the same prompts and keys that differ: alone from in the batch, with prompts padded to"
-                   " twice the width, and from plain decoding, whose text those under coupled are."])  # fmt: skip
+            rows.append(
+                {
+                    "decoded in": f"{np.dtype(dtype).name}, {rule}",
+                    "texts": batch,
+                    "tokens": batch * new_tokens,
+                    "differ alone": _differing(texts[0], np.concatenate(alone)),
+                    "differ if wider": _differing(*texts),
+                    "differ from plain": _differing(texts[0], plain) if rule == "coupled" else "-",
+                }
+            )
+    publish(
+        f"identity-bundled-b{batch}-{jax.default_backend()}",
+        f"bundled pair at temperature 1: {batch} texts of {new_tokens} tokens, K = 4",
+        rows,
+        plots.bars("decoded in", "differ alone"),
+        notes=[
+            "Texts of the same prompts and keys that differ: alone from in the batch, with prompts padded to"
+            " twice the width, and from plain decoding, whose text those under coupled are."
+        ],
+    )
 
 
 def _text(target: jspec.Llama, draft: jspec.Llama, request: Request, new_tokens: int, rule: str) -> np.ndarray:

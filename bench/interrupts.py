@@ -32,10 +32,14 @@ class Terminal:
 
     def __init__(self, command: list[str], cache: str) -> None:
         self._ours, theirs = pty.openpty()
-        environment = os.environ | {"TERM": "xterm", "JAX_COMPILATION_CACHE_DIR": cache,
-                                    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
-        self.process = subprocess.Popen([sys.executable, "-m", "jspec", *command], env=environment, stdin=theirs,
-                                        stdout=theirs, stderr=theirs)  # fmt: skip
+        environment = os.environ | {
+            "TERM": "xterm",
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jspec", *command], env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+        )
         os.close(theirs)
         self.shown = ""
 
@@ -80,9 +84,14 @@ def run(count: int, seed: int) -> None:
             rows.append(row)
     good = sum(row["status"] == 130 and row["crash"] == "no" for row in rows)
     slowest = max(row["s after the signal"] for row in rows)
-    publish("interrupts", f"Ctrl-C at {count} random moments of the command", rows, plots.interrupts,
-            notes=[f"{good} of {count} with status 130 and without a crash, the slowest after {slowest:.3f} s"],
-            seconds_of_phases=lengths)  # fmt: skip
+    publish(
+        "interrupts",
+        f"Ctrl-C at {count} random moments of the command",
+        rows,
+        plots.interrupts,
+        notes=[f"{good} of {count} with status 130 and without a crash, the slowest after {slowest:.3f} s"],
+        seconds_of_phases=lengths,
+    )
 
 
 @contextmanager
@@ -120,5 +129,11 @@ def _interrupted(phase: str, later: float, kept: str) -> dict[str, Any] | None:
         return None
     crashed = any(word in terminal.shown for word in ("Traceback", "Fatal", "terminate called", "jspec: "))
     cursor = "back" if terminal.shown.endswith("\x1b[?25h") else "gone"
-    return {"phase": phase, "s into it": later, "status": status, "s after the signal": taken,
-            "crash": "yes" if crashed else "no", "cursor": cursor}  # fmt: skip
+    return {
+        "phase": phase,
+        "s into it": later,
+        "status": status,
+        "s after the signal": taken,
+        "crash": "yes" if crashed else "no",
+        "cursor": cursor,
+    }

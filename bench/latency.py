@@ -34,8 +34,17 @@ def decoders(
     return calls
 
 
-def run(subject: Subject, batches: list[int], ks: list[int], new_tokens: int, width: int, temperature: float,
-        repeats: int, with_rivals: bool, acceptance: float | None) -> None:  # fmt: skip
+def run(
+    subject: Subject,
+    batches: list[int],
+    ks: list[int],
+    new_tokens: int,
+    width: int,
+    temperature: float,
+    repeats: int,
+    with_rivals: bool,
+    acceptance: float | None,
+) -> None:
     """Measure every batch size and publish one table."""
     models = subject.target, subject.draft
     with_rivals = with_rivals and importlib.util.find_spec("torch") is not None and all(map(rivals.has_twin, models))
@@ -62,14 +71,16 @@ def run(subject: Subject, batches: list[int], ks: list[int], new_tokens: int, wi
         f" {subject.target.dtype}",
         rows,
         plots.speedups,
-        notes=[f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles of x own plain."
-               " transformers assisted: K = 4, rows one after another.",
-               "acceptance: of the judged drafts, a missing guess being a refusal. cost ratio: draft over"
-               " target, one pass of one row alone."
-               " predicted: their speed-up by Leviathan et al. 2023, theorem 3.8; with K + 1 rows: with what verifying"
-               " as many takes, measured alone, in the place of one row's time. Lookup counts as free."],
+        notes=[
+            f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles of x own plain."
+            " transformers assisted: K = 4, rows one after another.",
+            "acceptance: of the judged drafts, a missing guess being a refusal. cost ratio: draft over"
+            " target, one pass of one row alone."
+            " predicted: their speed-up by Leviathan et al. 2023, theorem 3.8; with K + 1 rows: with what verifying"
+            " as many takes, measured alone, in the place of one row's time. Lookup counts as free.",
+        ],
         folder=subject.folder,
-    )  # fmt: skip
+    )
 
 
 def _rows(

@@ -69,9 +69,18 @@ def load(file: Path, logits_all: bool, context: int = 512) -> Any:
     import llama_cpp
 
     cores = os.cpu_count()
-    return llama_cpp.Llama(str(file), n_ctx=context, n_batch=128, n_threads=cores, n_threads_batch=cores,
-                           type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, flash_attn=False,
-                           logits_all=logits_all, verbose=False)  # fmt: skip
+    return llama_cpp.Llama(
+        str(file),
+        n_ctx=context,
+        n_batch=128,
+        n_threads=cores,
+        n_threads_batch=cores,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+        flash_attn=False,
+        logits_all=logits_all,
+        verbose=False,
+    )
 
 
 def decoder(llm: Any, rows: int, vocab_size: int) -> Callable[[], Any]:
@@ -99,8 +108,10 @@ def greedy(target: jspec.Llama, llm: Any) -> dict[str, Callable[[], Any]]:
         return list(itertools.islice(llm.generate(prompt[0].tolist(), temp=0.0), NEW_TOKENS))
 
     sampling = jspec.SamplingParams(temperature=0)
-    return {"jspec": lambda: jspec.generate(target, *request, max_new_tokens=NEW_TOKENS, sampling=sampling),
-            "llama.cpp": theirs}  # fmt: skip
+    return {
+        "jspec": lambda: jspec.generate(target, *request, max_new_tokens=NEW_TOKENS, sampling=sampling),
+        "llama.cpp": theirs,
+    }
 
 
 def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -> list[int]:
@@ -133,8 +144,14 @@ def run(pair: str, ks: list[int], repeats: int) -> None:
     rows = []
     for size in sizes:
         ours, theirs = times[f"{size}"] / passes[f"{size}"].count, times[f"llama.cpp {size}"] / COUNT
-        rows.append({"rows": size, "jspec, ms": taken[f"{size}"] * 1e3, "llama.cpp, ms": spread(theirs).median * 1e3,
-                     "speed of jspec / llama.cpp": ratio(theirs, ours).median})  # fmt: skip
+        rows.append(
+            {
+                "rows": size,
+                "jspec, ms": taken[f"{size}"] * 1e3,
+                "llama.cpp, ms": spread(theirs).median * 1e3,
+                "speed of jspec / llama.cpp": ratio(theirs, ours).median,
+            }
+        )
     speeds = {program: spread(NEW_TOKENS / times[program]) for program in texts}
     same = np.array(texts["llama.cpp"]()) == np.asarray(texts["jspec"]().tokens)[0]
     publish(

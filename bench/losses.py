@@ -34,8 +34,10 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         trainees = [trainee_of(KINDS[kind](target, None, depth, seed)) for seed in range(seeds)]
-        known, asked = (_source(target, side, trainees[0], Path(folder) / name)
-                        for side, name in ((train, "train"), (held_out, "held out")))  # fmt: skip
+        known, asked = (
+            _source(target, side, trainees[0], Path(folder) / name)
+            for side, name in ((train, "train"), (held_out, "held out"))
+        )
         # A seed also sets the data order, because a draft model starts from the target's layers whatever the seed.
         orders = [dataclasses.replace(known, plan=Plan(train, STEP_TOKENS, seed)) for seed in range(seeds)]
         for loss in LOSSES:
@@ -49,12 +51,18 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
         f"{kind} for {subject.name}: {steps} steps of {STEP_TOKENS} tokens with every loss, {seeds} seeds",
         rows,
         plots.bars("loss", "accepted"),
-        notes=["accepted: sum min(p, q) of the first guess at temperature 1, on held-out modules; greedy: how often"
-               " both find the same token likeliest; tokens a round: of a chain of all depths; +-: standard error over"
-               " seeds."],
+        notes=[
+            "accepted: sum min(p, q) of the first guess at temperature 1, on held-out modules; greedy: how often"
+            " both find the same token likeliest; tokens a round: of a chain of all depths; +-: standard error over"
+            " seeds."
+        ],
         folder=subject.folder,
-        kind=kind, texts=texts, steps=steps, depth=depth, seeds=seeds,
-    )  # fmt: skip
+        kind=kind,
+        texts=texts,
+        steps=steps,
+        depth=depth,
+        seeds=seeds,
+    )
 
 
 def windows(tokenizer: Any, documents: list[Any]) -> list[Row]:

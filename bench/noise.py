@@ -115,8 +115,13 @@ def laws(subject: Subject, count: int) -> tuple[np.ndarray, np.ndarray]:
     tokens, lengths, _ = subject.request(-(-count // EACH), WIDTH)
     exits = isinstance(subject.draft, jspec.EarlyExitDrafter)
     models = (subject.target, None), (subject.target, subject.draft.layers) if exits else (subject.draft, None)
-    found = [[_laws(model, row[None, :length], np.linspace(EACH, length - 1, EACH, dtype=int), layers)[0]
-              for row, length in zip(tokens, lengths, strict=True)] for model, layers in models]  # fmt: skip
+    found = [
+        [
+            _laws(model, row[None, :length], np.linspace(EACH, length - 1, EACH, dtype=int), layers)[0]
+            for row, length in zip(tokens, lengths, strict=True)
+        ]
+        for model, layers in models
+    ]
     p, q = (np.concatenate(jax.device_get(rows))[:count] for rows in found)
     return p, q
 
@@ -196,21 +201,26 @@ def run(subjects: Sequence[Subject], count: int, noises: int, repeats: int) -> N
         f"Drawing with shared noise, in two steps or at once: {' and '.join(subject.name for subject in subjects)}",
         rows,
         plots.noise,
-        notes=["accepted: how often one of so many children is the target's token under coupled; standard error: of the"
-               " difference, over laws. us a law: noise and drawing, compiled; pass: the target's own, of as many rows."
-               " tokens/s: of 8 rows, if that and a pass over 5 rows of each were all, for 4 levels of so many children"
-               " in as many rows. of 32 bits: half the random bits, one logarithm.",
-               *notes, chosen(rows)],
+        notes=[
+            "accepted: how often one of so many children is the target's token under coupled; standard error: of the"
+            " difference, over laws. us a law: noise and drawing, compiled; pass: the target's own, of as many rows."
+            " tokens/s: of 8 rows, if that and a pass over 5 rows of each were all, for 4 levels of so many children"
+            " in as many rows. of 32 bits: half the random bits, one logarithm.",
+            *notes,
+            chosen(rows),
+        ],
         folder=subjects[0].folder,
-    )  # fmt: skip
+    )
 
 
 def _about(subject: Subject, p: np.ndarray, q: np.ndarray, noises: int) -> str:
     off = " and ".join(f"{lost(p, bits):.1g} with {bits}" for bits in (16, 32))
     most = float(np.mean(theory.acceptance_rate(p, q)))
-    return (f"V = {p.shape[1]:,}: {subject.name}, {len(p)} laws at temperature 1, {noises} noises each; of one guess"
-            f" {most:.3f} could be accepted at most. Full noise whose numbers have so many bits is off by a total"
-            f" variation of {off}.")  # fmt: skip
+    return (
+        f"V = {p.shape[1]:,}: {subject.name}, {len(p)} laws at temperature 1, {noises} noises each; of one guess"
+        f" {most:.3f} could be accepted at most. Full noise whose numbers have so many bits is off by a total"
+        f" variation of {off}."
+    )
 
 
 def table(
@@ -219,8 +229,15 @@ def table(
     """Return one pair's rows from the results of `accepted` and `costs`."""
     lead = rates["full noise"] - rates["two steps"]
     means, errors = {name: rate.mean(0) for name, rate in rates.items()}, lead.std(0, ddof=1) / len(lead) ** 0.5
-    rows = [_row(vocab_size, f"accepted, of {children}", {name: float(mean[i]) for name, mean in means.items()},
-                 float(errors[i])) for i, children in enumerate(CHILDREN)]  # fmt: skip
+    rows = [
+        _row(
+            vocab_size,
+            f"accepted, of {children}",
+            {name: float(mean[i]) for name, mean in means.items()},
+            float(errors[i]),
+        )
+        for i, children in enumerate(CHILDREN)
+    ]
     rows += [_row(vocab_size, f"us a law, {batch} x {width}", taken[batch, width]) for batch, width in SIZES]
     batch, width = SIZES[-1]
     found = taken[batch, width]
@@ -234,13 +251,19 @@ def table(
 
 def _row(vocab_size: int, what: str, values: dict[str, float], error: float | str = "") -> dict[str, Any]:
     found = {name: values.get(name, "") for name in (*WAYS, "pass")}
-    return {"V": vocab_size, "what": what} | found | {
-        "full - two steps": values["full noise"] - values["two steps"], "standard error": error}  # fmt: skip
+    return (
+        {"V": vocab_size, "what": what}
+        | found
+        | {"full - two steps": values["full noise"] - values["two steps"], "standard error": error}
+    )
 
 
 def chosen(rows: plots.Rows) -> str:
     """Return a sentence that says which way is faster overall, and which one jspec uses."""
     speeds = [row for row in rows if row["what"].startswith("tokens/s")]
-    said = [f"{row['full noise'] / row['two steps']:.2f} ({row['of 32 bits'] / row['two steps']:.2f} of 32 bits) at V ="
-            f" {row['V']:,}, {row['what'].removeprefix('tokens/s, ')}" for row in speeds]  # fmt: skip
+    said = [
+        f"{row['full noise'] / row['two steps']:.2f} ({row['of 32 bits'] / row['two steps']:.2f} of 32 bits) at V ="
+        f" {row['V']:,}, {row['what'].removeprefix('tokens/s, ')}"
+        for row in speeds
+    ]
     return f"Full noise over two steps, in tokens/s: {'; '.join(said)}. jspec draws in two steps."

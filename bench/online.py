@@ -44,11 +44,16 @@ def run(subject: Subject, kind: str, steps: int, requests: int, batch: int, new_
         f"{kind} for {subject.name}, trained without unit tests, serves unit tests",
         rows,
         plots.online,
-        notes=["accepted of judged guesses at temperature 1, K = 3, request by request, with the same keys; one step of"
-               f" learning a request of {batch} texts."],
-        folder=subject.folder, kind=kind, steps=steps, rate=rate,
+        notes=[
+            "accepted of judged guesses at temperature 1, K = 3, request by request, with the same keys; one step of"
+            f" learning a request of {batch} texts."
+        ],
+        folder=subject.folder,
+        kind=kind,
+        steps=steps,
+        rate=rate,
         **{f"last quarter, {name}": float(np.mean(rates[-max(1, requests // 4) :])) for name, rates in served.items()},
-    )  # fmt: skip
+    )
 
 
 def _is_test(one: Document) -> bool:
@@ -86,8 +91,14 @@ def _served(
         asked = prompts[start : start + batch]
         tokens, lengths, _ = ragged(asked)
         out = jspec.speculative_generate(
-            subject.target, learner.drafter if learner else drafter, tokens, lengths, text.request_keys(number, batch),
-            max_new_tokens=new_tokens, num_draft_tokens=3)  # fmt: skip
+            subject.target,
+            learner.drafter if learner else drafter,
+            tokens,
+            lengths,
+            text.request_keys(number, batch),
+            max_new_tokens=new_tokens,
+            num_draft_tokens=3,
+        )
         accepted.append(float(out.stats.accepted.sum() / out.stats.judged.sum()))
         if learner:
             learner.learn(asked, out)

@@ -91,9 +91,14 @@ Output = Annotated[
 
 
 def measured(
-    new_tokens: int, pair: str, target: str | None, draft: str | None, *rest: Path | None, by_model: bool = False,
+    new_tokens: int,
+    pair: str,
+    target: str | None,
+    draft: str | None,
+    *rest: Path | None,
+    by_model: bool = False,
     may_branch: bool = False,
-) -> "Subject":  # fmt: skip
+) -> "Subject":
     """Return the result of `bench.subject.find` for these options. Invalid options end the command with one sentence.
 
     Args:

@@ -51,8 +51,11 @@ class Play:
         one = dataclasses.replace(self, request=(tokens, lengths, trial_keys(keys, trial)), ends=())
         if setting == 0:
             return one.plain(limit)()[0]
-        options = {"drafter": branching(self.subject.draft, setting)} if isinstance(setting, jspec.Tree) else (
-            chain(self.subject.draft, setting))  # fmt: skip
+        options = (
+            {"drafter": branching(self.subject.draft, setting)}
+            if isinstance(setting, jspec.Tree)
+            else (chain(self.subject.draft, setting))
+        )
         return one.drafted(limit=limit, accept=accept, **options)()[0]
 
 

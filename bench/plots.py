@@ -33,8 +33,15 @@ def speedups(figure: Figure, rows: Rows) -> None:
             [row[key] for row in mine] for key in ("K", "x own plain", "from", "to", "predicted", "with K + 1 rows")
         )
         bars = [[m - x for m, x in zip(middle, low, strict=True)], [x - m for m, x in zip(middle, high, strict=True)]]
-        axes.errorbar(ks, middle, bars, fmt="o", capsize=3, color=f"C{number}",
-                      label=f"batch {batch}, cost ratio {mine[0]['cost ratio']:.2f}")  # fmt: skip
+        axes.errorbar(
+            ks,
+            middle,
+            bars,
+            fmt="o",
+            capsize=3,
+            color=f"C{number}",
+            label=f"batch {batch}, cost ratio {mine[0]['cost ratio']:.2f}",
+        )
         axes.plot(ks, predicted, ":", color=f"C{number}")
         axes.plot(ks, dearer, "--", color=f"C{number}")
     axes.axhline(1, color="grey", linewidth=0.8)
@@ -127,8 +134,12 @@ def trees(figure: Figure, rows: Rows) -> None:
         )
         for kind, others in shapes.items():
             if kind:
-                right.plot([row["nodes"] for row in others], [row["tokens a round"] for row in others], "s-",
-                           label=f"{rule}, {kind}")  # fmt: skip
+                right.plot(
+                    [row["nodes"] for row in others],
+                    [row["tokens a round"] for row in others],
+                    "s-",
+                    label=f"{rule}, {kind}",
+                )
     _finish(left, "children", "first token accepted")
     _finish(right, "nodes", "tokens a round", "dots: predicted")
 
@@ -148,11 +159,17 @@ def noise(figure: Figure, rows: Rows) -> None:
         fans = {int(row["what"].split()[-1]): row for row in mine if row["what"].startswith("accepted")}
         costs = {row["what"].removeprefix("us a law, "): row for row in mine if row["what"].startswith("us")}
         for way, line in (("two steps", "o-"), ("full noise", "s--")):
-            left.plot(list(fans), [row[way] for row in fans.values()], line, color=f"C{number}",
-                      label=f"V = {size:,}, {way}")  # fmt: skip
+            left.plot(
+                list(fans), [row[way] for row in fans.values()], line, color=f"C{number}", label=f"V = {size:,}, {way}"
+            )
         for way, line in (("two steps", "o-"), ("full noise", "s--"), ("of 32 bits", "^:"), ("pass", "x")):
-            right.plot(list(costs), [row[way] for row in costs.values()], line, color=f"C{number}",
-                       label=f"V = {size:,}, {way}")  # fmt: skip
+            right.plot(
+                list(costs),
+                [row[way] for row in costs.values()],
+                line,
+                color=f"C{number}",
+                label=f"V = {size:,}, {way}",
+            )
     right.set_yscale("log")
     _finish(left, "children", "target's token among them")
     _finish(right, "requests x laws of each", "us a law")
@@ -160,8 +177,12 @@ def noise(figure: Figure, rows: Rows) -> None:
 
 def shares(figure: Figure, rows: Rows) -> None:
     """Plot `bench.trace`: the phases of a round, side by side in one bar."""
-    _stack(figure, [""], {f"{row['phase']}, {row['share, %']:.1f} %": [row["share, %"]] for row in rows},
-           "share of the time from first to last instruction, %")  # fmt: skip
+    _stack(
+        figure,
+        [""],
+        {f"{row['phase']}, {row['share, %']:.1f} %": [row["share, %"]] for row in rows},
+        "share of the time from first to last instruction, %",
+    )
 
 
 def startup(figure: Figure, rows: Rows) -> None:
@@ -177,8 +198,13 @@ def acceptance(figure: Figure, rows: Rows) -> None:
     for number, (temperature, mine) in enumerate(_groups(rows, "temperature").items()):
         for row, line in zip(mine, ("o-", "s--"), strict=False):  # the user's own prompts are one kind
             rates = [value for key, value in row.items() if key.startswith("after ")]
-            axes.plot(range(1, len(rates) + 1), rates, line, color=f"C{number}",
-                      label=f"{row['prompt']}, temperature {temperature:g}")  # fmt: skip
+            axes.plot(
+                range(1, len(rates) + 1),
+                rates,
+                line,
+                color=f"C{number}",
+                label=f"{row['prompt']}, temperature {temperature:g}",
+            )
     axes.set_ylim(0, 1.02)
     _finish(axes, "position in the draft", "accepted, share of the drafts judged there")
 
@@ -244,8 +270,9 @@ def engine(figure: Figure, rows: Rows) -> None:
 
 def serve(figure: Figure, rows: Rows) -> None:
     """Plot `bench.serve`: tokens per second and the slowest first tokens for every load, with one line per server."""
-    for axes, value, name in zip(figure.subplots(1, 2), ("tokens/s", "TTFT p99, ms"),
-                                 ("tokens a second", "first token, p99, ms"), strict=True):  # fmt: skip
+    for axes, value, name in zip(
+        figure.subplots(1, 2), ("tokens/s", "TTFT p99, ms"), ("tokens a second", "first token, p99, ms"), strict=True
+    ):
         for server, mine in _groups(rows, "server").items():
             axes.plot([row["load"] for row in mine], [row[value] for row in mine], "o-", label=server)
         axes.set_ylim(bottom=0)

@@ -51,22 +51,30 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
     played = np.array([[decode(setting, trial) for setting in settings] for trial in trials])[2:]
     median, high = regret(played, settings.index(answer))
     speeds = played[..., 0].sum(0) / played[..., 1].sum(0)
-    rows = [{"setting": _name(setting), "tokens/s": speed, "x plain": speed / speeds[0],
-             "tune": "<- tune" if setting == answer else ""}
-            for setting, speed in zip(settings, speeds, strict=True)]  # fmt: skip
+    rows = [
+        {
+            "setting": _name(setting),
+            "tokens/s": speed,
+            "x plain": speed / speeds[0],
+            "tune": "<- tune" if setting == answer else "",
+        }
+        for setting, speed in zip(settings, speeds, strict=True)
+    ]
     publish(
         f"regret-{subject.name}-b{batch}-t{temperature:g}-{jax.default_backend()}",
         f"{subject.name}: {batch} prompts of {span(prompts[1])} tokens, {new_tokens} new tokens each, temperature "
         f"{temperature:g}, {subject.target.dtype}",
         rows,
         plots.bars("setting", "tokens/s"),
-        notes=[f"tune took {took:.0f} s and chose {_name(answer)}, which loses {median:.1%} against the best of these, "
-               f"at most {high:.1%} (95 %, bootstrap of {repeats} repeats).",
-               "Prompts are read in each call, which tune leaves out."],
+        notes=[
+            f"tune took {took:.0f} s and chose {_name(answer)}, which loses {median:.1%} against the best of these, "
+            f"at most {high:.1%} (95 %, bootstrap of {repeats} repeats).",
+            "Prompts are read in each call, which tune leaves out.",
+        ],
         folder=subject.folder,
         regret=median,
         regret_high=high,
-    )  # fmt: skip
+    )
 
 
 def regret(played: np.ndarray, chosen: int) -> tuple[float, float]:

@@ -16,8 +16,15 @@ from bench.figures import plain
 RESULTS = Path(__file__).parent / "results"
 
 
-def publish(name: str, title: str, rows: plots.Rows, draw: plots.Drawing, notes: Sequence[str] = (),
-            folder: Path = RESULTS, **facts: Any) -> Path:  # fmt: skip
+def publish(
+    name: str,
+    title: str,
+    rows: plots.Rows,
+    draw: plots.Drawing,
+    notes: Sequence[str] = (),
+    folder: Path = RESULTS,
+    **facts: Any,
+) -> Path:
     """Print `rows` as a table, write them with `facts` and the conditions, plot them, and return the JSON file.
 
     Args:

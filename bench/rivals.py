@@ -100,8 +100,15 @@ def greedy(
 
     tokens, mask = padded(rows, target.device)
     with torch.no_grad():
-        out = target.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens,
-                              eos_token_id=list(eos_ids) or None, return_dict_in_generate=True, **options)  # fmt: skip
+        out = target.generate(
+            tokens,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            eos_token_id=list(eos_ids) or None,
+            return_dict_in_generate=True,
+            **options,
+        )
     return [to_end(text, eos_ids) for text in out.sequences[:, tokens.shape[1] :].tolist()], out
 
 

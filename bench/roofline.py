@@ -40,8 +40,11 @@ def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> Non
         )
     target, draft = pairs.pair(pair)
     size, calls = probes()
-    passes = {"target, 1 row": Pass(target, 1, batch, context), "draft, 1 row": Pass(draft, 1, batch, context),
-              "draft, 2 rows": Pass(draft, 2, batch, context)}  # fmt: skip
+    passes = {
+        "target, 1 row": Pass(target, 1, batch, context),
+        "draft, 1 row": Pass(draft, 1, batch, context),
+        "draft, 2 rows": Pass(draft, 2, batch, context),
+    }
     passes |= {f"target, {k + 1} rows": Pass(target, k + 1, batch, context) for k in ks}
     times = in_turns(calls | passes, repeats)
     bandwidth = max(size / spread(times[name]).median for name in calls)
@@ -61,5 +64,10 @@ def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> Non
 
 
 def _row(name: str, size: int, taken: float, bandwidth: float) -> dict[str, Any]:
-    return {"what": name, "MB": size / 1e6, "ms": taken * 1e3, "GB/s": size / taken / 1e9,
-            "% of read bandwidth": 100 * size / taken / bandwidth}  # fmt: skip
+    return {
+        "what": name,
+        "MB": size / 1e6,
+        "ms": taken * 1e3,
+        "GB/s": size / taken / 1e9,
+        "% of read bandwidth": 100 * size / taken / bandwidth,
+    }

@@ -24,10 +24,15 @@ def run(subject: Subject, batch: int, ks: list[int], new_tokens: int, temperatur
     for temperature in temperatures:
         for name, drafter in drafters.items():
             for k in ks:
-                options = {"max_new_tokens": new_tokens, "num_draft_tokens": k,
-                           "sampling": jspec.SamplingParams(temperature=temperature)}  # fmt: skip
-                yields = {rule: _yields(jspec.speculative_generate(target, drafter, *request, accept=rule,
-                                                                   **options)) for rule in RULES}  # fmt: skip
+                options = {
+                    "max_new_tokens": new_tokens,
+                    "num_draft_tokens": k,
+                    "sampling": jspec.SamplingParams(temperature=temperature),
+                }
+                yields = {
+                    rule: _yields(jspec.speculative_generate(target, drafter, *request, accept=rule, **options))
+                    for rule in RULES
+                }
                 rows.append({"drafter": name, "K": k, "temperature": temperature} | _compared(yields))
     publish(
         f"rules-{subject.name}-b{batch}-{jax.default_backend()}",
@@ -53,4 +58,6 @@ def _compared(yields: dict[str, np.ndarray]) -> dict[str, Any]:
     lead = yields["block"] - yields["rejection"]
     error = lead.std(ddof=1) / lead.size**0.5
     return {rule: float(mean.mean()) for rule, mean in yields.items()} | {
-        "block - rejection": float(lead.mean()), "standard error": float(error)}  # fmt: skip
+        "block - rejection": float(lead.mean()),
+        "standard error": float(error),
+    }

@@ -116,8 +116,8 @@ def prompts(file: Path | None) -> list[Any]:
 @contextlib.contextmanager
 def served(options: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run `jspec serve` in a process of its own, and yield its address and the process."""
-    command = [sys.executable, "-m", "jspec", "serve", "--port", "0", "--name", _MODEL,
-               "--max-waiting", str(_WAITING), *options]  # fmt: skip
+    command = [sys.executable, "-m", "jspec", "serve", "--port", "0", "--name", _MODEL]
+    command += ["--max-waiting", str(_WAITING), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = ""
@@ -138,8 +138,15 @@ def served(options: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[str]]
 Load = Callable[[Clients], Awaitable[list[Answer]]]
 
 
-def run(common: Sequence[str], drafted: Sequence[str], name: str, traffic: Traffic, cost_ratio: float, repeats: int,
-        folder: Path | None) -> None:  # fmt: skip
+def run(
+    common: Sequence[str],
+    drafted: Sequence[str],
+    name: str,
+    traffic: Traffic,
+    cost_ratio: float,
+    repeats: int,
+    folder: Path | None,
+) -> None:
     """Measure two servers in turns and publish the results.
 
     Args:
@@ -150,25 +157,36 @@ def run(common: Sequence[str], drafted: Sequence[str], name: str, traffic: Traff
         servers = {"plain": [*common, "--plain"], "with the draft": [*common, *drafted]}
         urls = {which: stack.enter_context(served(options))[0] for which, options in servers.items()}
         measure = _Measure(urls, traffic)
-        found = {f"{n} at once": measure.in_turns(functools.partial(Clients.together, count=n, total=2 * max(n, 4)),
-                                                  repeats) for n in traffic.at_once}  # fmt: skip
+        found = {
+            f"{n} at once": measure.in_turns(functools.partial(Clients.together, count=n, total=2 * max(n, 4)), repeats)
+            for n in traffic.at_once
+        }
         most = max(_speed(turn) for turns in found.values() for turn in turns["plain"]) / traffic.new_tokens
         for rate in [part * most for part in _RATES]:
             load = functools.partial(Clients.arriving, rate=rate, total=_ARRIVALS)
             found[f"{rate:.3g} a second"] = measure.in_turns(load, repeats)
     rows = [row for load, turns in found.items() for row in _rows(load, turns, traffic, cost_ratio)]
-    publish(f"serve-{name}-t{traffic.temperature:g}", f"{name}: clients of jspec serve, {traffic.new_tokens} tokens "
-            f"each, temperature {traffic.temperature:g}", rows, plots.serve, _notes(rows, traffic, cost_ratio),
-            folder or RESULTS)  # fmt: skip
+    publish(
+        f"serve-{name}-t{traffic.temperature:g}",
+        f"{name}: clients of jspec serve, {traffic.new_tokens} tokens each, temperature {traffic.temperature:g}",
+        rows,
+        plots.serve,
+        _notes(rows, traffic, cost_ratio),
+        folder or RESULTS,
+    )
 
 
 def _notes(rows: Sequence[dict[str, Any]], traffic: Traffic, cost_ratio: float) -> list[str]:
-    notes = [f"A good answer begins within {traffic.first * 1e3:.0f} ms and has {traffic.each * 1e3:.0f} ms a token; "
-             f"theory: theorem 3.8 with a draft step of {cost_ratio:g} target steps."]  # fmt: skip
+    notes = [
+        f"A good answer begins within {traffic.first * 1e3:.0f} ms and has {traffic.each * 1e3:.0f} ms a token; "
+        f"theory: theorem 3.8 with a draft step of {cost_ratio:g} target steps."
+    ]
     rate = min((row["acceptance"] for row in rows if row["acceptance"] != ""), default=1.0)
     if rate < _ENOUGH:
-        notes.append(f"Of the drafts that were judged {rate:.2f} were accepted; with so few a smaller "
-                     "--num-draft-tokens, or another draft, should be faster.")  # fmt: skip
+        notes.append(
+            f"Of the drafts that were judged {rate:.2f} were accepted; with so few a smaller "
+            "--num-draft-tokens, or another draft, should be faster."
+        )
     return notes
 
 
@@ -218,5 +236,8 @@ def _rows(load: str, found: dict[str, Any], traffic: Traffic, cost_ratio: float)
             "tokens a round": sum(one.tokens for one in answers) / sums["rounds"],
             "acceptance": rate,
             "good a second": float(good),
-        } | {f"{what} {q}, ms": float(np.percentile(values, int(q[1:]))) * 1e3
-             for what, values in (("TTFT", first), ("TPOT", each)) for q in ("p50", "p99")}  # fmt: skip
+        } | {
+            f"{what} {q}, ms": float(np.percentile(values, int(q[1:]))) * 1e3
+            for what, values in (("TTFT", first), ("TPOT", each))
+            for q in ("p50", "p99")
+        }

@@ -143,12 +143,25 @@ def run(pair: str, target: str | None) -> None:
                     rows.append({"program": program, "persistent cache": state} | times)
     starts = served(target) if target or pair == "bundled" else []
     name = Path(target or pair).name
-    publish(f"startup-{name}-{jax.default_backend()}", f"{name}: a fresh process, prompt of 64 tokens", rows,
-            plots.startup,
-            notes=["First call: of an engine of 8 slots all until it is ready, its warm-up included.",
-                   "Its first constrained request waits for programs that no cache keeps: "
-                   + ", ".join(f"{one['waits, s']:.1f} s, another's tokens meanwhile at {one['others, share']:.2f} "
-                               "of their speed" for one in constrained) + ".",
-                   *(f"Start {i} of `jspec serve`: {start['start, s']:.1f} s, with {start['cache hits']:g} programs "
-                     f"from the cache and {start['cache misses']:g} others." for i, start in enumerate(starts, 1))],
-            constrained=constrained, served=starts)  # fmt: skip
+    publish(
+        f"startup-{name}-{jax.default_backend()}",
+        f"{name}: a fresh process, prompt of 64 tokens",
+        rows,
+        plots.startup,
+        notes=[
+            "First call: of an engine of 8 slots all until it is ready, its warm-up included.",
+            "Its first constrained request waits for programs that no cache keeps: "
+            + ", ".join(
+                f"{one['waits, s']:.1f} s, another's tokens meanwhile at {one['others, share']:.2f} of their speed"
+                for one in constrained
+            )
+            + ".",
+            *(
+                f"Start {i} of `jspec serve`: {start['start, s']:.1f} s, with {start['cache hits']:g} programs "
+                f"from the cache and {start['cache misses']:g} others."
+                for i, start in enumerate(starts, 1)
+            ),
+        ],
+        constrained=constrained,
+        served=starts,
+    )

@@ -90,12 +90,15 @@ def held_out(tokenizer: Any, batch: int) -> dict[str, np.ndarray]:
     rows = [row for row in tokenizer(texts, verbose=False)["input_ids"] if len(row) >= 8 * WIDTH]
     rows = rows[:: max(1, len(rows) // batch)][:batch]
     middles = [row[len(row) // 2 :][:WIDTH] for row in rows]
-    return {"start of a module": np.array([row[:WIDTH] for row in rows], np.int32),
-            "inside a module": np.array(middles, np.int32)}  # fmt: skip
+    return {
+        "start of a module": np.array([row[:WIDTH] for row in rows], np.int32),
+        "inside a module": np.array(middles, np.int32),
+    }
 
 
-def find(new_tokens: int, pair: str, target: str | None, draft: str | None, prompts: Path | None,
-         folder: Path | None) -> Subject:  # fmt: skip
+def find(
+    new_tokens: int, pair: str, target: str | None, draft: str | None, prompts: Path | None, folder: Path | None
+) -> Subject:
     """Return the subject that the options describe.
 
     Args:
@@ -127,16 +130,20 @@ def _known(pair: str, prompts: Path | None) -> Subject:
     if pair.removesuffix(":int8") == "bundled":
         return Subject(pair, *pairs.pair(pair), text.load_tokenizer(PAIR / "target"))
     if prompts is not None:
-        raise ValueError(f"{pair} has random weights and no tokenizer to read {prompts} with; leave out --prompts, or "
-                         "give --target and --draft.")  # fmt: skip
+        raise ValueError(
+            f"{pair} has random weights and no tokenizer to read {prompts} with; leave out --prompts, or "
+            "give --target and --draft."
+        )
     return Subject(pair, *pairs.pair(pair))
 
 
 def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None) -> Subject:
     """Return your own checkpoints. A draft without a model also works for the target of `pair`."""
     if draft in (None, NONE) or (target is None and drafts_by_model(draft)):
-        raise ValueError("--target and --draft go together: two models with one tokenizer, or --draft lookup, "
-                         "recycling or exit:N, which need no model.")  # fmt: skip
+        raise ValueError(
+            "--target and --draft go together: two models with one tokenizer, or --draft lookup, "
+            "recycling or exit:N, which need no model."
+        )
     try:
         where = sources(target, LOOKUP if draft == RECYCLING else draft)
         if target is None:
@@ -180,6 +187,8 @@ def read_prompts(file: Path, tokenizer: Any, room: int) -> list[list[int]]:
             raise ValueError(f"{file}, line {number} is empty; write a prompt there, or delete the line.")
         rows.append(tokenizer(prompt, verbose=False)["input_ids"])
         if len(rows[-1]) > room:
-            raise ValueError(f"{file}, line {number} has {len(rows[-1])} tokens, and the models have positions for "
-                             f"{room} besides the new ones; shorten it, or lower --max-new-tokens.")  # fmt: skip
+            raise ValueError(
+                f"{file}, line {number} has {len(rows[-1])} tokens, and the models have positions for "
+                f"{room} besides the new ones; shorten it, or lower --max-new-tokens."
+            )
     return rows

@@ -71,11 +71,18 @@ def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
     counts = collections.Counter(event.phase for event in found)
     for phase in (*PHASES, "other"):
         busy = covered((event.start, event.end) for event in found if event.phase == phase)
-        rows.append({"phase": phase, "share, %": 100 * busy / span, "us a round": busy / rounds / 1e3,
-                     "instructions a round": counts[phase] / rounds})  # fmt: skip
+        rows.append(
+            {
+                "phase": phase,
+                "share, %": 100 * busy / span,
+                "us a round": busy / rounds / 1e3,
+                "instructions a round": counts[phase] / rounds,
+            }
+        )
     idle = span - covered((event.start, event.end) for event in found)
-    rows.append({"phase": "idle", "share, %": 100 * idle / span, "us a round": idle / rounds / 1e3,
-                 "instructions a round": 0.0})  # fmt: skip
+    rows.append(
+        {"phase": "idle", "share, %": 100 * idle / span, "us a round": idle / rounds / 1e3, "instructions a round": 0.0}
+    )
     return rows
 
 

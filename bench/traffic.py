@@ -32,8 +32,10 @@ def traffic(one: Instruction, here: Computation, computations: dict[str, Computa
     read = sum(_read(source, inner, None if one.op == "fusion" else one) for source in sources)
     if one.op == "custom-call":
         return read, _written_by_call(one)
-    written = sum(0 if _ON_CHIP.search(part) else _written(result, inner)
-                  for part, result in zip(_parts(one.shape), results, strict=False))  # fmt: skip
+    written = sum(
+        0 if _ON_CHIP.search(part) else _written(result, inner)
+        for part, result in zip(_parts(one.shape), results, strict=False)
+    )
     return read, written
 
 
@@ -53,8 +55,11 @@ def _written_by_call(one: Instruction) -> int:
 def flops(one: Instruction, here: Computation, computations: dict[str, Computation]) -> int:
     """Return the FLOPs of an instruction's products, two for each multiplication."""
     if one.op == "fusion":
-        return sum(flops(inner, computations[called], computations)
-                   for called in one.calls for inner in computations[called].values())  # fmt: skip
+        return sum(
+            flops(inner, computations[called], computations)
+            for called in one.calls
+            for inner in computations[called].values()
+        )
     if one.op not in ("dot", "convolution") and not _LIBRARY.search(one.rest.split("metadata=")[0]):
         return 0
     left, right = (arrays(here[operand].shape)[0][1] for operand in one.operands[:2])

@@ -35,11 +35,17 @@ def run(subject: Subject, kinds: list[str], step_tokens: int, depth: int, draft_
         f"Training for {subject.name}: a step of {batch.tokens.size} tokens, depth {depth}",
         found,
         plots.training,
-        notes=["tokens/s: the whole step, its input stored, and with the target reading in every step; target: its"
-               " pass over the batch; forward: what the drafter says and the loss; back: gradients and the optimiser."
-               " Memory: what the step holds beside its arguments, and what training keeps: weights and moments."],
-        folder=subject.folder, depth=depth, draft_vocab=draft_vocab, length=LENGTH, repeats=repeats,
-    )  # fmt: skip
+        notes=[
+            "tokens/s: the whole step, its input stored, and with the target reading in every step; target: its"
+            " pass over the batch; forward: what the drafter says and the loss; back: gradients and the optimiser."
+            " Memory: what the step holds beside its arguments, and what training keeps: weights and moments."
+        ],
+        folder=subject.folder,
+        depth=depth,
+        draft_vocab=draft_vocab,
+        length=LENGTH,
+        repeats=repeats,
+    )
 
 
 def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int, repeats: int) -> dict[str, Any]:
@@ -56,12 +62,15 @@ def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int
         state, score = made(state, target, batch.tokens, batch.learned, seen)
         return score
 
-    seconds = in_turns({
-        "target": lambda: read(target, batch.tokens),
-        "forward": lambda: training.score(training.state, target, batch.tokens, batch.learned, target_states),
-        "step": lambda: step(stored, target_states),
-        "unstored": lambda: step(training.step, None),
-    }, repeats)  # fmt: skip
+    seconds = in_turns(
+        {
+            "target": lambda: read(target, batch.tokens),
+            "forward": lambda: training.score(training.state, target, batch.tokens, batch.learned, target_states),
+            "step": lambda: step(stored, target_states),
+            "unstored": lambda: step(training.step, None),
+        },
+        repeats,
+    )
     median = {name: float(np.median(values)) for name, values in seconds.items()}
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves({name: state[name] for name in ("weights", "moments")}))
     return {

@@ -55,10 +55,15 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
         acceptance: synthetic acceptance rates by child rank; empty to use the models' own acceptance.
     """
     subject, rules = play.subject, judges(play, acceptance)
-    accepted = {like: fans(play, rules[like], children, like == INDEPENDENT)
-                for like in dict.fromkeys(RULES.get(rule, rule) for rule in rules)}  # fmt: skip
-    rows = [_row(rule, f"{count} children", float(rate)) for rule, found in accepted.items()
-            for count, rate in enumerate(found[:children], 1)]  # fmt: skip
+    accepted = {
+        like: fans(play, rules[like], children, like == INDEPENDENT)
+        for like in dict.fromkeys(RULES.get(rule, rule) for rule in rules)
+    }
+    rows = [
+        _row(rule, f"{count} children", float(rate))
+        for rule, found in accepted.items()
+        for count, rate in enumerate(found[:children], 1)
+    ]
     rates = {rule: np.diff(np.maximum.accumulate([0, *accepted[RULES.get(rule, rule)]])) for rule in rules}
     found = [one for rule in rules for one in settings(play, rule, rates[rule], nodes, depth)]
     calls = {one.name: functools.partial(play.drafted, accept=rules[one.rule], **one.options) for one in found}
@@ -77,17 +82,19 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
         f" {play.new_tokens} new tokens each, temperature {play.temperature:g}, {subject.target.dtype}",
         rows,
         plots.trees,
-        notes=["first token: how often a guess for it is accepted, of all rounds. predicted: tokens a round, if at"
-               " every depth a child of a rank is accepted as often as where all guesses are for one token. x plain:"
-               f" medians of {repeats} calls in turns, prompts included; rounds alone: without them. predicted x: as"
-               " rounds alone, from the predicted tokens and straight lines through what chains and fans take"
-               " (jspec.tuning.tune_tree).",
-               *fastest(rows)],
+        notes=[
+            "first token: how often a guess for it is accepted, of all rounds. predicted: tokens a round, if at"
+            " every depth a child of a rank is accepted as often as where all guesses are for one token. x plain:"
+            f" medians of {repeats} calls in turns, prompts included; rounds alone: without them. predicted x: as"
+            " rounds alone, from the predicted tokens and straight lines through what chains and fans take"
+            " (jspec.tuning.tune_tree).",
+            *fastest(rows),
+        ],
         folder=subject.folder,
         rates={rule: rate.tolist() for rule, rate in rates.items()},
         trees={one.name: one.tree.parents for one in found if one.tree},
         seconds={"plain": plain} | dataclasses.asdict(cost),
-    )  # fmt: skip
+    )
 
 
 def judges(play: Play, acceptance: Sequence[float]) -> dict[str, Any]:
@@ -104,11 +111,14 @@ def settings(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: 
     """Return the settings to compare under one rule, whose acceptance rates by child rank are `rates`."""
     draft, found, independent = play.subject.draft, [], rule == INDEPENDENT
     if isinstance(draft, jspec.TokenRecyclingDrafter):  # it has its own trees
-        return [Setting(rule, f"{rule}, tree of {one.num_nodes}", one.tree.size, {"drafter": one}, one.tree)
-                for one in map(jspec.TokenRecyclingDrafter, nodes)]  # fmt: skip
+        return [
+            Setting(rule, f"{rule}, tree of {one.num_nodes}", one.tree.size, {"drafter": one}, one.tree)
+            for one in map(jspec.TokenRecyclingDrafter, nodes)
+        ]
     if not independent:  # on a chain that rule equals rejection
-        found += [Setting(rule, f"{rule}, chain of {k}", k, chain(draft, k), jspec.Tree.chain(k))
-                  for k in doubling(depth)]  # fmt: skip
+        found += [
+            Setting(rule, f"{rule}, chain of {k}", k, chain(draft, k), jspec.Tree.chain(k)) for k in doubling(depth)
+        ]
     if isinstance(draft, jspec.NGramDrafter) and rule in RULES:  # synthetic acceptance ignores the draft tokens
         options = chain(draft, depth) | {"num_draft_tokens": jspec.UpTo(depth)}
         found.append(Setting(rule, f"{rule}, chain of up to {depth}", depth, options, None))
@@ -138,9 +148,16 @@ def _chains(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: i
 def _dynamic(play: Play, rule: str, nodes: list[int], depth: int) -> list[Setting]:
     if rule != "coupled" or not _draws(play):  # no other rule may verify them
         return []
-    return [Setting(rule, f"{rule}, dynamic of {count}", count,
-                    {"drafter": jspec.DynamicTreeDrafter(play.subject.draft, count, depth)}, None)
-            for count in nodes]  # fmt: skip
+    return [
+        Setting(
+            rule,
+            f"{rule}, dynamic of {count}",
+            count,
+            {"drafter": jspec.DynamicTreeDrafter(play.subject.draft, count, depth)},
+            None,
+        )
+        for count in nodes
+    ]
 
 
 def _draws(play: Play) -> bool:
@@ -160,18 +177,36 @@ def _measured(
 
 
 def _row(
-    rule: str, name: str, first: float, nodes: Any = "", tokens: Any = "", predicted: Any = "", gain: Any = "",
-    alone: Any = "", expected: Any = "",
-) -> dict[str, Any]:  # fmt: skip
-    return {"rule": rule, "tree": name, "first token": first, "nodes": nodes, "tokens a round": tokens,
-            "predicted": predicted, "x plain": gain, "rounds alone": alone, "predicted x": expected}  # fmt: skip
+    rule: str,
+    name: str,
+    first: float,
+    nodes: Any = "",
+    tokens: Any = "",
+    predicted: Any = "",
+    gain: Any = "",
+    alone: Any = "",
+    expected: Any = "",
+) -> dict[str, Any]:
+    return {
+        "rule": rule,
+        "tree": name,
+        "first token": first,
+        "nodes": nodes,
+        "tokens a round": tokens,
+        "predicted": predicted,
+        "x plain": gain,
+        "rounds alone": alone,
+        "predicted x": expected,
+    }
 
 
 def fastest(rows: plots.Rows) -> list[str]:
     """Return a sentence about the fastest chain and tree, and one about the setting predicted to be fastest."""
     played = [row for row in rows if row["nodes"] != ""]
-    kinds = {"chain": [row for row in played if ", chain of" in row["tree"]],
-             "tree": [row for row in played if ", chain of" not in row["tree"]]}  # fmt: skip
+    kinds = {
+        "chain": [row for row in played if ", chain of" in row["tree"]],
+        "tree": [row for row in played if ", chain of" not in row["tree"]],
+    }
     best = [f"{kind} {_said(max(mine, key=lambda row: row['rounds alone']))}" for kind, mine in kinds.items() if mine]
     known = [row for row in played if row["predicted x"] != ""]
     said = [f"Fastest of all rounds: {'; '.join(best)}."]

@@ -56,18 +56,22 @@ def run(subject: Subject, long: int, repeats: int) -> None:
                 figures = _figures(engine, prompt, text, turn)
                 if turn:
                     found.setdefault(name, []).append(figures)
-    rows = [{"engine": name} | {what: spread([one[what] for one in figures]).median for what in figures[0]}
-            for name, figures in found.items()]  # fmt: skip
+    rows = [
+        {"engine": name} | {what: spread([one[what] for one in figures]).median for what in figures[0]}
+        for name, figures in found.items()
+    ]
     first = [spread([of["first token, ms"] for of in found[name]]).median for name in engines]
     publish(
         f"waits-{subject.name}-{jax.default_backend()}",
         f"{subject.name}: waiting for others, {STREAMS} streams and a prompt of {long} tokens",
         rows,
         plots.bars("engine", "its first token, times alone"),
-        notes=[f"The first token behind {len(prompt)} comes after {first[1] / first[0]:.3f} times as long with the "
-               f"draft as without. For every slot: {STREAMS + 1} answers to the long prompt, asked for at once."],
+        notes=[
+            f"The first token behind {len(prompt)} comes after {first[1] / first[0]:.3f} times as long with the "
+            f"draft as without. For every slot: {STREAMS + 1} answers to the long prompt, asked for at once."
+        ],
         folder=subject.folder,
-    )  # fmt: skip
+    )
 
 
 def _figures(engine: Engine, prompt: tuple[int, ...], text: tuple[int, ...], turn: int) -> dict[str, float]:
@@ -94,7 +98,12 @@ def _figures(engine: Engine, prompt: tuple[int, ...], text: tuple[int, ...], tur
         engine.cancel(stream.active_request)
         stream.ended.wait()
     p99 = [float(np.percentile(shares, 99)) * 1e3 if shares else float("nan") for shares in (before, during)]
-    return {"first token, ms": first * 1e3, "p99 of a token, ms": p99[0], "... while it is read": p99[1],
-            "times": p99[1] / p99[0], "its first token, ms": beside * 1e3,
-            "its first token, times alone": beside / long_alone,
-            "it for every slot, times alone": together / long_alone}  # fmt: skip
+    return {
+        "first token, ms": first * 1e3,
+        "p99 of a token, ms": p99[0],
+        "... while it is read": p99[1],
+        "times": p99[1] / p99[0],
+        "its first token, ms": beside * 1e3,
+        "its first token, times alone": beside / long_alone,
+        "it for every slot, times alone": together / long_alone,
+    }

@@ -106,8 +106,11 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
     pair = {keymap.HEAD, keymap.EMBEDDING} if tied else set()
     scanned = scan(directory, is_optional=lambda name: name in pair or keymap.is_ignored(name, config))
     check_depth(config, len(scanned), directory)
-    found = {name: tensor for name, tensor in scanned.items()
-             if not keymap.is_ignored(name, config) and not name.startswith(keymap.MEDUSA)}  # fmt: skip
+    found = {
+        name: tensor
+        for name, tensor in scanned.items()
+        if not keymap.is_ignored(name, config) and not name.startswith(keymap.MEDUSA)
+    }
     found = _tied(found, directory) if tied else found
     expected = keymap.hf_shapes(config)
     repeated = {keymap.HEAD: expected[keymap.EMBEDDING]} if tied and keymap.HEAD in found else {}

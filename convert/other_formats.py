@@ -46,10 +46,14 @@ def explain(directory: Path, single: str, index: str) -> str:
         )
         return f"{directory} holds {listing(found)} without {index}; expected that index, or {single}: {advice}."
     models = sorted(file.parent.name for file in directory.glob("*/config.json"))
-    advice = f"name the folder of one model, such as {directory / models[0]}" if models else (
-        "download the weights too; of a repository without them, download a GGUF file and name it, or save its "
-        "pickles as safetensors with transformers"
-    )  # fmt: skip
+    advice = (
+        f"name the folder of one model, such as {directory / models[0]}"
+        if models
+        else (
+            "download the weights too; of a repository without them, download a GGUF file and name it, or save its "
+            "pickles as safetensors with transformers"
+        )
+    )
     return f"{directory} holds no *.safetensors file; expected {single}, or shards with {index}: {advice}."
 
 

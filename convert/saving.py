@@ -90,8 +90,10 @@ def save_new(
         CheckpointError: `destination` exists or cannot be written, or no config.json can describe the model.
     """
     if config.qkv_bias and (config.qk_norm or config.attention_bias or config.mlp_bias):
-        raise CheckpointError("biases on q, k and v are Qwen2's, which has none elsewhere and no norms of heads; no "
-                              "config.json means this model.")  # fmt: skip
+        raise CheckpointError(
+            "biases on q, k and v are Qwen2's, which has none elsewhere and no norms of heads; no "
+            "config.json means this model."
+        )
     destination, dtype = Path(destination), next(iter(arrays.values())).dtype.name
     fields = llama_json.fields(config) | {"dtype": dtype, "torch_dtype": dtype}
     if config.qkv_bias:

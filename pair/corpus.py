@@ -16,14 +16,15 @@ LEAK_FRACTION = 0.3
 REPEATED_FRACTION = 0.5
 # The packages that `pip install -e '.[test,dev,docs]'` installs and whose licence is permissive.
 PACKAGES = [
-    "IPython", "absl", "anyio", "attr", "babel", "click", "dateutil", "debugpy", "etils", "flax", "fontTools",
-    "fsspec", "gguf", "google", "griffe", "httpx2", "huggingface_hub", "jax", "jedi", "jinja2", "jsonschema",
-    "jupyter_client", "jupyter_core", "markdown", "markdown_it", "matplotlib", "mkdocs", "mkdocstrings", "mpmath",
-    "mpl_toolkits", "networkx", "nbclient", "nbformat", "numpy", "opt_einsum", "optax", "orbax", "packaging",
-    "parso", "pexpect", "pip", "pluggy", "prompt_toolkit", "psutil", "pydantic", "pygments", "pymdownx",
-    "pyparsing", "_pytest", "requests", "rich", "scipy", "setuptools", "sympy", "torch", "tornado", "traitlets",
-    "transformers", "treescope", "typer", "urllib3", "virtualenv", "watchdog", "xdist", "yaml", "zmq",
-]  # fmt: skip
+    *("IPython", "absl", "anyio", "attr", "babel", "click", "dateutil", "debugpy", "etils", "flax"),
+    *("fontTools", "fsspec", "gguf", "google", "griffe", "httpx2", "huggingface_hub", "jax", "jedi"),
+    *("jinja2", "jsonschema", "jupyter_client", "jupyter_core", "markdown", "markdown_it", "matplotlib"),
+    *("mkdocs", "mkdocstrings", "mpmath", "mpl_toolkits", "networkx", "nbclient", "nbformat", "numpy"),
+    *("opt_einsum", "optax", "orbax", "packaging", "parso", "pexpect", "pip", "pluggy"),
+    *("prompt_toolkit", "psutil", "pydantic", "pygments", "pymdownx", "pyparsing", "_pytest"),
+    *("requests", "rich", "scipy", "setuptools", "sympy", "torch", "tornado", "traitlets"),
+    *("transformers", "treescope", "typer", "urllib3", "virtualenv", "watchdog", "xdist", "yaml", "zmq"),
+]
 # Files that are not programs: third-party packages, generated text, and tables such as code pages and parser fixtures.
 SKIPPED_PARTS = {
     "site-packages",

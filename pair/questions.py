@@ -49,47 +49,87 @@ my sister; my boss; a colleague; my neighbour; my landlord; a customer; my teach
 a new employee; my son; my team; an old school friend; a job applicant; my partner
 """
 ABOUT_TOPICS = (
-    "What is the most important thing to know about {}?", "Tell me about {}.", "Explain {} to a beginner.",
-    "Give me five interesting facts about {}.", "Write a short poem about {}.", "Why do people care about {}?",
-    "Write a short story about {}.", "What are common misconceptions about {}?",
-    "How has our understanding of {} changed over time?", "Write three quiz questions about {} with answers.",
-    "I have to give a talk about {}. How should I begin?", "What should I read to learn more about {}?",
-    "Describe {} in three sentences.", "Can you explain the history of {}?",
+    "What is the most important thing to know about {}?",
+    "Tell me about {}.",
+    "Explain {} to a beginner.",
+    "Give me five interesting facts about {}.",
+    "Write a short poem about {}.",
+    "Why do people care about {}?",
+    "Write a short story about {}.",
+    "What are common misconceptions about {}?",
+    "How has our understanding of {} changed over time?",
+    "Write three quiz questions about {} with answers.",
+    "I have to give a talk about {}. How should I begin?",
+    "What should I read to learn more about {}?",
+    "Describe {} in three sentences.",
+    "Can you explain the history of {}?",
     "Write a paragraph about {} for a school book.",
-    "What is the connection between {} and {}?", "Compare {} and {}.", "Write a dialogue between two friends about {}.",
-    "What questions do children ask about {}, and how would you answer them?", "List the pros and cons of {}.",
-    "Suggest a title and an outline for an article about {}.", "What part has {} in everyday life?",
+    "What is the connection between {} and {}?",
+    "Compare {} and {}.",
+    "Write a dialogue between two friends about {}.",
+    "What questions do children ask about {}, and how would you answer them?",
+    "List the pros and cons of {}.",
+    "Suggest a title and an outline for an article about {}.",
+    "What part has {} in everyday life?",
     "Make a plan for a week in which I learn the basics of {}.",
-    "Who is well known for work on {}, and why?", "Give me an analogy that helps to understand {}.",
-    "What would the world be like without {}?", "Write a tweet about {}.",
-)  # fmt: skip
+    "Who is well known for work on {}, and why?",
+    "Give me an analogy that helps to understand {}.",
+    "What would the world be like without {}?",
+    "Write a tweet about {}.",
+)
 ABOUT_PEOPLE = (
-    "Write an email to {} to ask for a meeting next week.", "How do I tell {} that I disagree, without being rude?",
-    "Write a birthday message for {}.", "What gift would you suggest for {}? They like {}.",
-    "I had an argument with {}. What can I do?", "Write a thank-you note to {} for their help with {}.",
-    "How can I explain {1} to {0}?", "Write an apology to {} for being late.",
-    "Help me plan a dinner for {}. They do not eat meat.", "Invite {} to an event about {} in two sentences.",
-)  # fmt: skip
+    "Write an email to {} to ask for a meeting next week.",
+    "How do I tell {} that I disagree, without being rude?",
+    "Write a birthday message for {}.",
+    "What gift would you suggest for {}? They like {}.",
+    "I had an argument with {}. What can I do?",
+    "Write a thank-you note to {} for their help with {}.",
+    "How can I explain {1} to {0}?",
+    "Write an apology to {} for being late.",
+    "Help me plan a dinner for {}. They do not eat meat.",
+    "Invite {} to an event about {} in two sentences.",
+)
 SUMMARY = (
-    "Summarize this text in one sentence:", "Summarise the following in two sentences:", "What is this text about?",
-    "Give me the main points of this text as a list:", "TL;DR:", "Write a headline for this text:",
-    "Summarize the text below for someone in a hurry:", "What are the three key facts in this passage?",
-    "Shorten this text to half its length:", "Explain in your own words what this says:",
-)  # fmt: skip
+    "Summarize this text in one sentence:",
+    "Summarise the following in two sentences:",
+    "What is this text about?",
+    "Give me the main points of this text as a list:",
+    "TL;DR:",
+    "Write a headline for this text:",
+    "Summarize the text below for someone in a hurry:",
+    "What are the three key facts in this passage?",
+    "Shorten this text to half its length:",
+    "Explain in your own words what this says:",
+)
 REWRITING = (
-    "Rewrite this text in simpler words:", "Rewrite this more formally:", "Correct the grammar of this text:",
-    "Make this text friendlier:", "Rewrite the following in the past tense:", "Turn this text into a list:",
-    "Rewrite this text as if a child told it:", "Repeat this text, but replace every number by a word:",
-    "Rewrite this text in the first person:", "Improve the style of this paragraph:", "Make this sound more exciting:",
-    "Proofread this text and give me the corrected version:", "Rewrite this as an email to {}:",
-    "Paraphrase this text:", "Change the tone of this message to a polite one:",
-)  # fmt: skip
+    "Rewrite this text in simpler words:",
+    "Rewrite this more formally:",
+    "Correct the grammar of this text:",
+    "Make this text friendlier:",
+    "Rewrite the following in the past tense:",
+    "Turn this text into a list:",
+    "Rewrite this text as if a child told it:",
+    "Repeat this text, but replace every number by a word:",
+    "Rewrite this text in the first person:",
+    "Improve the style of this paragraph:",
+    "Make this sound more exciting:",
+    "Proofread this text and give me the corrected version:",
+    "Rewrite this as an email to {}:",
+    "Paraphrase this text:",
+    "Change the tone of this message to a polite one:",
+)
 ABOUT_CODE = (
-    "What does this Python function do?", "Add comments to this code:", "Write a docstring for this function:",
-    "Rewrite this code so that it is easier to read:", "Translate this function to JavaScript:",
-    "Write a unit test for this function:", "Explain this code line by line:", "Is there a bug in this code?",
-    "Rename the variables of this function to better names:", "Add type hints to this function:",
-)  # fmt: skip
+    "What does this Python function do?",
+    "Add comments to this code:",
+    "Write a docstring for this function:",
+    "Rewrite this code so that it is easier to read:",
+    "Translate this function to JavaScript:",
+    "Write a unit test for this function:",
+    "Explain this code line by line:",
+    "Is there a bug in this code?",
+    "Rename the variables of this function to better names:",
+    "Add type hints to this function:",
+)
 TASKS = """
 returns the largest of three numbers; counts the vowels in a string; reverses a list; reads a file and counts its
 lines; checks whether a year is a leap year; removes duplicates from a list; sorts a list of dictionaries by a key;
@@ -104,10 +144,20 @@ list to a CSV file; measures how long a function takes; caches its results; retr
 stars; encrypts a text with a Caesar cipher; finds common elements of two lists
 """
 LANGUAGES = ("Python", "Python", "Python", "JavaScript", "Java", "C", "Bash", "Go")
-TABLES = ("books(id, title, author, year)", "employees(id, name, department, salary)", "films(id, title, rating)",
-          "flights(id, origin, destination, delay)", "students(id, name, grade)")  # fmt: skip
-QUERIES = ("counts the rows", "gives the five rows with the highest last column", "finds names that appear twice",
-           "gives the average of the last column", "deletes rows without a name")  # fmt: skip
+TABLES = (
+    "books(id, title, author, year)",
+    "employees(id, name, department, salary)",
+    "films(id, title, rating)",
+    "flights(id, origin, destination, delay)",
+    "students(id, name, grade)",
+)
+QUERIES = (
+    "counts the rows",
+    "gives the five rows with the highest last column",
+    "finds names that appear twice",
+    "gives the average of the last column",
+    "deletes rows without a name",
+)
 
 
 def _listed(text: str) -> list[str]:
@@ -171,8 +221,12 @@ def main(folder: str, seed: str = "0") -> None:
     """Print the questions as chats that end with the user's turn. Another seed gives mostly different questions."""
     rng = random.Random(int(seed))
     longer, shorter = _passages(Path(folder))
-    kinds = {"chat": chat(rng), "summary": given(rng, SUMMARY, longer), "rewriting": given(rng, REWRITING, shorter),
-             "code": code(rng)}  # fmt: skip
+    kinds = {
+        "chat": chat(rng),
+        "summary": given(rng, SUMMARY, longer),
+        "rewriting": given(rng, REWRITING, shorter),
+        "code": code(rng),
+    }
     for kind, count in COUNTS.items():
         asked: dict[str, None] = {}
         while len(asked) < count:

@@ -55,5 +55,6 @@ def run(record: Record, rehearse: bool) -> None:
     timings = timed(record, programs, size.lengths if rehearse else lengths, 3)
     for name, timing in sorted(timings.items(), key=lambda pair: spread(pair[1].seconds).median):
         taken, over = spread(timing.seconds), ratio(timing.seconds, timings[_SHIPPED].seconds)
-        record.add(name, ms=taken.median * 1e3, ms_low=taken.low * 1e3, ms_high=taken.high * 1e3,
-                   over_shipped=over.median)  # fmt: skip
+        record.add(
+            name, ms=taken.median * 1e3, ms_low=taken.low * 1e3, ms_high=taken.high * 1e3, over_shipped=over.median
+        )

@@ -6,7 +6,11 @@ from bench.gpu.record import Record
 
 def run(record: Record, rehearse: bool) -> None:
     """Check the kernels first, because they run nowhere else. Outputs come last, because they compile for a minute."""
-    for name, check in (("kernels", kernel_errors.small), ("law", law.check),
-                        ("kernels at real sizes", kernel_errors.large), ("texts", texts.check)):  # fmt: skip
+    for name, check in (
+        ("kernels", kernel_errors.small),
+        ("law", law.check),
+        ("kernels at real sizes", kernel_errors.large),
+        ("texts", texts.check),
+    ):
         with record.attempt(name):
             check(record, rehearse)

@@ -24,9 +24,11 @@ _NEVER = 2**30  # more kernels than any graph has
 _GRAPHS: dict[str, dict[str, Any]] = {
     "CUDA graphs": {},
     "no CUDA graphs": {"xla_gpu_graph_min_graph_size": _NEVER},
-    "loop within a CUDA graph": {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,WHILE",
-                                 "xla_gpu_graph_min_graph_size": 1},
-}  # fmt: skip
+    "loop within a CUDA graph": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,WHILE",
+        "xla_gpu_graph_min_graph_size": 1,
+    },
+}
 _KERNELS = (8, 64)  # per iteration; XLA captures five or more
 
 
@@ -34,11 +36,21 @@ def run(record: Record, rehearse: bool) -> None:
     """Measure the bandwidth first, because other steps read it. Kernel loops come last, because they take longest."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
-    record.add("device", kind=device.device_kind, platform=device.platform, count=jax.device_count(),
-               capability=getattr(device, "compute_capability", None), memory_gb=stats.get("bytes_limit", 0) / 1e9,
-               client=device.client.platform_version)  # fmt: skip
-    for name, measure in (("read bandwidth", _read), ("copy bandwidth", _copy), ("products", _products),
-                          ("host", _host)):  # fmt: skip
+    record.add(
+        "device",
+        kind=device.device_kind,
+        platform=device.platform,
+        count=jax.device_count(),
+        capability=getattr(device, "compute_capability", None),
+        memory_gb=stats.get("bytes_limit", 0) / 1e9,
+        client=device.client.platform_version,
+    )
+    for name, measure in (
+        ("read bandwidth", _read),
+        ("copy bandwidth", _copy),
+        ("products", _products),
+        ("host", _host),
+    ):
         with record.attempt(name):
             measure(record, rehearse)
     for name, options in _GRAPHS.items():
@@ -79,8 +91,12 @@ def _kernels(record: Record, name: str, options: dict[str, Any], rehearse: bool)
     for loop in (_counted, _open_ended):
         few, many = (_turn(loop, kernels, options, turns, repeats) for kernels in _KERNELS)
         kernel = (many - few) / (_KERNELS[1] - _KERNELS[0])
-        record.add(f"kernel, {loop.__name__.strip('_').replace('_', '-')} loop: {name}", kernel_us=kernel * 1e6,
-                   turn_us=(few - _KERNELS[0] * kernel) * 1e6, assumed_kernel_us=LAUNCH * 1e6)  # fmt: skip
+        record.add(
+            f"kernel, {loop.__name__.strip('_').replace('_', '-')} loop: {name}",
+            kernel_us=kernel * 1e6,
+            turn_us=(few - _KERNELS[0] * kernel) * 1e6,
+            assumed_kernel_us=LAUNCH * 1e6,
+        )
 
 
 def _turn(loop: Callable, kernels: int, options: dict[str, Any], turns: int, repeats: int) -> float:
@@ -125,8 +141,12 @@ def _host(record: Record, rehearse: bool) -> None:
             y = step(y)
         return y
 
-    record.add("host round trip", fetch_us=fetched.median * 1e6, wait_us=waited.median * 1e6,
-               enqueue_us=_slope(enqueue, calls, 2 * calls, 3) * 1e6)  # fmt: skip
+    record.add(
+        "host round trip",
+        fetch_us=fetched.median * 1e6,
+        wait_us=waited.median * 1e6,
+        enqueue_us=_slope(enqueue, calls, 2 * calls, 3) * 1e6,
+    )
 
 
 def _slope(call: Callable[[int], Any], few: int, many: int, repeats: int) -> float:

@@ -36,8 +36,9 @@ class Drill:
         only: the names of the steps to run; empty for all except those that run on request.
     """
 
-    def __init__(self, folder: Path, seconds: float, rehearse: bool, steps: Sequence[Step] = STEPS,
-                 only: Sequence[str] = ()):  # fmt: skip
+    def __init__(
+        self, folder: Path, seconds: float, rehearse: bool, steps: Sequence[Step] = STEPS, only: Sequence[str] = ()
+    ):
         self._folder, self._rehearse, self._all = folder.resolve(), rehearse, steps
         self._steps = choose(steps, only, rehearse)
         self._scale = seconds / sum(step.share for step in self._steps)
@@ -83,8 +84,15 @@ class Drill:
 def _in_process(step: Step, file: Path, rehearse: bool, limit: float, output: IO[bytes]) -> int | None:
     """Run `step` and return its exit code, or None if it exceeded its limit. Kill all processes that it started."""
     command = [sys.executable, "-m", "bench.gpu.step", step.module, str(file), *(["--rehearse"] if rehearse else [])]
-    child = subprocess.Popen(command, cwd=_ROOT, env=_environment(step, rehearse), stdin=subprocess.DEVNULL,
-                             stdout=output, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    child = subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        env=_environment(step, rehearse),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         return child.wait(limit)
     except subprocess.TimeoutExpired:
@@ -103,9 +111,13 @@ def _environment(step: Step, rehearse: bool) -> dict[str, str]:
     if rehearse:  # most of the time is compilation
         fixed = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
     programs = Path(tempfile.gettempdir(), "jspec-drill-programs")  # steps and drills share compiled programs
-    defaults = {"JAX_COMPILATION_CACHE_DIR": str(programs / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "TORCHINDUCTOR_CACHE_DIR": str(programs / "torch"), "PYTHONUNBUFFERED": "1",
-                "PYTHONFAULTHANDLER": "1"}  # fmt: skip
+    defaults = {
+        "JAX_COMPILATION_CACHE_DIR": str(programs / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(programs / "torch"),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     return {**defaults, **step.environment, **os.environ, **fixed}
 
 

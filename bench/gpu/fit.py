@@ -64,19 +64,28 @@ def rounds(folder: Path) -> tuple[str, list[Round]]:
     Raises:
         ValueError: there are too few rounds without int8 weights, or the device has no predictions.
     """
-    rows = [row for file in sorted(folder.glob(f"*{_STEP}.json"))
-            for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
-            if all(key in row for key in _KEYS) and row.get("batch", 1) == 1]  # fmt: skip
+    rows = [
+        row
+        for file in sorted(folder.glob(f"*{_STEP}.json"))
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
+        if all(key in row for key in _KEYS) and row.get("batch", 1) == 1
+    ]
     usable = sum("int8" not in row["what"] for row in rows)
     if usable < _LEAST:
-        raise ValueError(f"{folder} has {usable} measured rounds of the drill's {_STEP} step, and a fit needs {_LEAST};"
-                         " run `python -m bench gpu` and pass the folder it wrote.")  # fmt: skip
+        raise ValueError(
+            f"{folder} has {usable} measured rounds of the drill's {_STEP} step, and a fit needs {_LEAST};"
+            " run `python -m bench gpu` and pass the folder it wrote."
+        )
     devices = {(row["device"], row["predicted_for"]) for row in rows}
     if len(devices) > 1 or any(kind not in names_of(title) for kind, title in devices):
-        raise ValueError(f"{folder} has rounds measured on one device and predicted for another, {sorted(devices)}; "
-                         "run the drill on a device of jspec.core.devices.DEVICES.")  # fmt: skip
-    found = [Round(row["what"], row["ms"] / 1e3, row["work_ms"] / 1e3, row["kernels"], row["predicted_ms"] / 1e3)
-             for row in rows]  # fmt: skip
+        raise ValueError(
+            f"{folder} has rounds measured on one device and predicted for another, {sorted(devices)}; "
+            "run the drill on a device of jspec.core.devices.DEVICES."
+        )
+    found = [
+        Round(row["what"], row["ms"] / 1e3, row["work_ms"] / 1e3, row["kernels"], row["predicted_ms"] / 1e3)
+        for row in rows
+    ]
     return devices.pop()[1], found
 
 
@@ -107,11 +116,10 @@ def report(folder: Path) -> str:
         before, after = one.predicted / one.seconds, found.seconds(one) / one.seconds
         lines.append(f"{one.name:<32}{one.seconds * 1e3:>7.3f} ms{before:>9.3f}{after:>9.3f}{without:>9.3f}")
         worst = max(worst, abs(without - 1))
-    return "\n".join([
-        *lines,
-        f"Predicted by a fit without itself, the worst round is {100 * worst:.1f} % off.",
-        f"In jspec/core/devices.py, {title}: launch={found.launch:.3g}, bandwidth_share={found.bandwidth_share:.3g}",
-    ])  # fmt: skip
+    constants = f"launch={found.launch:.3g}, bandwidth_share={found.bandwidth_share:.3g}"
+    lines.append(f"Predicted by a fit without itself, the worst round is {100 * worst:.1f} % off.")
+    lines.append(f"In jspec/core/devices.py, {title}: {constants}")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> Any:

@@ -104,8 +104,10 @@ def _scalar_kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, block: int, eac
         starts = [first + (i * unroll + u) * block for u in range(unroll)]
         tiles = [triton.load(weight_ref.at[pl.ds(start, block), :]) for start in starts]
         for start, tile in zip(starts, tiles, strict=True):
-            totals = tuple(total + tile.astype(jnp.float32) * _numbers(x_ref, row, start, block)[:, None]
-                           for row, total in enumerate(totals))  # fmt: skip
+            totals = tuple(
+                total + tile.astype(jnp.float32) * _numbers(x_ref, row, start, block)[:, None]
+                for row, total in enumerate(totals)
+            )
         return totals
 
     empty = (jnp.zeros((block, columns.size), jnp.float32),) * x_ref.shape[0]

@@ -30,15 +30,25 @@ _AS_XLA = 1.5  # a kernel's maximum error, as a multiple of XLA's
 _ROUNDING = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-5}
 # In the format of `kernels.ATTENTION`: each head size with each number of tokens, several contexts, and batches with
 # the shape of Llama-3.2-3B.
-_LARGE = {f"size {size}, {tokens} tokens": (1, tokens, 24, 8, size, 600, [511])
-          for size, tokens in itertools.product(HEAD_SIZES, (1, 2, 3, 5, 9, 16))} | {
-    f"size {size}, {tokens} tokens, context {context}": (1, tokens, 32, 8, size, context + 40, [context])
-    for size, tokens, context in itertools.product(HEAD_SIZES, (1, 5), (1000, 4096, 16384))} | {
-    f"batch {batch}, {tokens} tokens": (batch, tokens, 24, 8, 128, 512, list(range(0, 15 * batch, 15)))
-    for batch, tokens in itertools.product((8, 32), (1, 3))}  # fmt: skip
-_LARGE_NORMS = {f"{inner} to {size}, batch {batch}": (batch, 1, inner, size)
-                for inner, size in ((8192, 2048), (3072, 3072), (8192, 3072), (12288, 4096))
-                for batch in (1, 5, 8, 64)}  # fmt: skip
+_LARGE = (
+    {
+        f"size {size}, {tokens} tokens": (1, tokens, 24, 8, size, 600, [511])
+        for size, tokens in itertools.product(HEAD_SIZES, (1, 2, 3, 5, 9, 16))
+    }
+    | {
+        f"size {size}, {tokens} tokens, context {context}": (1, tokens, 32, 8, size, context + 40, [context])
+        for size, tokens, context in itertools.product(HEAD_SIZES, (1, 5), (1000, 4096, 16384))
+    }
+    | {
+        f"batch {batch}, {tokens} tokens": (batch, tokens, 24, 8, 128, 512, list(range(0, 15 * batch, 15)))
+        for batch, tokens in itertools.product((8, 32), (1, 3))
+    }
+)
+_LARGE_NORMS = {
+    f"{inner} to {size}, batch {batch}": (batch, 1, inner, size)
+    for inner, size in ((8192, 2048), (3072, 3072), (8192, 3072), (12288, 4096))
+    for batch in (1, 5, 8, 64)
+}
 
 
 def small(record: Record, rehearse: bool) -> None:
@@ -83,8 +93,10 @@ def _attention(name: str, case: tuple, dtype: Any) -> _Case:
 
 def _norm(name: str, case: tuple) -> _Case:
     """Return a case with a block's sum, and the norm of the sum as rounded by the same implementation."""
-    forms = {"XLA": functools.partial(_project_add_norm, eps=_EPS),
-             "kernel": functools.partial(project_add_norm, eps=_EPS, interpret=_interpreted())}  # fmt: skip
+    forms = {
+        "XLA": functools.partial(_project_add_norm, eps=_EPS),
+        "kernel": functools.partial(project_add_norm, eps=_EPS, interpret=_interpreted()),
+    }
     return _Case(f"norm, {name}", forms, functools.partial(kernels.norm_arguments, *case), _normed)
 
 
@@ -126,10 +138,14 @@ def _attended(sizes: tuple[int, int, int], arrays: Sequence[Any], results: Mappi
 
 def _normed(arrays: Sequence[Any], results: Mapping[str, Any]) -> dict[str, Any]:
     x, inner, weight, gamma = arrays
-    summed = _errors({form: result[0] for form, result in results.items()},
-                     dict.fromkeys(results, kernels.exact_sum(x, inner, weight)))  # fmt: skip
-    row = _errors({form: result[1] for form, result in results.items()},
-                  {form: kernels.exact_norm(result[0], gamma, _EPS) for form, result in results.items()})  # fmt: skip
+    summed = _errors(
+        {form: result[0] for form, result in results.items()},
+        dict.fromkeys(results, kernels.exact_sum(x, inner, weight)),
+    )
+    row = _errors(
+        {form: result[1] for form, result in results.items()},
+        {form: kernels.exact_norm(result[0], gamma, _EPS) for form, result in results.items()},
+    )
     return row | {f"sum_{name}": error for name, error in summed.items()} | {"ok": row["ok"] and summed["ok"]}
 
 

@@ -23,8 +23,16 @@ ATTENTION = {
 NORM = {"16 parts": (1, 1, 96, 80), "several rows": (1, 5, 512, 96), "two parts": (3, 2, 70, 128)}
 
 
-def attention_arguments(batch: int, tokens: int, heads: int, groups: int, size: int, slots: int, starts: list[int],
-                        dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:  # fmt: skip
+def attention_arguments(
+    batch: int,
+    tokens: int,
+    heads: int,
+    groups: int,
+    size: int,
+    slots: int,
+    starts: list[int],
+    dtype: Any = jnp.bfloat16,
+) -> tuple[Any, ...]:
     """Return random arguments of `decode_attention`, with zeros in unfilled slots.
 
     NumPy generates them, because on a device each new shape would be a program to compile.
@@ -57,8 +65,9 @@ def spoil(keys: Any, values: Any, positions: Any, key: float = np.nan, value: fl
     return jnp.asarray(keys), jnp.asarray(values)
 
 
-def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, positions: Any,
-                    sizes: tuple[int, int, int]) -> np.ndarray:  # fmt: skip
+def exact_attention(
+    qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, positions: Any, sizes: tuple[int, int, int]
+) -> np.ndarray:
     """Return ``float64[B, S, H D]`` for caches that hold the new tokens. Queries are rounded after rotation."""
     (heads, groups, size), (batch, tokens, _) = sizes, qkv.shape
     q = np.asarray(qkv[..., : heads * size], np.float64).reshape(batch, tokens, heads, 2, -1).swapaxes(1, 2)
@@ -75,8 +84,9 @@ def exact_attention(qkv: Any, tables: tuple[Any, Any], keys: Any, values: Any, p
     return mixed.reshape(batch, heads, tokens, size).swapaxes(1, 2).reshape(batch, tokens, -1)
 
 
-def norm_arguments(batch: int, tokens: int, inner: int, size: int, seed: int = 0,
-                   dtype: Any = jnp.bfloat16) -> tuple[Array, ...]:  # fmt: skip
+def norm_arguments(
+    batch: int, tokens: int, inner: int, size: int, seed: int = 0, dtype: Any = jnp.bfloat16
+) -> tuple[Array, ...]:
     """Return random arguments of `project_add_norm`: stream, input, and the weights of product and norm."""
     rng = np.random.default_rng(seed)
     shapes = (batch, tokens, size), (batch, tokens, inner), (inner, size), (size,)

@@ -38,8 +38,17 @@ def check(record: Record, rehearse: bool) -> None:
             p, excess = float(stats.chi2.sf(statistic, freedom)), (statistic - freedom) / draws
             # In bfloat16, the program's passes and the enumerated pass round differently.
             ok = p > _ALPHA or (dtype == jnp.bfloat16 and excess < _ROUNDED)
-            record.add(name, ok=ok, p=p, chi_square=statistic, freedom=freedom, excess=excess, texts=draws,
-                       acceptance=rate, distinct=int((counts > 0).sum()))  # fmt: skip
+            record.add(
+                name,
+                ok=ok,
+                p=p,
+                chi_square=statistic,
+                freedom=freedom,
+                excess=excess,
+                texts=draws,
+                acceptance=rate,
+                distinct=int((counts > 0).sum()),
+            )
 
 
 def _counts(target: Any, draft: Any, draws: int, batch: int, rule: str, k: int) -> tuple[np.ndarray, float]:
@@ -47,8 +56,9 @@ def _counts(target: Any, draft: Any, draws: int, batch: int, rule: str, k: int) 
     tokens, lengths = np.tile(np.array(_PROMPT, np.int32), (batch, 1)), np.full(batch, len(_PROMPT), np.int32)
     counts, accepted, drafted = np.zeros(_VOCAB**_TOKENS, np.int64), 0, 0
     for keys in jax.random.split(jax.random.key(7), (draws // batch, batch)):
-        output = jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=_TOKENS,
-                                            num_draft_tokens=k, accept=rule)  # fmt: skip
+        output = jspec.speculative_generate(
+            target, draft, tokens, lengths, keys, max_new_tokens=_TOKENS, num_draft_tokens=k, accept=rule
+        )
         texts = np.ravel_multi_index(tuple(np.asarray(output.tokens).T), (_VOCAB,) * _TOKENS)
         counts += np.bincount(texts, minlength=counts.size)
         accepted += int(np.sum(output.stats.accepted))

@@ -82,8 +82,12 @@ def _measure(record: Record, case: str, rows: int, inner: int, size: int, count:
     base = spread(times.pop(_NOTHING)).median
     for name, taken in times.items():
         seconds = (spread(taken).median - base) / (_LOOPS * count)
-        record.add(f"{case}: {name}", us=seconds * 1e6, gb_per_s=arguments[name][0].nbytes / seconds / 1e9,
-                   relative_error=errors[name])  # fmt: skip
+        record.add(
+            f"{case}: {name}",
+            us=seconds * 1e6,
+            gb_per_s=arguments[name][0].nbytes / seconds / 1e9,
+            relative_error=errors[name],
+        )
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -91,8 +95,14 @@ def _bytes(key: Array, shape: tuple[int, int]) -> Array:
     return lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
 
 
-def _checked(record: Record, case: str, products: Mapping[str, Callable], x: Array, weights: Mapping[str, list[Array]],
-             exact: np.ndarray) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:  # fmt: skip
+def _checked(
+    record: Record,
+    case: str,
+    products: Mapping[str, Callable],
+    x: Array,
+    weights: Mapping[str, list[Array]],
+    exact: np.ndarray,
+) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
     """Return a call of every product's chain, and the product's error. Record those that fail or are wrong."""
     calls, errors = {}, {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

@@ -35,8 +35,13 @@ def launches(folder: Path) -> list[Launch]:
     """Read the newest trace under `folder`: the first GPU's streams or, on CPU, the instructions of all threads."""
     file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
-    lines = [line for plane in planes if plane.name == "/device:GPU:0" for line in plane.lines
-             if line.name.startswith("Stream")]  # fmt: skip
+    lines = [
+        line
+        for plane in planes
+        if plane.name == "/device:GPU:0"
+        for line in plane.lines
+        if line.name.startswith("Stream")
+    ]
     on_device = bool(lines)
     found = []
     for line in lines or [line for plane in planes for line in plane.lines]:
@@ -57,8 +62,9 @@ def traced(program: Any, limit: int) -> tuple[list[Launch], int]:
         return launches(Path(folder)), rounds
 
 
-def figures(found: Sequence[Launch], kernels: Sequence[compiled.Kernel], rounds: int, device: Device,
-            seconds: float) -> dict[str, Any]:  # fmt: skip
+def figures(
+    found: Sequence[Launch], kernels: Sequence[compiled.Kernel], rounds: int, device: Device, seconds: float
+) -> dict[str, Any]:
     """Summarise a trace of `rounds` rounds, given the `kernels` of one round, which takes `seconds` untraced.
 
     Launches that are not instructions of a round, such as the prefill's and copies to the host, are left out.
@@ -66,8 +72,10 @@ def figures(found: Sequence[Launch], kernels: Sequence[compiled.Kernel], rounds:
     by_op = {_plain(kernel.name): kernel for kernel in kernels}
     inside = [(by_op[_plain(launch.op)], launch) for launch in found if _plain(launch.op) in by_op]
     if not inside:
-        raise ValueError(f"None of the {len(found)} launches in the trace is an instruction of a round; look at how "
-                         f"the profiler names them: {sorted({launch.op for launch in found})[:10]}.")  # fmt: skip
+        raise ValueError(
+            f"None of the {len(found)} launches in the trace is an instruction of a round; look at how "
+            f"the profiler names them: {sorted({launch.op for launch in found})[:10]}."
+        )
     begin, end = min(launch.start for _, launch in inside), max(launch.end for _, launch in inside)
     within = [launch for launch in found if begin <= launch.start <= end]
     busy = sum(launch.end - launch.start for _, launch in inside) / rounds
@@ -100,9 +108,16 @@ def _by(
         taken = sum(time for _, time in members) / rounds
         moved = sum(kernel.read + kernel.written for kernel, _ in members) / rounds
         alone = [kernel.seconds(device) / kernel.times for kernel, _ in members]
-        rows.append({"kernel": name, "count": len(members) / rounds, "us": taken / 1e3,
-                     "predicted_us": 1e6 * sum(alone) / rounds, "mb": moved / 1e6,
-                     "gb_per_s": moved / taken if taken else 0.0})  # fmt: skip
+        rows.append(
+            {
+                "kernel": name,
+                "count": len(members) / rounds,
+                "us": taken / 1e3,
+                "predicted_us": 1e6 * sum(alone) / rounds,
+                "mb": moved / 1e6,
+                "gb_per_s": moved / taken if taken else 0.0,
+            }
+        )
     return sorted(rows, key=lambda row: -row["us"])
 
 

@@ -167,8 +167,14 @@ def timed(record: Record, decoders: Mapping[str, Decoder], lengths: tuple[int, i
     return timings
 
 
-def add_rows(record: Record, programs: Mapping[str, Program], timings: Mapping[str, Timing], reference: str,
-             bandwidth: float, ahead: Mapping[str, float] = MappingProxyType({})) -> None:  # fmt: skip
+def add_rows(
+    record: Record,
+    programs: Mapping[str, Program],
+    timings: Mapping[str, Timing],
+    reference: str,
+    bandwidth: float,
+    ahead: Mapping[str, float] = MappingProxyType({}),
+) -> None:
     """Add a row for every program that has none: its speed, its speed-up over `reference`, and its prediction.
 
     Args:
@@ -206,8 +212,11 @@ def add_rows(record: Record, programs: Mapping[str, Program], timings: Mapping[s
 def shares(size: int, seconds: float, bandwidth: float) -> dict[str, float]:
     """Return the read rate of `size` bytes of weights, as shares of the measured and the published bandwidth."""
     rate = size / seconds
-    return {"gb_per_s": rate / 1e9, "share_of_measured": rate / bandwidth,
-            "share_of_published": rate / device_here().bandwidth}  # fmt: skip
+    return {
+        "gb_per_s": rate / 1e9,
+        "share_of_measured": rate / bandwidth,
+        "share_of_published": rate / device_here().bandwidth,
+    }
 
 
 def prediction(kernels: compiled.Program, seconds: float) -> dict[str, Any]:

@@ -49,8 +49,9 @@ class Generator:
         import torch
 
         with torch.no_grad():
-            text = self._model.generate(self._tokens, attention_mask=self._mask, do_sample=False, max_new_tokens=limit,
-                                        **self._options)  # fmt: skip
+            text = self._model.generate(
+                self._tokens, attention_mask=self._mask, do_sample=False, max_new_tokens=limit, **self._options
+            )
         if text.shape[1] != self._tokens.shape[1] + limit:
             raise ValueError(f"transformers wrote {text.shape[1] - self._tokens.shape[1]} tokens instead of {limit}.")
         if self._model.device.type == "cuda":
@@ -108,8 +109,11 @@ def _compiled(record: Record, size: Sizes, generator: Generator, ours: Mapping[s
     graphs = counts["unique_graphs"]
     record.add("torch.compile", seconds=time.monotonic() - begin, graphs=graphs)
     _add_rows(record, timed(record, {**ours, _COMPILED: generator}, size.lengths, size.repeats))
-    record.add("torch.compile: graphs while timed", ok=counts["unique_graphs"] == graphs,
-               graphs=counts["unique_graphs"] - graphs)  # fmt: skip
+    record.add(
+        "torch.compile: graphs while timed",
+        ok=counts["unique_graphs"] == graphs,
+        graphs=counts["unique_graphs"] - graphs,
+    )
 
 
 def _ours(size: Sizes) -> list[Case]:

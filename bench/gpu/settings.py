@@ -56,9 +56,17 @@ def run(record: Record, rehearse: bool) -> None:
 
 def _batches(record: Record, size: Sizes, target: Any, draft: Any, bandwidth: float) -> None:
     """Measure plain decoding and K = 2 with every batch size."""
-    programs = compile_together(record, [case for batch in size.batches for case in (
-        plain(f"3B plain, batch {batch}", target, size, batch),
-        speculative(f"3B, 1B drafts K=2, batch {batch}", target, draft, 2, size, batch))])  # fmt: skip
+    programs = compile_together(
+        record,
+        [
+            case
+            for batch in size.batches
+            for case in (
+                plain(f"3B plain, batch {batch}", target, size, batch),
+                speculative(f"3B, 1B drafts K=2, batch {batch}", target, draft, 2, size, batch),
+            )
+        ],
+    )
     timings = timed(record, programs, size.lengths, size.repeats)
     for batch in size.batches:
         names = [name for name in timings if programs[name].case.setting.batch == batch]
@@ -78,8 +86,15 @@ def _contexts(record: Record, size: Sizes, target: Any, bandwidth: float) -> Non
     each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * target.dtype.itemsize
     for (name, seconds), context in zip(pass_seconds(passes, times).items(), size.contexts, strict=True):
         read = weight_bytes(target) + context * each
-        record.add(name, context=context, slots=slots, ms=seconds * 1e3, tokens_per_s=1 / seconds,
-                   cache_mb=context * each / 1e6, **shares(read, seconds, bandwidth))  # fmt: skip
+        record.add(
+            name,
+            context=context,
+            slots=slots,
+            ms=seconds * 1e3,
+            tokens_per_s=1 / seconds,
+            cache_mb=context * each / 1e6,
+            **shares(read, seconds, bandwidth),
+        )
 
 
 def _over_plain(record: Record, size: Sizes, case: Case, bandwidth: float) -> None:
@@ -123,9 +138,15 @@ def _engine(record: Record, size: Sizes, target: Any) -> None:
         }
         times = in_turns(calls, size.repeats, warmup=1)
     tokens, share = 2 * size.slots * size.lengths[1], ratio(times["program"], times["engine"])
-    record.add(f"1B engine, {size.slots} slots", tokens_per_s=tokens / spread(times["engine"]).median,
-               program_tokens_per_s=tokens / spread(times["program"]).median, over_program=share.median,
-               over_program_low=share.low, over_program_high=share.high, start_seconds=started)  # fmt: skip
+    record.add(
+        f"1B engine, {size.slots} slots",
+        tokens_per_s=tokens / spread(times["engine"]).median,
+        program_tokens_per_s=tokens / spread(times["program"]).median,
+        over_program=share.median,
+        over_program_low=share.low,
+        over_program_high=share.high,
+        start_seconds=started,
+    )
 
 
 def _training(record: Record, size: Sizes, target: Any) -> None:
@@ -147,7 +168,14 @@ def _training(record: Record, size: Sizes, target: Any) -> None:
         return loss
 
     taken = spread(in_turns({"step": call}, size.repeats, warmup=1)["step"])
-    record.add("1B: a step of training EAGLE", ms=taken.median * 1e3, ms_low=taken.low * 1e3, ms_high=taken.high * 1e3,
-               tokens=batch.tokens.size, tokens_per_s=batch.tokens.size / taken.median,
-               trained=sum(leaf.size for leaf in trainee.weights.values()), compile_or_load_seconds=compiled_in,
-               temporary_mb=step.memory_analysis().temp_size_in_bytes / 1e6)  # fmt: skip
+    record.add(
+        "1B: a step of training EAGLE",
+        ms=taken.median * 1e3,
+        ms_low=taken.low * 1e3,
+        ms_high=taken.high * 1e3,
+        tokens=batch.tokens.size,
+        tokens_per_s=batch.tokens.size / taken.median,
+        trained=sum(leaf.size for leaf in trainee.weights.values()),
+        compile_or_load_seconds=compiled_in,
+        temporary_mb=step.memory_analysis().temp_size_in_bytes / 1e6,
+    )

@@ -28,8 +28,9 @@ def check(record: Record, rehearse: bool) -> None:
     request = ragged(tokens)
     with jax.default_matmul_precision("highest"):  # TF32 rounding would exceed the lead of many tokens
         plain = _plain(target, request, length, _GREEDY)
-        _compare(record, "speculative = plain", _speculative(target, draft, request, length, _GREEDY), plain, target,
-                 request)  # fmt: skip
+        _compare(
+            record, "speculative = plain", _speculative(target, draft, request, length, _GREEDY), plain, target, request
+        )
         cpu = jax.devices("cpu")[0]
         with jax.default_device(cpu), record.attempt("device = CPU"):
             there = _plain(jax.device_put(target, cpu), jax.device_put(request, cpu), length, _GREEDY)
@@ -50,15 +51,18 @@ def _plain(target: Any, request: Request, length: int, sampling: jspec.SamplingP
     return np.asarray(jspec.generate(target, *request, max_new_tokens=length, sampling=sampling).tokens)
 
 
-def _speculative(target: Any, draft: Any, request: Request, length: int, sampling: jspec.SamplingParams,
-                 rule: str = "rejection") -> np.ndarray:  # fmt: skip
-    output = jspec.speculative_generate(target, draft, *request, max_new_tokens=length, num_draft_tokens=4,
-                                        sampling=sampling, accept=rule)  # fmt: skip
+def _speculative(
+    target: Any, draft: Any, request: Request, length: int, sampling: jspec.SamplingParams, rule: str = "rejection"
+) -> np.ndarray:
+    output = jspec.speculative_generate(
+        target, draft, *request, max_new_tokens=length, num_draft_tokens=4, sampling=sampling, accept=rule
+    )
     return np.asarray(output.tokens)
 
 
-def _compare(record: Record, name: str, texts: np.ndarray, others: np.ndarray, model: Any = None,
-             request: Request | None = None) -> None:  # fmt: skip
+def _compare(
+    record: Record, name: str, texts: np.ndarray, others: np.ndarray, model: Any = None, request: Request | None = None
+) -> None:
     """Add a row. An output may diverge from the other where the two most likely tokens of `model` are nearly tied."""
     row, leads = _differences(texts, others), []
     if model is not None and request is not None:

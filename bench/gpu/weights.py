@@ -23,8 +23,10 @@ def random_model(config: LlamaConfig, dtype: Any, seed: int, quantized: bool = F
     """Return a model with normally distributed matrices, or uniform ones in int8. Its norms have no effect."""
     leaves, form = jax.tree_util.tree_flatten_with_path(abstract.model(config, dtype, quantized))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    arrays = [_array(key, leaf.shape, leaf.dtype, "scale" in str(path))
-              for key, (path, leaf) in zip(keys, leaves, strict=True)]  # fmt: skip
+    arrays = [
+        _array(key, leaf.shape, leaf.dtype, "scale" in str(path))
+        for key, (path, leaf) in zip(keys, leaves, strict=True)
+    ]
     return form.unflatten(arrays)
 
 

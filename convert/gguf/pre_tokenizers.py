@@ -53,6 +53,18 @@ _ASIAN = (
     "[一-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e00-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
+_WIDE_SYMBOLS = r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
+_CJK = "[一-龥\u0800-一가-\ud7ff]+"
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    "([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+)
+_SPACES = "|".join([*(rf"\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s{1}"])
+_YOUTU_SCRIPTS = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _HAN_AND_KANA
+_YOUTU = rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +102,13 @@ def _table() -> dict[str, Splits]:
         ("command-r", Splits((r"\p{N}", GPT2), composes=True)),
         ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Splits((r"\p{N}", GPT2))),
         ("falcon", Splits((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
-        ("deepseek-llm", Splits((
-            "[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$",
-            "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}+",
-        ))),
-        ("deepseek-coder", Splits(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}"))),
+        ("deepseek-llm", Splits(("[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _WIDE_SYMBOLS, r"\s+$", _CJK, r"\p{N}+"))),
+        ("deepseek-coder", Splits(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"))),
         ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Splits((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3))),
         ("spark2_5", Splits((r"\p{N}{1,3}", _HAN_AND_KANA, _SPARK, r"\p{N}"))),
         ("poro-chat bloom gpt3-finnish", Splits((_BLOOM,))),
         ("viking", Splits((_BLOOM, r"\p{N}"))),
-        ("chameleon", Splits((
-            "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", "([\t\n]|    |  )", r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]", GPT2,
-        ), add_bos=True)),
+        ("chameleon", Splits((*_CHAMELEON, GPT2), add_bos=True)),
         ("superbpe", Splits((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
         ("bailingmoe bailingmoe2 llada-moe", Splits((_BAILING,))),
         ("seed-coder", Splits((_SEED,))),
@@ -111,13 +117,9 @@ def _table() -> dict[str, Splits]:
         ("exaone-moe", Splits((_EXAONE_MOE,))),
         ("afmoe", Splits((_THREES, _ASIAN, _DEEPSEEK3))),
         ("minicpm5", Splits((r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")), ignore_merges=True)),
-        ("jais-2", Splits((LLAMA3.replace(r"\s+(?!\S)|\s+", "|".join(
-            [*(rf"\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s{1}"])),))),
-        ("youtu", Splits((
-            "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _HAN_AND_KANA,
-            rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}",
-        ), ignore_merges=True)),
-    ]  # fmt: skip
+        ("jais-2", Splits((LLAMA3.replace(r"\s+(?!\S)|\s+", _SPACES),))),
+        ("youtu", Splits((_YOUTU_SCRIPTS, _YOUTU), ignore_merges=True)),
+    ]
     return {name: splits for names, splits in rows for name in names.split()}
 
 

@@ -22,8 +22,9 @@ def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) ->
     out_of_vocab = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if out_of_vocab.size:
         row = out_of_vocab[0]
-        raise CheckpointError(f"d2t names token {tokens[row]} in row {row}; the target's are 0 to {vocab_size - 1}: "
-                              f"{_FIX}.")  # fmt: skip
+        raise CheckpointError(
+            f"d2t names token {tokens[row]} in row {row}; the target's are 0 to {vocab_size - 1}: {_FIX}."
+        )
     found = np.full(vocab_size, count, np.int32)
     found[tokens] = np.arange(count)
     twice = np.flatnonzero(found[tokens] != np.arange(count))

@@ -81,8 +81,10 @@ def read_own(directory: Path, kind: str) -> dict[str, Any]:
     """
     raw = read_object(directory / "config.json")
     if (raw.get("model_type"), raw.get("kind")) != (OWN, kind):
-        raise CheckpointError(f"{directory / 'config.json'} says model_type {raw.get('model_type')!r} and kind "
-                              f"{raw.get('kind')!r}; expected {OWN!r} and {kind!r}.")  # fmt: skip
+        raise CheckpointError(
+            f"{directory / 'config.json'} says model_type {raw.get('model_type')!r} and kind "
+            f"{raw.get('kind')!r}; expected {OWN!r} and {kind!r}."
+        )
     return raw
 
 
@@ -100,8 +102,10 @@ def new_own(destination: Path, kind: str, fields: dict[str, Any]) -> Iterator[Pa
 
 
 def _snippet(pickled: str, single: str) -> str:
-    return ("`safetensors.torch.save_file({name: tensor.clone().contiguous() for name, tensor in "
-            f"torch.load({pickled!r}, weights_only=True).items()}}, {single!r})`")  # fmt: skip
+    return (
+        "`safetensors.torch.save_file({name: tensor.clone().contiguous() for name, tensor in "
+        f"torch.load({pickled!r}, weights_only=True).items()}}, {single!r})`"
+    )
 
 
 def common_dtype(found: dict[str, Tensor]) -> str | None:

@@ -54,8 +54,10 @@ def read(source: str | Path) -> MedusaFiles:
         raise CheckpointError(f"{path}: {error}") from error
     heads, blocks = config.num_heads, config.num_blocks
     if heads * max(1, blocks) > len(found):  # a damaged config's tensor table could exhaust memory
-        raise CheckpointError(f"{path} means {heads} heads of {blocks} blocks each, and there are {len(found)} "
-                              "tensors; restore the heads' own config.json.")  # fmt: skip
+        raise CheckpointError(
+            f"{path} means {heads} heads of {blocks} blocks each, and there are {len(found)} "
+            "tensors; restore the heads' own config.json."
+        )
     table = medusa_config.entries(config, origin)
     check_names(found, {part.hf_name: entry.shape for entry in table for part in entry.parts}, directory)
     dtype = head_files.common_dtype(found)

@@ -33,8 +33,10 @@ class Traversal(Rule):
         # The round has its own key, as in `Block`. Cousins are verified side by side, so each has its own noise.
         round_keys = stream(keys, start, Purpose.ACCEPT)
         depths, rank = tree.offsets[1:], tree.rank_at_depth[1:]
-        by_rank = [stream(of_sibling(round_keys, r), positions_from(start, tree.max_depth), Purpose.ACCEPT)
-                   for r in range(rank.max() + 1)]  # fmt: skip
+        by_rank = [
+            stream(of_sibling(round_keys, r), positions_from(start, tree.max_depth), Purpose.ACCEPT)
+            for r in range(rank.max() + 1)
+        ]
         uniforms = jnp.stack([uniform(keys) for keys in by_rank], axis=1)[:, rank, depths - 1]
         end, remaining = traverse(uniforms, draft, target_probs)
         num_accepted, path = jnp.asarray(tree.offsets)[end], jnp.asarray(tree.paths)[end]

@@ -90,8 +90,7 @@ def chat(
         if tokenizer.chat_template is None and variables:
             raise UsageError("--template is for a model with a chat template, and this one has none; leave it out.")
         compile_all(engine, set_status)
-    sampling = chosen_sampling(engine.device.target, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                               repetition_penalty=repetition_penalty)  # fmt: skip
+    sampling = chosen_sampling(engine.device.target, temperature, top_k, top_p, min_p, repetition_penalty)
     with lines.whole_lines():
         _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 
@@ -103,8 +102,11 @@ def _target(target: str | None) -> str | None:
     if target is None and names.find(_DEFAULT_PAIR) is not None:
         return _DEFAULT_PAIR
     if target is None:
-        typer.echo("The bundled pair continues Python source and answers nothing. A small model that does: "
-                   f"{names.MODELS[_DEFAULT_PAIR].command}", err=True)  # fmt: skip
+        typer.echo(
+            "The bundled pair continues Python source and answers nothing. A small model that does: "
+            f"{names.MODELS[_DEFAULT_PAIR].command}",
+            err=True,
+        )
     return target
 
 
@@ -114,8 +116,16 @@ class Conversation:
     Without a chat template, the conversation is one text, and every message is its next line.
     """
 
-    def __init__(self, engine: Any, tokenizer: Any, sampling: Any, seed: int, max_new_tokens: int, system: str | None,
-                 template: dict[str, Any] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any,
+        sampling: Any,
+        seed: int,
+        max_new_tokens: int,
+        system: str | None,
+        template: dict[str, Any] | None = None,
+    ):
         self._template = template
         self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
         self._most, self._text, self._turns = max_new_tokens, "", 0
@@ -141,8 +151,10 @@ class Conversation:
         target, longest = self._engine.device.target, self._engine.device.sizes.length
         room = longest - len(task.ids)
         if room <= 0:
-            raise UsageError(f"That makes {len(task.ids)} tokens, and a conversation has at most {longest}; be "
-                             "shorter, begin another, or give a larger --max-length.")  # fmt: skip
+            raise UsageError(
+                f"That makes {len(task.ids)} tokens, and a conversation has at most {longest}; be "
+                "shorter, begin another, or give a larger --max-length."
+            )
         (key,), self._turns = request_keys(self._seed, 1, first=self._turns), self._turns + 1
         request = Request(task.ids, min(self._most, room), self._sampling, key, task.ends(target))
         answer = ""

@@ -45,10 +45,19 @@ def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> 
         check_text(text, f"{place} {number}" if len(texts) > 1 else place, may_be_empty)
 
 
-def chosen_sampling(target: Any, **given: Any) -> Any:
+def chosen_sampling(
+    target: Any,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+) -> Any:
     """Return the sampling parameters from the options that are not None. Print the defaults that the model sets."""
     from jspec.models.sampling_defaults import default_sampling, described
 
+    given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given["repetition_penalty"] = repetition_penalty
     if defaults := described(target, **given):
         typer.echo(defaults, err=True)
     return default_sampling(target, **given)

@@ -104,8 +104,7 @@ def generate(
             models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
         elif where.drafts:
             drafting["num_draft_tokens"] = completion.draft_length_of(models[1], num_draft_tokens)
-        sampling = chosen_sampling(models[0], temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                                   repetition_penalty=repetition_penalty)  # fmt: skip
+        sampling = chosen_sampling(models[0], temperature, top_k, top_p, min_p, repetition_penalty)
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, set_status)
     completions, chosen_length = task.completions(models[0], out), out.stats.accepted_at.shape[1]
     if as_json:

@@ -63,8 +63,10 @@ def read(prompt: str) -> str:
     line = sys.stdin.readline()
     longest = _LONGEST.get(sys.platform)
     if is_terminal and longest and len(line.encode(errors="replace")) >= longest:
-        raise UsageError(f"The terminal passes on at most {longest - 2} bytes of a line, so this one may have lost its "
-                         "end; send it through a pipe.")  # fmt: skip
+        raise UsageError(
+            f"The terminal passes on at most {longest - 2} bytes of a line, so this one may have lost its "
+            "end; send it through a pipe."
+        )
     return line
 
 

@@ -91,8 +91,10 @@ class Sources:
 
         known = convert.read_config(convert.resolve(self.target)).vocab_size
         if size > known:
-            raise UsageError(f"--tokenizer {self.tokenizer_source} has {size} tokens, and the target {known}; give the "
-                             "tokenizer of the same model.")  # fmt: skip
+            raise UsageError(
+                f"--tokenizer {self.tokenizer_source} has {size} tokens, and the target {known}; give the "
+                "tokenizer of the same model."
+            )
 
     def _check_layers(self) -> None:
         import convert
@@ -126,12 +128,16 @@ def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
     """
     found = _EXIT.fullmatch(draft)
     if not found:
-        raise UsageError(f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers, or "
-                         "exit:N-I-J, without those of index I and J.")  # fmt: skip
+        raise UsageError(
+            f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers, or "
+            "exit:N-I-J, without those of index I and J."
+        )
     layers, skipped = int(found[1]), tuple(map(int, found[2].split("-")[1:]))
     if len({*skipped}) < len(skipped) or max(skipped, default=0) >= layers or len(skipped) == layers:
-        raise UsageError(f"--draft {draft} must skip each layer at most once, those of index 0 to {layers - 1}, and "
-                         "leave at least one.")  # fmt: skip
+        raise UsageError(
+            f"--draft {draft} must skip each layer at most once, those of index 0 to {layers - 1}, and "
+            "leave at least one."
+        )
     return layers, skipped
 
 
@@ -168,8 +174,10 @@ def sources(
     looks_up = draft.startswith(BESIDE)
     draft = draft.removeprefix(BESIDE)
     if looks_up and (draft in ("", NONE, LOOKUP, EXIT) or head_kind(draft) in _TREES):
-        raise UsageError("--draft lookup+SRC is for what drafts a chain where lookup has no guess: a model, a trained "
-                         f"head, a datastore or exit:N; {draft or 'nothing'} does not.")  # fmt: skip
+        raise UsageError(
+            "--draft lookup+SRC is for what drafts a chain where lookup has no guess: a model, a trained "
+            f"head, a datastore or exit:N; {draft or 'nothing'} does not."
+        )
     if draft == HEAD and not Path(HEAD).exists():  # a path takes precedence, as for targets
         draft = _head(target)
     if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
@@ -212,8 +220,9 @@ def _head(target: str | None) -> str:
     """
     folder = None if target is None else head_of(target)
     if folder is None:
-        raise UsageError("--draft head is for a model whose head travels with jspec, such as smollm2; name "
-                         "another one's folder.")  # fmt: skip
+        raise UsageError(
+            "--draft head is for a model whose head travels with jspec, such as smollm2; name another one's folder."
+        )
     return str(folder)
 
 
@@ -231,9 +240,15 @@ def drafter_class(kind: str) -> Any:
     """
     import jspec
 
-    classes = {"eagle": jspec.EagleDrafter, "medusa": jspec.MedusaDrafter, "hydra": jspec.HydraDrafter,
-               "blockwise": jspec.BlockwiseDrafter, "kangaroo": jspec.KangarooDrafter, "pass": jspec.PassDrafter,
-               "several": jspec.MultiDrafter}  # fmt: skip
+    classes = {
+        "eagle": jspec.EagleDrafter,
+        "medusa": jspec.MedusaDrafter,
+        "hydra": jspec.HydraDrafter,
+        "blockwise": jspec.BlockwiseDrafter,
+        "kangaroo": jspec.KangarooDrafter,
+        "pass": jspec.PassDrafter,
+        "several": jspec.MultiDrafter,
+    }
     if kind not in classes:
         raise UsageError(f"--draft holds a drafter of kind {kind!r}; expected one of {', '.join(classes)}.")
     return classes[kind]

@@ -36,8 +36,10 @@ def _tree(text: str) -> tuple[int, ...]:
     """Parse the parents of a tree's nodes, such as "0,0,1"."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) <= node for node, part in enumerate(parts)):
-        raise typer.BadParameter(f"{text!r} is no tree: give the parent of each node, which comes before it, such as "
-                                 "0,0,1; 0 is the last token of the text.")  # fmt: skip
+        raise typer.BadParameter(
+            f"{text!r} is no tree: give the parent of each node, which comes before it, such as "
+            "0,0,1; 0 is the last token of the text."
+        )
     return tuple(map(int, parts))
 
 
@@ -73,42 +75,47 @@ Draft = Annotated[
     ),
 ]
 Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]
+_DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Annotated[
     Any,
-    choice(
-        "--dtype", "Of weights and computing [default: float32 on CPU, else bfloat16].",
-        *("float32", "bfloat16", "float16"),
-    ),
-]  # fmt: skip
+    choice("--dtype", "Of weights and computing [default: float32 on CPU, else bfloat16].", *_DTYPES),
+]
 Quantize = Annotated[Any, choice("--quantize", "Round the weights of target and draft, but for trained heads.", "int8")]
 # Without a value, these options use the model's own default from its generation_config.json.
-Temperature = Annotated[
-    float | None, option("--temperature", "X", "0 is greedy.", min=0, show_default="the model's own, else 1")
-]
+_OWN_OR_0, _OWN_OR_1 = "the model's own, else 0", "the model's own, else 1"
+Temperature = Annotated[float | None, option("--temperature", "X", "0 is greedy.", min=0, show_default=_OWN_OR_1)]
 TopK = Annotated[
     int | None,
-    option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0, show_default="the model's own, else 0"),
+    option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0, show_default=_OWN_OR_0),
 ]
 TopP = Annotated[
     float | None,
-    option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1,
-           show_default="the model's own, else 1"),
-]  # fmt: skip
+    option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1, show_default=_OWN_OR_1),
+]
 MinP = Annotated[
     float | None,
-    option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1,
-           show_default="the model's own, else 0"),
-]  # fmt: skip
+    option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1, show_default=_OWN_OR_0),
+]
 RepetitionPenalty = Annotated[
     float | None,
-    option("--repetition-penalty", "X", "Penalize tokens that occurred before; 1 is off.", min=1e-3, max=1e3,
-           show_default="the model's own, else 1"),
-]  # fmt: skip
+    option(
+        "--repetition-penalty",
+        "X",
+        "Penalize tokens that occurred before; 1 is off.",
+        min=1e-3,
+        max=1e3,
+        show_default=_OWN_OR_1,
+    ),
+]
 Template = Annotated[
     list[str] | None,
-    option("--template", "NAME=VALUE", "Set a variable of the chat template; the value is JSON, or else text. May be "
-           "given again.", show_default=False),
-]  # fmt: skip
+    option(
+        "--template",
+        "NAME=VALUE",
+        "Set a variable of the chat template; the value is JSON, or else text. May be given again.",
+        show_default=False,
+    ),
+]
 Seed = Annotated[int, option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)]
 MaxNewTokens = Annotated[int, option("--max-new-tokens -n", "N", "Limit for each prompt.", min=1, max=2**31 - 1)]
 NumDraftTokens = Annotated[
@@ -125,10 +132,10 @@ Tree = Annotated[
     Any,
     option("--tree", "PARENTS", "Draft a tree: the parent of each guess, as 0,0,1; see jspec tune.", parser=_tree),
 ]
+_RULES = ("rejection", "block", "coupled", "traversal")
 Accept = Annotated[
     Any,
-    choice("--accept", "Rule; the law is the target's with each [default: rejection].",
-           "rejection", "block", "coupled", "traversal"),
-]  # fmt: skip
+    choice("--accept", "Rule; the law is the target's with each [default: rejection].", *_RULES),
+]
 Show = Annotated[bool, option("--show", None, "Draw the rounds, one a line, with the guesses that were refused.")]
 Json = Annotated[bool, option("--json", None, "One JSON object a line, for machines.")]

@@ -50,8 +50,9 @@ def plan(
         from jspec.planning.plan import NO_ROOM
 
         set_status("Reading configurations")
-        found = jspec.plan(where.target, where.draft, device=device, batch=batch, length=length,
-                           acceptance=acceptance, num_draft_tokens=num_draft_tokens, quantize=quantize)  # fmt: skip
+        requests: dict[str, Any] = {"batch": batch, "length": length, "acceptance": acceptance}
+        options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "quantize": quantize}
+        found = jspec.plan(where.target, where.draft, device=device, **requests, **options)
     advice = report.plan_advice(found)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | {"advice": advice}, allow_nan=False))

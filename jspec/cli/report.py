@@ -105,8 +105,8 @@ def tuning_table(tuning: Tuning, conditions: dict[str, Any]) -> Table:
         cells = ("plain" if k == 0 else str(k), cost, f"{tokens:.2f}", f"{tokens / seconds:.0f}", f"{speedup:.2f}x")
         table.add_row(*cells, "<- best" if best else "", style="bold green" if best else None)
     if tuning.tree is not None:
-        table.add_row("tree", "", "", f"{tuning.tree_speedup / tuning.plain_seconds:.0f}",
-                      f"{tuning.tree_speedup:.2f}x", "<- best", style="bold green")  # fmt: skip
+        cells = ("tree", "", "", f"{tuning.tree_speedup / tuning.plain_seconds:.0f}", f"{tuning.tree_speedup:.2f}x")
+        table.add_row(*cells, "<- best", style="bold green")
     return table
 
 
@@ -115,8 +115,10 @@ def advice(tuning: Tuning) -> str:
     if tuning.tree is not None:
         parents = tuning.tree.parents
         chain = f"num_draft_tokens={tuning.num_draft_tokens}" if tuning.num_draft_tokens else "plain decoding"
-        return (f"use jspec.Tree({parents}), or --tree {','.join(map(str, parents))} ({tuning.tree_speedup:.2f}x "
-                f"plain; {chain} {tuning.speedup:.2f}x)")  # fmt: skip
+        return (
+            f"use jspec.Tree({parents}), or --tree {','.join(map(str, parents))} ({tuning.tree_speedup:.2f}x "
+            f"plain; {chain} {tuning.speedup:.2f}x)"
+        )
     if tuning.num_draft_tokens:
         return f"use num_draft_tokens={tuning.num_draft_tokens} ({tuning.speedup:.2f}x plain)"
     return _against(tuning.speedups)
@@ -136,26 +138,35 @@ def training_line(evaluation: "Progress") -> str:
 
     kept, same = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (evaluation.acceptance, evaluation.agreement))
     rounds = [f"{predicted(rates):.2f}" for rates in (evaluation.acceptance, evaluation.agreement)]
-    return (f"step {evaluation.step}: loss {evaluation.loss:.4f}; "
-            f"accepted by depth {kept} ({rounds[0]} tokens a round), greedily {same} ({rounds[1]})")  # fmt: skip
+    return (
+        f"step {evaluation.step}: loss {evaluation.loss:.4f}; "
+        f"accepted by depth {kept} ({rounds[0]} tokens a round), greedily {same} ({rounds[1]})"
+    )
 
 
 def training_table(results: "Sequence[Result]") -> Table:
     """Return a table of a trained drafter's tokens per round and speed."""
-    table = Table("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed", box=box.SIMPLE_HEAD,
-                  caption="foreseen: of the held-out texts as they are; measured: of what the target answers to them",
-                  caption_justify="left")  # fmt: skip
+    titles = ("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed")
+    caption = "foreseen: of the held-out texts as they are; measured: of what the target answers to them"
+    table = Table(*titles, box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     for result in results:
-        table.add_row(str(result.num_draft_tokens), f"{result.temperature:g}", f"{result.foreseen:.2f}",
-                      f"{result.tokens_per_round:.2f}", f"{result.speedup:.2f}x")  # fmt: skip
+        table.add_row(
+            str(result.num_draft_tokens),
+            f"{result.temperature:g}",
+            f"{result.foreseen:.2f}",
+            f"{result.tokens_per_round:.2f}",
+            f"{result.speedup:.2f}x",
+        )
     return table
 
 
 def memory_table(plan: Plan) -> Table:
     """Return a table of the predicted memory use on the device, with and without the draft."""
     device = plan.device
-    title = (f"{device.title}, {device.dtype}: batch {plan.batch}, length {plan.length}\n"
-             f"{plan.prompt} of it prompt, acceptance {plan.acceptance:g} assumed")  # fmt: skip
+    title = (
+        f"{device.title}, {device.dtype}: batch {plan.batch}, length {plan.length}\n"
+        f"{plan.prompt} of it prompt, acceptance {plan.acceptance:g} assumed"
+    )
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("GB, predicted", no_wrap=True)
     for column in ("weights", "caches", "besides", "all", f"of {device.memory / 1e9:.1f}"):
@@ -181,9 +192,14 @@ def plan_table(plan: Plan) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for k in range(len(plan.draft.speedups) + 1):
         seconds, tokens = _costs(plan.draft)[k - 1] if k else (plan.plain_seconds, 1.0)
-        table.add_row("plain" if k == 0 else str(k), f"{tokens:.2f}", f"{seconds * 1e3:.3g}", f"{tokens / seconds:.0f}",
-                      *(_speed(one, k) for one in drafts.values()),
-                      style="bold green" if k == plan.draft.best else None)  # fmt: skip
+        table.add_row(
+            "plain" if k == 0 else str(k),
+            f"{tokens:.2f}",
+            f"{seconds * 1e3:.3g}",
+            f"{tokens / seconds:.0f}",
+            *(_speed(one, k) for one in drafts.values()),
+            style="bold green" if k == plan.draft.best else None,
+        )
     return table
 
 
@@ -211,8 +227,10 @@ def plan_advice(plan: Plan) -> str:
         return _no_room(plan)
     if plan.verdict == QUANTIZE:
         as_given = f"as given at {draft.speedup:.2f}x" if draft.best else "while as given it does not pay"
-        return (f"quantise the draft: in int8, with num_draft_tokens={int8.num_draft_tokens}, it would run at "
-                f"{int8.speedup:.2f}x the speed of plain decoding, {as_given}")  # fmt: skip
+        return (
+            f"quantise the draft: in int8, with num_draft_tokens={int8.num_draft_tokens}, it would run at "
+            f"{int8.speedup:.2f}x the speed of plain decoding, {as_given}"
+        )
     if plan.verdict != SPECULATE:
         return _against(draft.speedups)
     best = f"use num_draft_tokens={draft.best} ({draft.speedups[draft.best - 1]:.2f}x plain, predicted)"
@@ -231,5 +249,7 @@ def _no_room(plan: Plan) -> str:
     }
     fitting = [name for name, fits in options.items() if fits]
     remedy = f"{' or '.join(fitting)} would fit" if fitting else "nor does anything smaller of this pair"
-    return (f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB besides are more than the "
-            f"{plan.device.memory / 1e9:.2f} GB of one {plan.device.title}; {remedy}")  # fmt: skip
+    return (
+        f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB besides are more than the "
+        f"{plan.device.memory / 1e9:.2f} GB of one {plan.device.title}; {remedy}"
+    )

@@ -27,6 +27,16 @@ the status 403, unless --allow-host or --allow-origin names them.
 """
 
 
+_MaxLength = Annotated[
+    int | None,
+    option(
+        "--max-length",
+        "N",
+        "Longest text, prompt included; every slot has room for that.",
+        min=2,
+        show_default="1024, or what the models know",
+    ),
+]
 _Hosts = Annotated[
     list[str] | None,
     option(
@@ -67,16 +77,7 @@ def serve(
         Any, o.choice("--accept", "Rule for requests without a seed.", "rejection", "block", "coupled")
     ] = "rejection",
     slots: Annotated[int, option("--slots", "N", "Requests at once; others wait.", min=1)] = 8,
-    max_length: Annotated[
-        int | None,
-        option(
-            "--max-length",
-            "N",
-            "Longest text, prompt included; every slot has room for that.",
-            min=2,
-            show_default="1024, or what the models know",
-        ),
-    ] = None,
+    max_length: _MaxLength = None,
     max_waiting: Annotated[
         int, option("--max-waiting", "N", "Requests that may wait; more get the status 429.", min=1)
     ] = 64,
@@ -109,8 +110,12 @@ def serve(
                 where, set_status, dtype, quantize, lambda _: draft_length, max_length, **engine_options
             )
             compile_all(engine, set_status)
-        server_options = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix,
-                          "access": access}  # fmt: skip
+        server_options = {
+            "max_waiting": max_waiting,
+            "api_key": api_key,
+            "metrics_prefix": metrics_prefix,
+            "access": access,
+        }
         _run(engine, tokenizer, listener, keep_alive, name or target or "bundled", **server_options)
 
 
@@ -118,13 +123,17 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
     """Check the options that typer cannot check."""
     needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise UsageError(f"jspec serve needs {', '.join(missing)}; install jspec's extra for it, in its clone by "
-                         'pip install -e ".[serve]".')  # fmt: skip
+        raise UsageError(
+            f"jspec serve needs {', '.join(missing)}; install jspec's extra for it, in its clone by "
+            'pip install -e ".[serve]".'
+        )
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
         raise UsageError("--api-key must be of visible ASCII characters, for it is sent in a header.")
     if not (metrics_prefix.isascii() and f"{metrics_prefix}x".replace(":", "_").isidentifier()):
-        raise UsageError(f"--metrics-prefix {metrics_prefix!r} cannot begin a name in Prometheus; use letters, "
-                         "digits, _ and :, not a digit first.")  # fmt: skip
+        raise UsageError(
+            f"--metrics-prefix {metrics_prefix!r} cannot begin a name in Prometheus; use letters, "
+            "digits, _ and :, not a digit first."
+        )
 
 
 def _access(host: str, hosts: list[str] | None, origins: list[str] | None) -> Any:

@@ -1,5 +1,6 @@
 """`jspec train`: train a drafter for a target."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,17 +96,15 @@ def train(
         import jspec
         from jspec.training.train import Recipe
 
-        recipe = {"steps": steps, "depth": depth, "loss": loss, "rate": rate, "step_tokens": step_tokens,
-                  "length": length, "written_tokens": written_tokens, "draft_vocab": draft_vocab, "seed": seed,
-                  "boost": boost}  # fmt: skip
-        Recipe(kind, **recipe).check()
+        recipe = Recipe(kind, steps, depth, loss, rate, step_tokens, length, written_tokens, draft_vocab, seed, boost)
+        recipe.check()
         set_status("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
         how_saved(begun, where.target)  # raises before training if the drafter cannot be saved
     with interrupts.last_words(f"Stopped. The same command goes on from {folder}."):
         with _bar(steps) as tell:
-            drafter = jspec.train_drafter(model, tokenizer, kind, data or None, folder=folder, start=begun,
-                                          store_states=stored, say=tell, **recipe)  # fmt: skip
+            run: dict[str, Any] = {"data": data or None, "folder": folder, "start": begun, "store_states": stored}
+            drafter = jspec.train_drafter(model, tokenizer, **run, say=tell, **dataclasses.asdict(recipe))
         if path.exists():
             typer.echo(f"{path} was there already.")
         else:
@@ -208,6 +207,9 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
         lengths = {min(2, depth), depth} if tree is None else {tree.max_depth}
         if isinstance(drafter, PassDrafter):  # its tree has vectors after its last draft token
             lengths = {len(drafter.embeddings)}
-        found = [measure(model, drafter, prompts, last, k, temperature)
-                 for temperature in (0.0, 1.0) for k in sorted(lengths)]  # fmt: skip
+        found = [
+            measure(model, drafter, prompts, last, k, temperature)
+            for temperature in (0.0, 1.0)
+            for k in sorted(lengths)
+        ]
     Console(highlight=False).print(report.training_table(found), soft_wrap=True)

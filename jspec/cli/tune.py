@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from jspec.text.chat_template import Batch
     from jspec.tuning.tune_chain import Tuning
 
+_NewTokens = Annotated[
+    int,
+    option(
+        "--max-new-tokens -n", "N", "Limit of the texts to come; at least 4 times --max-draft-tokens and 4 more.", min=1
+    ),
+]
+
 
 def tune(
     target: o.TargetArgument = None,
@@ -38,15 +45,7 @@ def tune(
         int | None, option("--batch", "N", "Texts at once; prompts repeat [default: one for each prompt].", min=1)
     ] = None,
     temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
-    max_new_tokens: Annotated[
-        int,
-        option(
-            "--max-new-tokens -n",
-            "N",
-            "Limit of the texts to come; at least 4 times --max-draft-tokens and 4 more.",
-            min=1,
-        ),
-    ] = 128,
+    max_new_tokens: _NewTokens = 128,
     max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "The most to consider.", min=1)] = 8,
     max_nodes: Annotated[
         int, option("--max-nodes", "N", "Guesses of the largest tree to consider; 0 for chains alone.", min=0)
@@ -61,8 +60,10 @@ def tune(
     The answer holds for this device, batch size and kind of text.
     """
     if (target and not draft) or draft == "none":
-        raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer, a trained head's folder, a "
-                         "datastore, lookup, exit:N or exit.")  # fmt: skip
+        raise UsageError(
+            "TARGET needs DRAFT: a smaller model with the same tokenizer, a trained head's folder, a "
+            "datastore, lookup, exit:N or exit."
+        )
     where = sources(target, draft, may_search=True, tokenizer_source=tokenizer_source)
     if where.has_tree:
         raise UsageError(f"{where.draft} drafts a tree of its own, so there is nothing to tune.")
@@ -106,8 +107,10 @@ def _tune(
 
     target, drafter = models
     request = batch.tokens, batch.lengths, text.request_keys(0, len(batch.lengths))
-    options: dict[str, Any] = {"sampling": jspec.SamplingParams(temperature=temperature),
-                               "max_draft_tokens": max_draft_tokens}  # fmt: skip
+    options: dict[str, Any] = {
+        "sampling": jspec.SamplingParams(temperature=temperature),
+        "max_draft_tokens": max_draft_tokens,
+    }
     if drafter is None:
         new_tokens = min(max_new_tokens, max(64, 4 * (max_draft_tokens + 1)))
         drafter = jspec.best_exit(target, *request, max_new_tokens=new_tokens, **options)

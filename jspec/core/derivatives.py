@@ -7,9 +7,11 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-_ERROR = ("Log-probabilities of a generation have no reverse-mode derivative, as jax.grad asks for, because the "
-          "decoding loop stops by itself; pass prompt and new tokens through the model, logits = target(tokens), and "
-          "differentiate the log-softmax of these.")  # fmt: skip
+_ERROR = (
+    "Log-probabilities of a generation have no reverse-mode derivative, as jax.grad asks for, because the "
+    "decoding loop stops by itself; pass prompt and new tokens through the model, logits = target(tokens), and "
+    "differentiate the log-softmax of these."
+)
 
 
 @jax.custom_jvp

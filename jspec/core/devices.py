@@ -76,8 +76,10 @@ def _here(found: Any) -> Device:
     for device in DEVICES.values():
         if found.device_kind in (device.title, *device.kinds):
             return device
-    raise ValueError(f"The device here, {found.device_kind}, is none that plans are made for; name one of "
-                     f"{', '.join(DEVICES)}, or let `jspec tune` measure here.")  # fmt: skip
+    raise ValueError(
+        f"The device here, {found.device_kind}, is none that plans are made for; name one of "
+        f"{', '.join(DEVICES)}, or let `jspec tune` measure here."
+    )
 
 
 def is_before_ampere() -> bool:

@@ -52,9 +52,11 @@ def _check_manual_axes() -> None:
     mesh = jax.sharding.get_abstract_mesh()
     left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
     if mesh.manual_axes and left:
-        raise ValueError(f"jax.shard_map over {mesh.manual_axes} leaves the axes {tuple(left)} to XLA, whose exchanges "
-                         "would wait for devices that are done; map over all axes, or call without jax.shard_map, "
-                         "where rows and weights may both be divided.")  # fmt: skip
+        raise ValueError(
+            f"jax.shard_map over {mesh.manual_axes} leaves the axes {tuple(left)} to XLA, whose exchanges "
+            "would wait for devices that are done; map over all axes, or call without jax.shard_map, "
+            "where rows and weights may both be divided."
+        )
 
 
 def vary_like(tree: Any, like: Any) -> Any:
@@ -87,8 +89,10 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
         ValueError: the mesh has no such axis.
     """
     if axis not in mesh.axis_names:
-        raise ValueError(f"The mesh has the axes {mesh.axis_names} and none named {axis!r}; pass the one that is to "
-                         "divide the weights.")  # fmt: skip
+        raise ValueError(
+            f"The mesh has the axes {mesh.axis_names} and none named {axis!r}; pass the one that is to "
+            "divide the weights."
+        )
 
     def divide(name: str, shape: tuple[int, ...]) -> NamedSharding:
         owner = name.split(".")[-2]
@@ -102,8 +106,10 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
 def check_placement(sharding: Any) -> None:
     """Raise TypeError unless `sharding` is a `Placement`."""
     if isinstance(sharding, type) or not (isinstance(sharding, Sharding) or callable(sharding)):
-        raise TypeError(f"sharding must be a jax.sharding.Sharding, or a function that gives one for a weight's name "
-                        f"and shape, such as jspec.tensor_parallel(mesh); got {sharding!r}.")  # fmt: skip
+        raise TypeError(
+            f"sharding must be a jax.sharding.Sharding, or a function that gives one for a weight's name "
+            f"and shape, such as jspec.tensor_parallel(mesh); got {sharding!r}."
+        )
 
 
 def place(name: str, array: np.ndarray, sharding: Placement) -> Array:
@@ -119,6 +125,8 @@ def place(name: str, array: np.ndarray, sharding: Placement) -> Array:
     try:
         where.shard_shape(array.shape)
     except (ValueError, IndexError) as error:
-        raise ValueError(f"{name} has shape {array.shape}, which {where} cannot divide evenly; "
-                         "use another sharding, or a mesh of another size.") from error  # fmt: skip
+        raise ValueError(
+            f"{name} has shape {array.shape}, which {where} cannot divide evenly; "
+            "use another sharding, or a mesh of another size."
+        ) from error
     return jax.make_array_from_callback(array.shape, where, lambda part: np.ascontiguousarray(array[part]))

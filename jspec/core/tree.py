@@ -84,8 +84,10 @@ class Tree:
             if not _is_whole(parent):
                 raise ValueError(f"The parent of node {node} must be an int; got {parent!r}.")
             if not 0 <= parent < node:
-                raise ValueError(f"The parent of node {node} must be one of the nodes before it, 0 to {node - 1} (0 is "
-                                 f"the last committed token); got {parent}.")  # fmt: skip
+                raise ValueError(
+                    f"The parent of node {node} must be one of the nodes before it, 0 to {node - 1} (0 is "
+                    f"the last committed token); got {parent}."
+                )
         object.__setattr__(self, "parents", tuple(int(parent) for parent in self.parents))
 
     @classmethod

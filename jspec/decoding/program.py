@@ -62,9 +62,17 @@ def run_program(
         if not rule.exact:  # its distortion is NaN if it does not report one
             stack.enter_context(jax.debug_nans(False))
         out, out_of_vocab = decode_program(
-            target, drafter if draft_length.max_draft_tokens else None, tokens, lengths, keys,
+            target,
+            drafter if draft_length.max_draft_tokens else None,
+            tokens,
+            lengths,
+            keys,
             *traced(sampling, eos_ids, pad_id),
-            max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record)  # fmt: skip
+            max_new_tokens=max_new_tokens,
+            draft_length=draft_length,
+            rule=rule,
+            record=record,
+        )
     if is_user_defined(drafter):
         check_drafted(drafter, out_of_vocab, target.config.vocab_size)
     return out

@@ -69,8 +69,10 @@ def decode_round(
     with jax.named_scope("accept"):
         verdict = _by_row(rule, params, state, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
-            raise TypeError(f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
-                            "accepted nodes, or set branches to False.")  # fmt: skip
+            raise TypeError(
+                f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
+                "accepted nodes, or set branches to False."
+            )
         if verdict.distortion is None and not rule.exact:  # a lossy rule that does not report it
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
@@ -120,18 +122,28 @@ def _propose(
     k = draft_length.max_draft_tokens
     with jax.named_scope("draft"):
         noise = _noise(rule, params, positions_from(state.lengths, k), vocab_size, tree_of(drafter, k))
-        context = Context(state.tokens, state.lengths, noise, params.draft_transforms, state.token_counts,
-                          TargetView(target, state.cache, unread=1), vocab_size)  # fmt: skip
+        context = Context(
+            state.tokens,
+            state.lengths,
+            noise,
+            params.draft_transforms,
+            state.token_counts,
+            TargetView(target, state.cache, unread=1),
+            vocab_size,
+        )
         budget = draft_length.budget(state.draft_length, batch)
         if budget is not None:
             budget = jnp.where(state.done, 0, jnp.clip(budget, 0, k))
-            context = dataclasses.replace(context, budget=budget, draft_length=draft_length,
-                                          length_state=state.draft_length)  # fmt: skip
+            context = dataclasses.replace(
+                context, budget=budget, draft_length=draft_length, length_state=state.draft_length
+            )
         draft, drafter_state = drafter.propose(state.drafter, context, k)
         mended, out_of_vocab = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if mended.probs is None and not rule.shares_noise:
-            raise ValueError(f"{type(drafter).__name__} drafts tokens without their laws, by which "
-                             f'{type(rule).__name__} judges; use accept="coupled".')  # fmt: skip
+            raise ValueError(
+                f"{type(drafter).__name__} drafts tokens without their laws, by which "
+                f'{type(rule).__name__} judges; use accept="coupled".'
+            )
         if is_user_defined(drafter):  # this check reads all distributions
             guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid
             out_of_vocab = (is_out_of_vocab(draft.tokens, vocab_size) & guessed).any(1) & ~state.done

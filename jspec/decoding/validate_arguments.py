@@ -7,7 +7,6 @@ arrays that are still being computed on a device. Only the shapes and dtypes of 
 import dataclasses
 import numbers
 import operator
-import reprlib
 from typing import Any
 
 import jax
@@ -19,23 +18,8 @@ from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import values, values_if_known
 from jspec.core.types import same_but_for_padding
 from jspec.decoding.left_padding import check_right_padded
+from jspec.decoding.validate_sampling import check_sampling
 from jspec.drafters.capabilities import embeddings_of, features_of, has_confidence
-
-# For each name, a description of the allowed values, and a test for a NumPy array of values.
-RANGES = {
-    "temperature": ("at least 0 and finite (0 is greedy)", lambda x: np.isfinite(x) & (x >= 0)),
-    "draft_temperature": ("at least 0 and finite, or None for the target's", lambda x: np.isfinite(x) & (x >= 0)),
-    "draft_top_p": ("above 0 and at most 1, or None for the target's", lambda x: (x > 0) & (x <= 1)),
-    "top_k": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
-    "top_p": ("above 0 and at most 1 (1 is off)", lambda x: (x > 0) & (x <= 1)),
-    "min_p": ("between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
-    # Outside these bounds a penalised logit could overflow, and the error would blame the model.
-    "repetition_penalty": ("between 0.001 and 1000 (1 is off)", lambda x: (x >= 1e-3) & (x <= 1e3)),
-    "presence_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
-    "frequency_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
-    "max_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
-    "min_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
-}
 
 
 def check_arguments(
@@ -63,7 +47,7 @@ def check_arguments(
         _check_draft_length(num_draft_tokens, drafter)
     batch = _check_prompts(tokens, lengths, target.config)
     _check_keys(keys, batch)
-    _check_sampling(sampling, batch, vocab_size)
+    check_sampling(sampling, batch, vocab_size)
     check_positions(target, drafter, lengths, max_new_tokens, sampling.max_tokens)
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
@@ -73,25 +57,32 @@ def _check_capabilities(target: Any, drafter: Any) -> None:
     kind, features, embeddings = type(drafter).__name__, features_of(drafter), embeddings_of(drafter)
     if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
         wants = "reads states of" if features else "has embeddings for"
-        raise TypeError(f"{kind} {wants} the target, and {type(target).__name__} has no forward_with_features; "
-                        "use a jspec.Llama.")  # fmt: skip
+        raise TypeError(
+            f"{kind} {wants} the target, and {type(target).__name__} has no forward_with_features; use a jspec.Llama."
+        )
     for i in features:
         if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not -1 <= i <= len(target.layers):
-            raise ValueError(f"features of {kind} holds {i!r}; expected whole numbers from 0 to {len(target.layers)}, "
-                             "which is how many layers the target has, or -1 for that.")  # fmt: skip
+            raise ValueError(
+                f"features of {kind} holds {i!r}; expected whole numbers from 0 to {len(target.layers)}, "
+                "which is how many layers the target has, or -1 for that."
+            )
     if embeddings is not None:
         shape, size = list(getattr(embeddings, "shape", [])), target.config.hidden_size
         if shape[1:] != [size] or not shape[0]:
-            raise ValueError(f"embeddings of {kind} are a {type(embeddings).__name__} of shape {shape}; expected an "
-                             f"array [M, {size}], the target's hidden size.")  # fmt: skip
+            raise ValueError(
+                f"embeddings of {kind} are a {type(embeddings).__name__} of shape {shape}; expected an "
+                f"array [M, {size}], the target's hidden size."
+            )
 
 
 def check_drafted(drafter: Any, out_of_vocab: Any, vocab_size: int) -> None:
     """Raise ValueError if ``out_of_vocab[B]`` is true for a row, because its drafts had ids outside the vocabulary."""
     rows = values(out_of_vocab)
     if rows is not None and rows.any():
-        raise ValueError(f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
-                         f"{np.argmax(rows)}; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
+        raise ValueError(
+            f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
+            f"{np.argmax(rows)}; draft the target's ids, or a law of zeros for no guess."
+        )
 
 
 def as_array(name: str, value: Any, remedy: str = "pad them on the right to one length") -> Any:
@@ -129,16 +120,22 @@ def check_rule(accept: Any) -> Rule:
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
     if isinstance(accept, type) and hasattr(accept, "accept"):
-        raise TypeError(f"accept is the class {accept.__name__}; pass an object of it, such as "
-                        f"{accept.__name__}(...), see jspec.rules.")  # fmt: skip
+        raise TypeError(
+            f"accept is the class {accept.__name__}; pass an object of it, such as "
+            f"{accept.__name__}(...), see jspec.rules."
+        )
     if isinstance(accept, str | type) or not hasattr(accept, "accept"):
-        raise ValueError(f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
-                         "or pass an object such as jspec.Lenient(0.5), see jspec.rules.")  # fmt: skip
+        raise ValueError(
+            f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
+            "or pass an object such as jspec.Lenient(0.5), see jspec.rules."
+        )
     declared = {name: getattr(accept, name, None) for name in ("exact", "shares_noise")}
     missing = [name for name, value in declared.items() if not isinstance(value, bool | np.bool_)]
     if missing:
-        raise TypeError(f"accept is of type {type(accept).__name__}, without {' and '.join(missing)}; set each to "
-                        "True or False, as described in jspec.rules.Rule.")  # fmt: skip
+        raise TypeError(
+            f"accept is of type {type(accept).__name__}, without {' and '.join(missing)}; set each to "
+            "True or False, as described in jspec.rules.Rule."
+        )
     _check_hashable("accept", accept)
     return accept
 
@@ -147,8 +144,10 @@ def _check_hashable(name: str, value: Any) -> None:
     try:
         hash(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} cannot be hashed, which it must be as part of the compiled program; "
-                        "make it a frozen dataclass of plain numbers.") from None  # fmt: skip
+        raise TypeError(
+            f"{name}={value!r} cannot be hashed, which it must be as part of the compiled program; "
+            "make it a frozen dataclass of plain numbers."
+        ) from None
 
 
 def check_whole(name: str, value: Any, or_else: str = "") -> None:
@@ -158,8 +157,9 @@ def check_whole(name: str, value: Any, or_else: str = "") -> None:
             return
     except TypeError:
         pass  # not an integer: the same message applies
-    raise ValueError(f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; "
-                     f"got {value!r}.")  # fmt: skip
+    raise ValueError(
+        f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; got {value!r}."
+    )
 
 
 def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
@@ -168,8 +168,11 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
             check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
         return
     kind = type(num_draft_tokens).__name__
-    missing = [name for name in ("max_draft_tokens", "needs_confidence", "init", "continues", "update")
-               if not hasattr(num_draft_tokens, name)]  # fmt: skip
+    missing = [
+        name
+        for name in ("max_draft_tokens", "needs_confidence", "init", "continues", "update")
+        if not hasattr(num_draft_tokens, name)
+    ]
     if missing:
         raise TypeError(
             f"num_draft_tokens is of type {kind}, without {', '.join(missing)}; see jspec.drafters.draft_length."
@@ -177,78 +180,108 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
     check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
     if embeddings_of(drafter) is not None:  # tokens after the longest row's draft are not read
-        raise ValueError(f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
-                         f"number in place of {kind}, or a tree.")  # fmt: skip
+        raise ValueError(
+            f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
+            f"number in place of {kind}, or a tree."
+        )
     asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "should_draft")
     if asks and not has_confidence(drafter):
-        raise ValueError(f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
-                         "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
-                         f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens}).")  # fmt: skip
+        raise ValueError(
+            f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
+            "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
+            f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens})."
+        )
 
 
 def check_target(target: Any) -> None:
     """Raise TypeError unless `target` has the attributes that decoding needs."""
     missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
     if missing:
-        raise TypeError(f"target is of type {type(target).__name__}, without {', '.join(missing)}; "
-                        "pass a model, as jspec.load(...) returns it.")  # fmt: skip
+        raise TypeError(
+            f"target is of type {type(target).__name__}, without {', '.join(missing)}; "
+            "pass a model, as jspec.load(...) returns it."
+        )
 
 
 def _check_drafter(drafter: Any, vocab_size: int) -> None:
     missing = [name for name in ("init", "propose", "commit", "vocab_size") if not hasattr(drafter, name)]
     if missing:
-        raise TypeError(f"draft is of type {type(drafter).__name__}, without {', '.join(missing)}; "
-                        "pass a jspec.Llama or a drafter (see jspec.drafters.base).")  # fmt: skip
+        raise TypeError(
+            f"draft is of type {type(drafter).__name__}, without {', '.join(missing)}; "
+            "pass a jspec.Llama or a drafter (see jspec.drafters.base)."
+        )
     if jax.tree_util.all_leaves([drafter]):
-        raise TypeError(f"draft is of type {type(drafter).__name__}, which is no pytree; decorate the class with "
-                        "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True).")  # fmt: skip
+        raise TypeError(
+            f"draft is of type {type(drafter).__name__}, which is no pytree; decorate the class with "
+            "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True)."
+        )
     size = drafter.vocab_size
     if size is not None and not same_but_for_padding(size, vocab_size):
-        raise ValueError(f"The draft's vocabulary has {size} tokens and the target's {vocab_size}; "
-                         "use a draft that shares the target's tokenizer.")  # fmt: skip
+        raise ValueError(
+            f"The draft's vocabulary has {size} tokens and the target's {vocab_size}; "
+            "use a draft that shares the target's tokenizer."
+        )
 
 
 def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
     """Validate the prompts, and return the batch size."""
     if not all(isinstance(size, int) for size in (*tokens.shape, *lengths.shape)):
-        raise ValueError(f"tokens has the symbolic shape {tokens.shape}, and a decoding program has one fixed shape; "
-                         "export it once for each batch size and width.")  # fmt: skip
+        raise ValueError(
+            f"tokens has the symbolic shape {tokens.shape}, and a decoding program has one fixed shape; "
+            "export it once for each batch size and width."
+        )
     if tokens.size == 0:
-        raise ValueError(f"tokens has shape {tokens.shape}, so there is nothing to continue; "
-                         "pass at least one prompt of at least one token.")  # fmt: skip
+        raise ValueError(
+            f"tokens has shape {tokens.shape}, so there is nothing to continue; "
+            "pass at least one prompt of at least one token."
+        )
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError("tokens must be integers of shape [B, P], one prompt a row, padded on the right; "
-                         f"got {tokens.dtype} of shape {tokens.shape}.")  # fmt: skip
+        raise ValueError(
+            "tokens must be integers of shape [B, P], one prompt a row, padded on the right; "
+            f"got {tokens.dtype} of shape {tokens.shape}."
+        )
     batch, width = tokens.shape
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths must be integers of shape [{batch}], one for each row of tokens; "
-                         f"got {lengths.dtype} of shape {lengths.shape}.")  # fmt: skip
+        raise ValueError(
+            f"lengths must be integers of shape [{batch}], one for each row of tokens; "
+            f"got {lengths.dtype} of shape {lengths.shape}."
+        )
     lengths, tokens = values_if_known(lengths), values_if_known(tokens)
     if lengths is not None and (bad := np.flatnonzero((lengths < 1) | (lengths > width))).size:
-        raise ValueError(f"lengths[{bad[0]}] is {lengths[bad[0]]}, but a prompt has 1 to {width} tokens (P = {width}); "
-                         "an empty prompt needs at least a start-of-text token.")  # fmt: skip
+        raise ValueError(
+            f"lengths[{bad[0]}] is {lengths[bad[0]]}, but a prompt has 1 to {width} tokens (P = {width}); "
+            "an empty prompt needs at least a start-of-text token."
+        )
     if lengths is not None and tokens is not None:
         inside = np.arange(width) < lengths[:, None]
         if (bad := np.argwhere(inside & ((tokens < 0) | (tokens >= config.vocab_size)))).size:
             row, column = bad[0]
-            raise ValueError(f"tokens[{row}, {column}] is {tokens[row, column]}, outside the vocabulary of "
-                             f"{config.vocab_size} tokens; was the prompt encoded with another tokenizer?")  # fmt: skip
+            raise ValueError(
+                f"tokens[{row}, {column}] is {tokens[row, column]}, outside the vocabulary of "
+                f"{config.vocab_size} tokens; was the prompt encoded with another tokenizer?"
+            )
         check_right_padded(tokens, lengths, config)
     return batch
 
 
 def _check_keys(keys: Any, batch: int) -> None:
     if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
-        raise TypeError("keys must be typed PRNG keys, one for each row: "
-                        f"jax.random.split(jax.random.key(seed), {batch}); raw jax.random.PRNGKey arrays and plain "
-                        "numbers are not accepted.")  # fmt: skip
+        raise TypeError(
+            "keys must be typed PRNG keys, one for each row: "
+            f"jax.random.split(jax.random.key(seed), {batch}); raw jax.random.PRNGKey arrays and plain "
+            "numbers are not accepted."
+        )
     if "rbg" in str(jax.random.key_impl(keys)):
-        raise ValueError(f"keys are of kind {jax.random.key_impl(keys)}, of which jax.vmap draws for all rows from the "
-                         "first row's key, so that a text would depend on the batch; use "
-                         'jax.random.key(seed, impl="threefry2x32").')  # fmt: skip
+        raise ValueError(
+            f"keys are of kind {jax.random.key_impl(keys)}, of which jax.vmap draws for all rows from the "
+            "first row's key, so that a text would depend on the batch; use "
+            'jax.random.key(seed, impl="threefry2x32").'
+        )
     if keys.shape != (batch,):
-        raise ValueError(f"keys has shape {keys.shape}; expected ({batch},), one key for each row of tokens: "
-                         f"jax.random.split(key, {batch}).")  # fmt: skip
+        raise ValueError(
+            f"keys has shape {keys.shape}; expected ({batch},), one key for each row of tokens: "
+            f"jax.random.split(key, {batch})."
+        )
 
 
 def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int, max_tokens: Any) -> None:
@@ -264,72 +297,29 @@ def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int
         if limit is not None and longest > limit:
             prompt = "A prompt of at least 1 token" if lengths is None else f"Prompt {row} of {known[row]} tokens"
             limited = "max_new_tokens" if new[row] == max_new_tokens else "max_tokens"
-            raise ValueError(f"{prompt} and {limited}={new[row]} make {longest} positions, but the {name} model has "
-                             f"{limit}; shorten one of them (the limit is its max_position_embeddings, or its sliding "
-                             "window if that is shorter).")  # fmt: skip
-
-
-def _check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be a jspec.SamplingParams, not of type {type(sampling).__name__}.")
-    for name, (allowed, test) in RANGES.items():
-        value = getattr(sampling, name)
-        if name.startswith("draft_") and value is None:
-            continue
-        if not _is_number(value) or np.shape(value) not in ((), (batch,)):
-            raise ValueError(f"{name} must be a number, or a list or array of shape [{batch}] with one for each row; "
-                             f"got {_describe(value)}.")  # fmt: skip
-        values = values_if_known(value)
-        if values is not None and not (good := np.atleast_1d(test(_rounded(name, values)))).all():
-            raise ValueError(f"{name} must be {allowed}; got {np.atleast_1d(values)[~good][0]}.")
-    bias = sampling.logit_bias
-    if bias is None:
-        return
-    if not _is_number(bias) or np.shape(bias) not in ((vocab_size,), (batch, vocab_size)):
-        raise ValueError(f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V); "
-                         f"got {_describe(bias)}; for a few tokens set their entries of "
-                         f"np.zeros({vocab_size}).")  # fmt: skip
-    values = values_if_known(bias)
-    if values is not None:
-        values = _rounded("logit_bias", values)
-    if values is not None and (np.isnan(values).any() or np.isposinf(values).any()):
-        raise ValueError("logit_bias must be finite, or -inf to forbid a token; got NaN or +inf.")
-    if values is not None and np.isneginf(values).all(axis=-1).any():
-        raise ValueError("logit_bias forbids every token (-inf everywhere); leave at least one possible.")
-
-
-def _rounded(name: str, values: np.ndarray) -> np.ndarray:
-    """Return `values` in the program's dtype, in which 1e39 is infinite."""
-    with np.errstate(over="ignore"):
-        return values.astype(np.int64 if name.endswith("_tokens") and values.dtype.kind in "iu" else np.float32)
-
-
-def _is_number(value: Any) -> bool:
-    if value is None:
-        return False
-    try:
-        dtype = jnp.result_type(value)
-    except TypeError:
-        return False
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def _describe(value: Any) -> str:
-    return f"shape {np.shape(value)}" if _is_number(value) else reprlib.repr(value)
+            raise ValueError(
+                f"{prompt} and {limited}={new[row]} make {longest} positions, but the {name} model has "
+                f"{limit}; shorten one of them (the limit is its max_position_embeddings, or its sliding "
+                "window if that is shorter)."
+            )
 
 
 def _check_ids(eos_ids: Any, pad_id: Any, batch: int, vocab_size: int) -> None:
     if eos_ids.ndim not in (1, 2) or (eos_ids.ndim == 2 and len(eos_ids) != batch):
-        raise ValueError(f"eos_ids must be a sequence of token ids, such as (2,), or an array of shape [{batch}, n]; "
-                         f"got shape {eos_ids.shape}.")  # fmt: skip
+        raise ValueError(
+            f"eos_ids must be a sequence of token ids, such as (2,), or an array of shape [{batch}, n]; "
+            f"got shape {eos_ids.shape}."
+        )
     if eos_ids.size and not jnp.issubdtype(eos_ids.dtype, jnp.integer):
         raise ValueError(f"eos_ids must be integers, the ids of tokens; got {eos_ids.dtype}.")
     values = values_if_known(eos_ids)
     if values is not None:
         bad = values[(values < (0 if values.ndim == 1 else -1)) | (values >= vocab_size)]
         if bad.size:
-            raise ValueError(f"eos_ids holds {bad.flat[0]}, outside the vocabulary of {vocab_size} tokens; "
-                             "take the ids from the target's tokenizer.")  # fmt: skip
+            raise ValueError(
+                f"eos_ids holds {bad.flat[0]}, outside the vocabulary of {vocab_size} tokens; "
+                "take the ids from the target's tokenizer."
+            )
     pad = values_if_known(pad_id)
     if pad is not None and not (pad.shape == () and pad.dtype.kind in "iu" and -(2**31) <= pad < 2**31):
         raise ValueError(f"pad_id must be one int32; got {pad_id!r}.")

@@ -192,11 +192,14 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
         raise TypeError(f"propose must return (jspec.drafters.Draft, state); got {type(draft).__name__} first.")
     tree = tree_of(drafter, num_draft_tokens)
     if not ((draft.tree is None and tree.is_chain) or _alike(draft.topology, tree)):
-        raise ValueError(f"{type(drafter).__name__} proposed {draft.topology}, and has said {tree}; a drafter's "
-                         "`tree` is that of every draft.")  # fmt: skip
+        raise ValueError(
+            f"{type(drafter).__name__} proposed {draft.topology}, and has said {tree}; a drafter's "
+            "`tree` is that of every draft."
+        )
     if draft.valid is None and draft.probs is None:
-        raise ValueError(f"{type(drafter).__name__} proposed tokens without laws; give probs, or valid for the rule "
-                         '"coupled" alone.')  # fmt: skip
+        raise ValueError(
+            f'{type(drafter).__name__} proposed tokens without laws; give probs, or valid for the rule "coupled" alone.'
+        )
     shape = [context.lengths.size, tree.size]
     if draft.valid is not None and (list(draft.valid.shape) != shape or draft.valid.dtype != bool):
         got = f"{draft.valid.dtype}{list(draft.valid.shape)}"
@@ -204,8 +207,10 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
     tokens = list(draft.tokens.shape)
     probs = [*shape, context.vocab_size] if draft.probs is None else list(draft.probs.shape)
     if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
-        raise ValueError(f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
-                         f"integers {shape} with laws {[*shape, context.vocab_size]}.")  # fmt: skip
+        raise ValueError(
+            f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
+            f"integers {shape} with laws {[*shape, context.vocab_size]}."
+        )
     # If 64-bit types are enabled, a user's arrays may be wider than the program's.
     probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
     draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
@@ -247,8 +252,9 @@ def as_tree(tree: Any) -> Tree:
         ValueError: `tree` has no draft tokens.
     """
     if not isinstance(tree, Tree):
-        raise TypeError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree, such as "
-                        "jspec.Tree.branching((3, 2, 1)).")  # fmt: skip
+        raise TypeError(
+            f"tree is of type {type(tree).__name__}; pass a jspec.Tree, such as jspec.Tree.branching((3, 2, 1))."
+        )
     if not tree.size:
         raise ValueError("tree has no guesses; give it at least one, or decode with jspec.generate.")
     return tree.by_depth()
@@ -283,8 +289,10 @@ def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
     """
     known = sorted({size for size in sizes if size is not None})
     if not all(longer_by_padding(size, known[0]) for size in known[1:]):
-        raise ValueError(f"{drafter} combines vocabularies of {' and '.join(map(str, known))} tokens; "
-                         "use drafters that share the target's tokenizer.")  # fmt: skip
+        raise ValueError(
+            f"{drafter} combines vocabularies of {' and '.join(map(str, known))} tokens; "
+            "use drafters that share the target's tokenizer."
+        )
     return known[0] if known else None
 
 
@@ -298,8 +306,10 @@ def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
         ValueError: the vocabularies differ by more than padding.
     """
     if not same_but_for_padding(logits.shape[-1], vocab_size):
-        raise ValueError(f"A draft's logits have {logits.shape[-1]} columns and the target's vocabulary {vocab_size} "
-                         "tokens; expected as many, but for padding.")  # fmt: skip
+        raise ValueError(
+            f"A draft's logits have {logits.shape[-1]} columns and the target's vocabulary {vocab_size} "
+            "tokens; expected as many, but for padding."
+        )
     logits = logits[..., :vocab_size]
     missing = vocab_size - logits.shape[-1]
     if not missing:

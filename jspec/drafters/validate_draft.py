@@ -65,8 +65,10 @@ def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
     """
     tokens, guessed = np.asarray(tokens), np.asarray(guessed)
     for row, k in np.argwhere(guessed & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
-        raise ValueError(f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
-                         f"{vocab_size} tokens; draft the target's ids, or a law of zeros for no guess.")  # fmt: skip
+        raise ValueError(
+            f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
+            f"{vocab_size} tokens; draft the target's ids, or a law of zeros for no guess."
+        )
 
 
 def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:
@@ -79,6 +81,8 @@ def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn
     _check_ids(name, vocab_size, tokens, sums != 0)
     lawful = (np.abs(sums - 1) < _TOLERANCE) & (least >= 0) & (drawn > 0)
     for row, k in np.argwhere(~(lawful | ((sums == 0) & (least == 0))))[:1]:
-        raise ValueError(f"{name} drafted token {k} of row {row} with a law that sums to {sums[row, k]:.6g}, has "
-                         f"{least[row, k]:.3g} as its smallest entry and gives the token {drawn[row, k]:.3g}; expected "
-                         "1, no negative entry, and the law it was drawn from, or zeros for no guess.")  # fmt: skip
+        raise ValueError(
+            f"{name} drafted token {k} of row {row} with a law that sums to {sums[row, k]:.6g}, has "
+            f"{least[row, k]:.3g} as its smallest entry and gives the token {drawn[row, k]:.3g}; expected "
+            "1, no negative entry, and the law it was drawn from, or zeros for no guess."
+        )

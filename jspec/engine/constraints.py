@@ -140,8 +140,9 @@ class _ActiveConstraint:
             self.error = error
         except BaseException as error:  # in an XLA thread, where it would end the call for all requests
             _LOG.exception("A constraint has failed; its request ends.")
-            self.error = ConstraintError(f"The constraint has failed: {type(error).__name__}: {error}",
-                                         "constraint_failed")  # fmt: skip
+            self.error = ConstraintError(
+                f"The constraint has failed: {type(error).__name__}: {error}", "constraint_failed"
+            )
         return None
 
 
@@ -182,10 +183,16 @@ class Constraints:
         if masks is None:
             return active.error or ConstraintError("The constraint has failed.", "constraint_failed")
         if masks.any():
-            return ConstraintError("No token may follow: logit_bias or min_tokens forbid what the constraint allows; "
-                                   "relax one of the two.", "constraint_conflict")  # fmt: skip
-        return ConstraintError("The constraint reached a state in which no token may follow; try again with another "
-                               "seed, or simplify the constraint.", "constraint_dead_end")  # fmt: skip
+            return ConstraintError(
+                "No token may follow: logit_bias or min_tokens forbid what the constraint allows; "
+                "relax one of the two.",
+                "constraint_conflict",
+            )
+        return ConstraintError(
+            "The constraint reached a state in which no token may follow; try again with another "
+            "seed, or simplify the constraint.",
+            "constraint_dead_end",
+        )
 
     def in_process(self, number: int) -> int:
         """Return a constraint's process-wide number; 0 for none. Rows carry it, because slots are reassigned."""
@@ -200,8 +207,16 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
     parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, nodes - 1))
 
     def ask_host() -> Array:
-        return jax.pure_callback(functools.partial(_compute_masks, size), shape, numbers, params.prompt_lengths,
-                                 state.lengths, state.tokens, draft.tokens, parents)  # fmt: skip
+        return jax.pure_callback(
+            functools.partial(_compute_masks, size),
+            shape,
+            numbers,
+            params.prompt_lengths,
+            state.lengths,
+            state.tokens,
+            draft.tokens,
+            parents,
+        )
 
     def allow_all() -> Array:
         return jnp.full(shape.shape, _ALL, jnp.uint32)

@@ -1,9 +1,7 @@
 """The engine: one thread that owns the runner, and a queue for requests from all other threads."""
 
 import asyncio
-import functools
 import math
-import numbers
 import queue
 import threading
 import time
@@ -29,6 +27,7 @@ from jspec.engine.request import Request, Result
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest
 from jspec.engine.slots import Sizes, Variant
+from jspec.engine.validate_request import check_request
 from jspec.engine.warmup import warm_up
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.llama import Llama
@@ -79,8 +78,8 @@ class Engine:
         journal: bool = False,
     ):
         max_length = arguments.length(target, draft, max_length)
-        counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens,
-                  "rounds": rounds, "the least of chunks": min(chunks, default=0)}  # fmt: skip
+        counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens}
+        counts |= {"rounds": rounds, "the least of chunks": min(chunks, default=0)}
         for name, value in counts.items():
             check_count(name, value)
         drafter, rule, lengths = None if draft is None else as_drafter(draft), check_rule(accept), (0,)
@@ -291,23 +290,7 @@ class Engine:
         lengths, keys = np.array([tokens.size]), self._any_key if request.key is None else request.key[None]
         k, limit = self._num_draft_tokens, request.max_new_tokens
         check_arguments(self._target, self._drafter, tokens, lengths, keys, limit, k, request.sampling, eos_ids, 0)
-        if len(request.eos_ids) > self._sizes.eos_ids:
-            raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {self._sizes.eos_ids}.")
-        if not isinstance(request.top_logprobs, numbers.Integral):
-            raise TypeError(f"top_logprobs is {request.top_logprobs!r}; expected an int.")
-        if not (0 <= request.top_logprobs <= self._sizes.top_logprobs):
-            raise ValueError(f"top_logprobs must be between 0 and {self._sizes.top_logprobs}; got "
-                             f"{request.top_logprobs}.")  # fmt: skip
-        if request.constraint is not None and not _has_cpu():
-            raise ValueError("A constraint is asked on the CPU, which JAX does not see here; let JAX_PLATFORMS name "
-                             "it, too, as in cuda,cpu.")  # fmt: skip
-        if np.any(request.sampling.max_tokens):
-            raise ValueError("sampling.max_tokens is for batches; a request's limit is its max_new_tokens.")
-        longest = len(request.tokens) + request.max_new_tokens
-        if longest > self._sizes.length:
-            raise ValueError(f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more, "
-                             f"and texts of this engine have at most {self._sizes.length}; shorten one of the two, or "
-                             "use a larger max_length.")  # fmt: skip
+        check_request(request, self._sizes)
 
     def _run(self) -> None:
         while True:
@@ -338,11 +321,3 @@ class Engine:
         """Return whether a request's programs are compiled, or the request no longer needs any."""
         has_ended = active.cancelled or self._loop.cancel_all
         return has_ended or active.request.variant < Variant.CONSTRAINED or self.device.can_constrain
-
-
-@functools.cache
-def _has_cpu() -> bool:
-    try:
-        return bool(jax.local_devices(backend="cpu"))
-    except RuntimeError:
-        return False

@@ -56,8 +56,10 @@ class GrammarPool:
         if answer == b"":
             return CompiledGrammar(connection, self._size, server)
         if answer is None:
-            raise ValueError(f"it takes more than {worker.COMPILE_CPU_SECONDS:g} seconds or "
-                             f"{worker.MEMORY >> 20} MiB of memory to compile; simplify it")  # fmt: skip
+            raise ValueError(
+                f"it takes more than {worker.COMPILE_CPU_SECONDS:g} seconds or "
+                f"{worker.MEMORY >> 20} MiB of memory to compile; simplify it"
+            )
         raise ValueError(answer.decode())
 
     def _connect(self) -> tuple[socket.socket, "_Server"]:
@@ -93,10 +95,13 @@ class _Server:
             # The server has its own session, so that only the parent receives Ctrl-C. The server ends with the parent.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         self.close = weakref.finalize(self, _end_server, self.control, self._process)
         self.control.settimeout(_START_SECONDS)
         try:
@@ -229,14 +234,20 @@ class GrammarMasks(MaskSource):
     def masks(self) -> np.ndarray:
         answer = self._answer()
         if answer is None and not (self._process and self._grammar.is_alive):
-            raise ConstraintError("The process of the constraint cannot be started, or has been ended; send the "
-                                  "request again.", "constraint_failed")  # fmt: skip
+            raise ConstraintError(
+                "The process of the constraint cannot be started, or has been ended; send the request again.",
+                "constraint_failed",
+            )
         if answer is None:
-            raise ConstraintError(f"The constraint takes too much time or memory after {self._num_sent} tokens; "
-                                  "simplify it.", "constraint_too_complex")  # fmt: skip
+            raise ConstraintError(
+                f"The constraint takes too much time or memory after {self._num_sent} tokens; simplify it.",
+                "constraint_too_complex",
+            )
         if answer[:1] == b"-":
-            raise ConstraintError(f"The constraint cannot be followed after {self._num_sent} tokens: "
-                                  f"{answer[1:].decode()}; simplify it.", "constraint_too_complex")  # fmt: skip
+            raise ConstraintError(
+                f"The constraint cannot be followed after {self._num_sent} tokens: {answer[1:].decode()}; simplify it.",
+                "constraint_too_complex",
+            )
         if len(answer) == 1:
             return np.zeros((self._count, self._size), np.uint32)
         return np.frombuffer(answer, np.uint32, offset=1).reshape(self._count, self._size)

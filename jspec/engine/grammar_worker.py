@@ -52,8 +52,9 @@ def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
     return bytes(data)
 
 
-def tree_masks(matcher: Any, drafted: Sequence[int], parents: Sequence[int], vocab_size: int,
-               reset: Callable[[list[int]], Any]) -> list[Any]:  # fmt: skip
+def tree_masks(
+    matcher: Any, drafted: Sequence[int], parents: Sequence[int], vocab_size: int, reset: Callable[[list[int]], Any]
+) -> list[Any]:
     """Return the masks after the text and after each draft node; None for a node that cannot be reached.
 
     Args:

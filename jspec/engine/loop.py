@@ -11,7 +11,7 @@ from jspec.engine.length_policy import RECENT, LengthPolicy
 from jspec.engine.round_budget import RoundBudget
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest, Scheduler, no_listener
-from jspec.engine.slot_output import Packed, SlotOutput, prompt_scores, unpack
+from jspec.engine.slot_output import Packed, SlotOutput, unpack
 from jspec.engine.slots import Variant
 
 _LOG = logging.getLogger("jspec")
@@ -74,8 +74,8 @@ class Loop:
     @property
     def is_busy(self) -> bool:
         """Whether there is work to do."""
-        return bool(self._scheduler.waiting or any(self._scheduler.active_requests) or self._in_flight
-                    or self._ended_constraints or self._unused_constraints)  # fmt: skip
+        has_requests = self._scheduler.waiting or any(self._scheduler.active_requests)
+        return bool(has_requests or self._in_flight or self._ended_constraints or self._unused_constraints)
 
     def turn(self) -> None:
         """Run one iteration: admit, prefill, decode, and deliver the output of the previous call."""
@@ -168,8 +168,11 @@ class Loop:
     def _prefill_batch(self, prefilling: dict[int, ActiveRequest]) -> int:
         """Prefill short remainders in many slots at once, and return the cost in tokens."""
         smallest, num_slots = self._sizes.chunks[0], self._sizes.slots
-        short = {slot: active for slot, active in prefilling.items() if not active.request.prompt_logprobs
-                 and len(active.prefix_tokens) - 1 - active.num_prefilled <= smallest}  # fmt: skip
+        short = {
+            slot: active
+            for slot, active in prefilling.items()
+            if not active.request.prompt_logprobs and len(active.prefix_tokens) - 1 - active.num_prefilled <= smallest
+        }
         if len(short) < max(2, num_slots // 2):  # a pass over all slots costs as much as this many single passes
             return 0
         texts = {slot: (active.prefix_tokens, active.num_prefilled) for slot, active in short.items()}
@@ -265,8 +268,11 @@ class Loop:
 
     def _record_acceptance(self, outputs: dict[int, SlotOutput], num_draft_tokens: int) -> None:
         """Record how many draft tokens were accepted. Skip rounds with too much unread text: they predict nothing."""
-        accepted = [count for output in outputs.values()
-                    for count in itertools.compress(output.accepted, self._draft_lengths(output, 1))]  # fmt: skip
+        accepted = [
+            count
+            for output in outputs.values()
+            for count in itertools.compress(output.accepted, self._draft_lengths(output, 1))
+        ]
         self._length_policy.record(accepted, num_draft_tokens)
 
     def _draft_lengths(self, output: SlotOutput, num_draft_tokens: int) -> list[int]:
@@ -274,22 +280,11 @@ class Loop:
         return [num_draft_tokens if drafted or not self._runner.reads_separately else 0 for drafted in output.drafted]
 
     def _deliver(self, slot: int, active: ActiveRequest, output: SlotOutput, num_draft_tokens: int) -> None:
-        result, num_top = active.result, active.request.top_logprobs
         if wrong := self._runner.constraints.error(active.constraint):  # the last tokens were not constrained
             self._stop[slot] = True
             self._scheduler.release_slot(slot)
             return self.fail(active, str(wrong), wrong.code)
-        if active.scored_pieces:
-            scores = prompt_scores(active.scored_pieces, len(active.request.tokens), num_top)
-            result.prompt_logprobs, result.prompt_top_logprobs = scores
-            active.scored_pieces = []
-        if num_top:
-            result.top_logprobs.extend(top[:num_top] for top in output.top_logprobs)
-        # Extend `tokens` last, so that another thread that sees the new tokens also finds the rest.
-        for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
-            getattr(result, name).extend(getattr(output, name))
-        result.distortion += output.distortion
-        active.draft_lengths += self._draft_lengths(output, num_draft_tokens)
+        active.record_output(output, self._draft_lengths(output, num_draft_tokens))
         if not (output.done or output.out_of_vocab):
             return active.notify() if output.tokens else None
         self._scheduler.release_slot(slot)
@@ -299,12 +294,13 @@ class Loop:
             wrong = f"{name} drafted ids outside the vocabulary; draft the target's, or a law of zeros for no guess."
             return self.fail(active, wrong)
         if output.invalid and active.request.constraint is not None:
-            wrong = self._runner.constraints.why_nothing_follows(active.constraint, result.tokens)
+            wrong = self._runner.constraints.why_nothing_follows(active.constraint, active.result.tokens)
             return self.fail(active, str(wrong), wrong.code)
         if output.invalid:
             wrong = "The target's logits are not finite: its weights are damaged, or too large for the dtype."
             return self.fail(active, wrong)
-        has_ended = bool(result.tokens) and result.tokens[-1] in active.request.eos_ids
+        tokens, eos_ids = active.result.tokens, active.request.eos_ids
+        has_ended = bool(tokens) and tokens[-1] in eos_ids
         return self._retire(active, "eos" if has_ended else "length")
 
     def fail(self, active: ActiveRequest, error: str, code: str | None = None) -> None:

@@ -314,9 +314,7 @@ def _decode_rounds(
     drafts_or_reads = drafter if k or features_of(drafter) else None
     params, counts = slots.params, slots.state.token_counts
     if temperature_only:
-        transforms = keep_temperature(params.transforms), keep_temperature(params.draft_transforms)
-        params, counts = dataclasses.replace(params, transforms=transforms[0], draft_transforms=transforms[1],
-                                             min_tokens=None, top_logprobs=None, constraints=None), None  # fmt: skip
+        params, counts = keep_temperature(params), None
     is_idle = slots.state.done | stop
     state = dataclasses.replace(slots.state, done=is_idle, token_counts=counts)
     most_unread, reads_drafts = max_unread(drafter, k), reads_own_drafts(drafter)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jspec.decoding.state import RequestParams
 from jspec.engine.request import Request, Result
-from jspec.engine.slot_output import Piece
+from jspec.engine.slot_output import Piece, SlotOutput, prompt_scores
 
 _LOG = logging.getLogger("jspec")
 
@@ -94,6 +94,21 @@ class ActiveRequest:
         if self.is_prefilled:
             self.shared_prefixes = []  # otherwise it would keep them alive, and they in turn earlier ones
 
+    def record_output(self, output: SlotOutput, draft_lengths: list[int]) -> None:
+        """Append a call's output to the result. Its rounds were meant to draft `draft_lengths` tokens."""
+        result, num_top = self.result, self.request.top_logprobs
+        if self.scored_pieces:
+            scores = prompt_scores(self.scored_pieces, len(self.request.tokens), num_top)
+            result.prompt_logprobs, result.prompt_top_logprobs = scores
+            self.scored_pieces = []
+        if num_top:
+            result.top_logprobs.extend(top[:num_top] for top in output.top_logprobs)
+        # Extend `tokens` last, so that another thread that sees the new tokens also finds the rest.
+        for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
+            getattr(result, name).extend(getattr(output, name))
+        result.distortion += output.distortion
+        self.draft_lengths += draft_lengths
+
     @property
     def is_prefilled(self) -> bool:
         """Whether prefill is complete, so that rounds include it."""
@@ -136,9 +151,11 @@ class Scheduler:
         slot = max(free, key=lambda slot: (_num_reusable(active, *self.cached_texts[slot]), -self._released_at[slot]))
         active.num_prefilled = _num_reusable(active, *self.cached_texts[slot])
         active.result.cached = min(active.num_prefilled, len(active.request.tokens))
-        active.shared_prefixes = [(other, other_slot, _num_shared(active.prefix_tokens, other.prefix_tokens))
-                                  for other_slot, other in self._occupied()
-                                  if _may_share(active, other.request.salt)]  # fmt: skip
+        active.shared_prefixes = [
+            (other, other_slot, _num_shared(active.prefix_tokens, other.prefix_tokens))
+            for other_slot, other in self._occupied()
+            if _may_share(active, other.request.salt)
+        ]
         active.scored_pieces, active.has_decoded, active.calls = [], False, 0
         active.num_pieces, active.num_unread, active.slot_order = 0, len(active.prefix_tokens), next(self._clock)
         if active.assigned_at is None:
@@ -159,18 +176,28 @@ class Scheduler:
     def find_prefix(self, active: ActiveRequest) -> tuple[int, int]:
         """Return how many tokens of a request's text the best other slot holds, and which slot that is."""
         num_tokens = len(active.prefix_tokens)
-        in_free = [(_num_reusable(active, *text), slot) for slot, text in enumerate(self.cached_texts)
-                   if self.active_requests[slot] is None]  # fmt: skip
-        in_use = [(_limit_reuse(num_shared, other.num_prefilled + 1, num_tokens), slot)
-                  for other, slot, num_shared in self._current_prefixes(active)]  # fmt: skip
+        in_free = [
+            (_num_reusable(active, *text), slot)
+            for slot, text in enumerate(self.cached_texts)
+            if self.active_requests[slot] is None
+        ]
+        in_use = [
+            (_limit_reuse(num_shared, other.num_prefilled + 1, num_tokens), slot)
+            for other, slot, num_shared in self._current_prefixes(active)
+        ]
         return max([*in_free, *in_use], default=(0, 0))
 
     def pending_prefix(self, active: ActiveRequest) -> int:
         """Return how many tokens of a text other requests will prefill. Ignore requests that need prompt scores."""
         num_tokens = len(active.prefix_tokens)
-        return max((_limit_reuse(num_shared, len(other.prefix_tokens), num_tokens)
-                    for other, _, num_shared in self._current_prefixes(active)
-                    if not other.request.prompt_logprobs), default=0)  # fmt: skip
+        return max(
+            (
+                _limit_reuse(num_shared, len(other.prefix_tokens), num_tokens)
+                for other, _, num_shared in self._current_prefixes(active)
+                if not other.request.prompt_logprobs
+            ),
+            default=0,
+        )
 
     def _current_prefixes(self, active: ActiveRequest) -> list[tuple[ActiveRequest, int, int]]:
         """Return the entries of ``active.shared_prefixes`` whose requests still have their slots."""

@@ -45,8 +45,9 @@ def check_regex(pattern: str) -> None:
         ValueError: the expression exceeds a limit; the message names it.
     """
     if len(pattern) > MAX_PATTERN_LENGTH:
-        raise ValueError(f"The regular expression has {len(pattern)} characters; expected at most "
-                         f"{MAX_PATTERN_LENGTH}.")  # fmt: skip
+        raise ValueError(
+            f"The regular expression has {len(pattern)} characters; expected at most {MAX_PATTERN_LENGTH}."
+        )
     counts = [count for match in _REPEAT.finditer(pattern) for count in match.groups() if count]
     if any(len(count.lstrip("0")) > 9 or int(count) > _MAX_REPEAT for count in counts):
         raise ValueError(f"The regular expression repeats something more than {_MAX_REPEAT} times; use * or fewer.")
@@ -89,8 +90,10 @@ def _check_combination(node: Mapping[str, Any]) -> None:
     for part in together:
         multiple = math.lcm(multiple, _steps(part.get("multipleOf")))
         if multiple > MAX_MULTIPLE:
-            raise ValueError(f"The schema demands multiples of {_short(multiple)} (multipleOf); expected at most "
-                             f"{MAX_MULTIPLE}, so use a smaller one.")  # fmt: skip
+            raise ValueError(
+                f"The schema demands multiples of {_short(multiple)} (multipleOf); expected at most "
+                f"{MAX_MULTIPLE}, so use a smaller one."
+            )
 
 
 def _steps(multiple: Any) -> int:
@@ -141,8 +144,9 @@ def _references_of_parts() -> Callable[[Any], list[str]]:
         values = list(_values(part))
         count += len(values)
         if count > MAX_REFERENCED_VALUES:
-            raise ValueError(f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in all; "
-                             "simplify it.")  # fmt: skip
+            raise ValueError(
+                f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in all; simplify it."
+            )
         targets = (value.get("$ref") for value in values if isinstance(value, Mapping))
         names[id(part)] = list(dict.fromkeys(name for name in targets if isinstance(name, str)))
         if len(names[id(part)]) > MAX_DEFINITIONS:

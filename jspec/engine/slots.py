@@ -19,8 +19,9 @@ from jspec.drafters.chunked_prefill import begin
 from jspec.models.kv_cache import KVCache, whole_tiles
 
 # Transforms that change nothing. The bias, None here, becomes one zero for each token.
-NEUTRAL = LogitsTransforms(temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0, repetition=1.0, presence=0.0,
-                           frequency=0.0, bias=None)  # fmt: skip
+NEUTRAL = LogitsTransforms(
+    temperature=1.0, top_k=0.0, tail_mass=0.0, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0, bias=None
+)
 
 
 _MEDIUM_LENGTH = 4  # draft tokens: seldom far from the best number
@@ -65,8 +66,12 @@ class Sizes:
 
         Calls with constrained requests run one slot or all slots, because every start compiles their programs.
         """
-        return [(count, variant) for count in (*self.small_batch_sizes, self.slots) for variant in Variant
-                if count in (1, self.slots) or variant is not Variant.CONSTRAINED]  # fmt: skip
+        return [
+            (count, variant)
+            for count in (*self.small_batch_sizes, self.slots)
+            for variant in Variant
+            if count in (1, self.slots) or variant is not Variant.CONSTRAINED
+        ]
 
     def shape(self, num_slots: int, variant: Variant) -> tuple[int, Variant]:
         """Return the smallest of `shapes` that has room for `num_slots` slots and supports `variant`."""
@@ -81,8 +86,12 @@ class Sizes:
 
     def kinds(self, *variants: Variant) -> list[tuple[int, Variant, int]]:
         """Return the kinds of calls for the given variants, as (draft length, variant, number of slots)."""
-        return [(k, variant, count) for count, variant in self.shapes if variant in variants
-                for k in self.lengths(variant, count)]  # fmt: skip
+        return [
+            (k, variant, count)
+            for count, variant in self.shapes
+            if variant in variants
+            for k in self.lengths(variant, count)
+        ]
 
     def lengths(self, variant: Variant, count: int) -> tuple[int, ...]:
         """Return the possible draft lengths for a call with `count` slots.
@@ -160,9 +169,14 @@ def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
     return dataclasses.replace(broadcast_rows(NEUTRAL, count), bias=bias)
 
 
-def keep_temperature(transforms: LogitsTransforms) -> LogitsTransforms:
-    """Return `transforms` with only the temperature, for calls in which no row uses more."""
-    return LogitsTransforms(transforms.temperature, None, None, None, None, None, None, None)
+def keep_temperature(params: RequestParams) -> RequestParams:
+    """Return `params` with only the temperature of all sampling parameters, for calls in which no row uses more."""
+    transforms, draft_transforms = (
+        LogitsTransforms(one.temperature, None, None, None, None, None, None, None)
+        for one in (params.transforms, params.draft_transforms)
+    )
+    params = dataclasses.replace(params, transforms=transforms, draft_transforms=draft_transforms)
+    return dataclasses.replace(params, min_tokens=None, top_logprobs=None, constraints=None)
 
 
 def gather_rows(slots: Any, rows: Array) -> Any:

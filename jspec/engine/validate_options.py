@@ -62,12 +62,16 @@ def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) 
 
 def check_readable(drafter: Any) -> None:
     if features_of(drafter) and not can_read(drafter):
-        raise TypeError(f"{type(drafter).__name__} reads states of the target and has no `read`, with which an engine "
-                        "would tell it those of a prompt piece by piece; see "
-                        "jspec.drafters.chunked_prefill.")  # fmt: skip
+        raise TypeError(
+            f"{type(drafter).__name__} reads states of the target and has no `read`, with which an engine "
+            "would tell it those of a prompt piece by piece; see "
+            "jspec.drafters.chunked_prefill."
+        )
 
 
 def check_one_device(models: Any) -> None:
     if (count := len(_devices(models))) > 1:
-        raise ValueError(f"The weights lie on {count} devices, and an engine decodes on one; load them there, or "
-                         "use jspec.speculative_generate.")  # fmt: skip
+        raise ValueError(
+            f"The weights lie on {count} devices, and an engine decodes on one; load them there, or "
+            "use jspec.speculative_generate."
+        )

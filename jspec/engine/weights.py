@@ -27,8 +27,10 @@ def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
         leaves = jax.tree.leaves(model)
         end = start + len(leaves)
         if not _are_equal(leaves, weights[start:end]):
-            raise RuntimeError(f"The weights of the {name} have changed since this engine was made, and it still has "
-                               "the old ones; make a new Engine of the model as it is now.")  # fmt: skip
+            raise RuntimeError(
+                f"The weights of the {name} have changed since this engine was made, and it still has "
+                "the old ones; make a new Engine of the model as it is now."
+            )
         weights[start:end] = leaves
         start = end
     check_exist(weights)
@@ -58,5 +60,7 @@ def _have_equal_values(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
 def check_exist(weights: Sequence[Any]) -> None:
     """Raise RuntimeError if a weight was deleted: a jitted step deletes the arrays that are donated to it."""
     if any(isinstance(weight, jax.Array) and weight.is_deleted() for weight in weights):
-        raise RuntimeError("Weights of this engine were deleted: a jitted step deletes the arrays that are donated to "
-                           "it; make a new Engine of weights that exist.")  # fmt: skip
+        raise RuntimeError(
+            "Weights of this engine were deleted: a jitted step deletes the arrays that are donated to "
+            "it; make a new Engine of weights that exist."
+        )

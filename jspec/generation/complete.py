@@ -215,8 +215,10 @@ def prepare(
 ) -> Task:
     """Validate and encode the prompts without a model. The arguments are the same as for `complete`."""
     if not callable(tokenizer):
-        raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}; pass that of jspec.pretrained, "
-                        "jspec.text.load_tokenizer or transformers.")  # fmt: skip
+        raise TypeError(
+            f"tokenizer is of type {type(tokenizer).__name__}; pass that of jspec.pretrained, "
+            "jspec.text.load_tokenizer or transformers."
+        )
     several = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
     if not all(isinstance(one, str) and one for one in several):
         raise ValueError(f"stop is {stop!r}; expected strings that are not empty, for they end a text.")

@@ -37,8 +37,9 @@ def generate(
     """
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, eos_ids, sampling)
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, pad_id)
-    return run_program(target, None, tokens, lengths, keys, sampling, eos_ids, pad_id,
-                       max_new_tokens=max_new_tokens, draft_length=Fixed(0), rule=RULES["rejection"])  # fmt: skip
+    request = tokens, lengths, keys, sampling, eos_ids, pad_id
+    rule = RULES["rejection"]
+    return run_program(target, None, *request, max_new_tokens=max_new_tokens, draft_length=Fixed(0), rule=rule)
 
 
 def speculative_generate(
@@ -103,5 +104,7 @@ def speculative_generate(
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
         num_draft_tokens = best_number(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
-    return run_program(target, drafter, tokens, lengths, keys, sampling, eos_ids, pad_id, max_new_tokens=max_new_tokens,
-                       draft_length=as_draft_length(num_draft_tokens), rule=rule, record=record)  # fmt: skip
+    request, draft_length = (tokens, lengths, keys, sampling, eos_ids, pad_id), as_draft_length(num_draft_tokens)
+    return run_program(
+        target, drafter, *request, max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record
+    )

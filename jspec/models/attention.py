@@ -180,6 +180,8 @@ def _attend(q: Array, parts: list[_Part]) -> Array:
     ends = np.cumsum([part.shape[-1] for part in scores])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
     # Keep float32 until the sum. XLA's CPU kernels also cannot multiply into bfloat16. See `_product_of_halves`.
-    mixed = [einsum("bgrst,bgtd->bgrsd", weight, own_rows(part.values, part.rows), jnp.float32)
-             for weight, part in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)]  # fmt: skip
+    mixed = [
+        einsum("bgrst,bgtd->bgrsd", weight, own_rows(part.values, part.rows), jnp.float32)
+        for weight, part in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)
+    ]
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(batch, heads, steps, size)

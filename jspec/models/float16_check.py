@@ -13,8 +13,14 @@ from jspec.models.rope import rope_tables
 LARGEST = 60_000
 PROBE_TOKENS = 64
 # The values that a layer computes, in order.
-_NAMES = ("self_attn.qkv_proj's output", "self_attn.o_proj's output", "mlp.gate_up_proj's output",
-          "mlp.down_proj's input", "mlp.down_proj's output", "output")  # fmt: skip
+_NAMES = (
+    "self_attn.qkv_proj's output",
+    "self_attn.o_proj's output",
+    "mlp.gate_up_proj's output",
+    "mlp.down_proj's input",
+    "mlp.down_proj's output",
+    "output",
+)
 
 
 def check_fits_float16(model: Llama) -> None:
@@ -26,8 +32,10 @@ def check_fits_float16(model: Llama) -> None:
     """
     for name, largest in activations(model):
         if not largest <= LARGEST:
-            raise ValueError(f"{name} reaches {largest:,.0f} on a probe prompt, and float16 ends at 65,504; load the "
-                             'model with dtype="float32", or "bfloat16" on a device that has it.')  # fmt: skip
+            raise ValueError(
+                f"{name} reaches {largest:,.0f} on a probe prompt, and float16 ends at 65,504; load the "
+                'model with dtype="float32", or "bfloat16" on a device that has it.'
+            )
 
 
 def activations(model: Llama) -> Iterator[tuple[str, float]]:

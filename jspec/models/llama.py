@@ -132,8 +132,9 @@ class Llama(nnx.Module):
         Returns:
             Hidden states ``[B, S, E]`` before the final norm, and the cache.
         """
-        hidden, _, cache = self.forward_with_features(tokens, cache, start, (), layers=layers, past=past,
-                                                      branches=branches, embeddings=embeddings)  # fmt: skip
+        hidden, _, cache = self.forward_with_features(
+            tokens, cache, start, (), layers=layers, past=past, branches=branches, embeddings=embeddings
+        )
         return hidden, cache
 
     def forward_with_features(
@@ -172,8 +173,9 @@ class Llama(nnx.Module):
                 before = None if past is None else (past[0].keys[i], past[0].values[i], past[0].rows, past[1])
                 norm = None if following is None else self.layers[following].input_layernorm
                 states[i] = x
-                x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, keys[i], values[i], slots, tables,
-                                                     before, branches, cache.rows, norm)  # fmt: skip
+                x, normed, keys[i], values[i] = _run(
+                    self.layers[i], x, normed, keys[i], values[i], slots, tables, before, branches, cache.rows, norm
+                )
             target_features = [({len(self.layers): x, -1: x} | states)[i] for i in features]
             parts = (
                 jnp.stack(target_features, axis=2)

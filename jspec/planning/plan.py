@@ -194,16 +194,20 @@ def _weights(source: Any, device: Device) -> Weights:
     if isinstance(source, str | Path):
         source = read_config(resolve_config(source))
     if not isinstance(source, LlamaConfig):
-        raise TypeError(f"Only models can be planned, not a {type(source).__name__}; pass a configuration, a model, or "
-                        "where one is.")  # fmt: skip
+        raise TypeError(
+            f"Only models can be planned, not a {type(source).__name__}; pass a configuration, a model, or "
+            "where one is."
+        )
     return Weights(source, itemsize)
 
 
 def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
     """Return the number of positions that both models support; raise ValueError if their vocabularies differ."""
     if not same_but_for_padding(draft.vocab_size, target.vocab_size):
-        raise ValueError(f"The draft's vocabulary has {draft.vocab_size} tokens and the target's {target.vocab_size}; "
-                         "use a draft that shares the target's tokenizer.")  # fmt: skip
+        raise ValueError(
+            f"The draft's vocabulary has {draft.vocab_size} tokens and the target's {target.vocab_size}; "
+            "use a draft that shares the target's tokenizer."
+        )
     return min(target.max_position_embeddings, draft.max_position_embeddings)
 
 

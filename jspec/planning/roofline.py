@@ -9,8 +9,10 @@ from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 # a pass, per pass outside its layers (embedding, head, sampling), per round outside its passes (acceptance, commit).
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 10, "float16": 18}, 14, 26
 # Additional kernels per layer: the fused kernel does not include query and key norms, or scales.
-KERNELS_OF = {"bfloat16": {"quantized": 2, "qk_norm": 9, "attention_bias": 1, "mlp_bias": 1},
-              "float16": {"quantized": 4, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0}}  # fmt: skip
+KERNELS_OF = {
+    "bfloat16": {"quantized": 2, "qk_norm": 9, "attention_bias": 1, "mlp_bias": 1},
+    "float16": {"quantized": 4, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0},
+}
 
 
 def kernels_a_layer(model: Weights, dtype: str) -> int:

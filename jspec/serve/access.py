@@ -57,8 +57,14 @@ class Guard:
     def __init__(self, app: ASGIApp, access: Access, has_key: bool):
         self._app, self._has_key, self._origins = app, has_key, access.origins
         self._names = None if ANY in access.hosts else Names(access.host, access.hosts)
-        self._with_cors = CORSMiddleware(self._answer, access.origins, ("GET", "POST"), (ANY,),
-                                         allow_private_network=True, expose_headers=("Retry-After",))  # fmt: skip
+        self._with_cors = CORSMiddleware(
+            self._answer,
+            access.origins,
+            ("GET", "POST"),
+            (ANY,),
+            allow_private_network=True,
+            expose_headers=("Retry-After",),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -82,8 +88,12 @@ class Guard:
         if not any(hosts):
             return Refusal(403, "The request names no host; send the header Host.", code="unknown_host")
         if self._names is not None and (foreign := [host for host in hosts if host not in self._names]):
-            return Refusal(403, f"This server has no name {foreign[0]!r}; start it with --allow-host for that name, or "
-                           "with an API key.", code="unknown_host")  # fmt: skip
+            return Refusal(
+                403,
+                f"This server has no name {foreign[0]!r}; start it with --allow-host for that name, or "
+                "with an API key.",
+                code="unknown_host",
+            )
         if self._allows(origins):
             return None
         if foreign := [origin for origin in origins if not is_same(origin, hosts[0])]:

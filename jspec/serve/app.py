@@ -192,8 +192,13 @@ class Server:
         return _json(self._described())
 
     def _described(self) -> dict[str, Any]:
-        return {"id": self._served.name, "object": "model", "created": 0, "owned_by": "jspec",
-                "max_model_len": self._served.max_length}  # fmt: skip
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "jspec",
+            "max_model_len": self._served.max_length,
+        }
 
     async def _health(self, request: Request) -> Response:
         if self.is_draining:
@@ -250,8 +255,9 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def _no_model(name: str, served: str) -> Refusal:
-    return Refusal(404, f"There is no model {reprlib.repr(name)} here; this server has {served!r}.", "model",
-                   "model_not_found")  # fmt: skip
+    return Refusal(
+        404, f"There is no model {reprlib.repr(name)} here; this server has {served!r}.", "model", "model_not_found"
+    )
 
 
 def _json(value: Any, status: int = 200, headers: Any = None) -> Response:

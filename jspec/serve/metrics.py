@@ -15,8 +15,11 @@ from jspec.serve.usage import DraftUsage
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_GAUGES = {"num_requests_running": "Requests with a slot.", "num_requests_waiting": "Requests without a slot.",
-           "kv_cache_usage_perc": "Tokens in slots, of those there is room for; 1 is all."}  # fmt: skip
+_GAUGES = {
+    "num_requests_running": "Requests with a slot.",
+    "num_requests_waiting": "Requests without a slot.",
+    "kv_cache_usage_perc": "Tokens in slots, of those there is room for; 1 is all.",
+}
 _COUNTERS = {
     "prefix_cache_queries": "Tokens of prompts.",
     "prefix_cache_hits": "Tokens of prompts that were not read, for a slot held them.",
@@ -49,8 +52,11 @@ class Metrics:
         made |= {name: self._made(Histogram, name, text, buckets=_TOKENS) for name, text in _SIZES.items()}
         self._of = made
         self._ended = self._labelled("request_success", "Requests by what ended them.", "finished_reason")
-        self._at = self._labelled("spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft; of a "
-                                  "tree, by depth.", "position")  # fmt: skip
+        self._at = self._labelled(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted, by place in the draft; of a tree, by depth.",
+            "position",
+        )
         for position in range(served.num_draft_tokens):
             self._at.labels(served.name, str(position))
         self._describe()
@@ -65,8 +71,12 @@ class Metrics:
     def _describe(self) -> None:
         engine = self._served.engine
         sizes = engine.device.sizes
-        labels = {"model_name": self._served.name, "slots": str(sizes.slots), "max_length": str(sizes.length),
-                  "num_draft_tokens": str(self._served.num_draft_tokens)}  # fmt: skip
+        labels = {
+            "model_name": self._served.name,
+            "slots": str(sizes.slots),
+            "max_length": str(sizes.length),
+            "num_draft_tokens": str(self._served.num_draft_tokens),
+        }
         info = Gauge(self.prefix + "cache_config_info", "Sizes of the engine.", [*labels], registry=self._registry)
         info.labels(**labels).set(1)
         self._of["num_requests_running"].set_function(lambda: len(engine.running_requests))

@@ -140,15 +140,23 @@ def _template(served: Served, body: Body) -> dict[str, Any]:
 def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
     """Reject text that is too long before tokenizing it, which might take seconds."""
     if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
-        raise wrong(f"There are {longest} characters in {param}, and texts have at most {served.max_length} tokens "
-                    "here; shorten it.", param, "context_length_exceeded")  # fmt: skip
+        raise wrong(
+            f"There are {longest} characters in {param}, and texts have at most {served.max_length} tokens "
+            "here; shorten it.",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> None:
     """Reject token-id prompts that are too long."""
     if (longest := max(map(len, prompts), default=0)) >= served.max_length:
-        raise wrong(f"There are {longest} tokens in {param}, and texts have at most {served.max_length} tokens here; "
-                    "shorten it.", param, "context_length_exceeded")  # fmt: skip
+        raise wrong(
+            f"There are {longest} tokens in {param}, and texts have at most {served.max_length} tokens here; "
+            "shorten it.",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | int | None]]:
@@ -167,8 +175,11 @@ def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | 
     ends |= dict.fromkeys(own)
     most = served.engine.device.sizes.eos_ids
     if len(ends) > most:
-        raise wrong(f"{len(ends)} tokens may end the text, the model's own included, and this server takes {most}; "
-                    "give fewer stop_token_ids.", "stop_token_ids")  # fmt: skip
+        raise wrong(
+            f"{len(ends)} tokens may end the text, the model's own included, and this server takes {most}; "
+            "give fewer stop_token_ids.",
+            "stop_token_ids",
+        )
     return task.stop, ends
 
 
@@ -180,12 +191,23 @@ def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> N
     if len(prompt) + (body.max_tokens or 1) > longest:
         limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
         blamed = limit if limit in body.model_fields_set else param
-        raise wrong(f"The {param} and {limit} are {len(prompt)} and {body.max_tokens} tokens, and texts have at most "
-                    f"{longest} tokens here; shorten one of the two.", blamed, "context_length_exceeded")  # fmt: skip
+        raise wrong(
+            f"The {param} and {limit} are {len(prompt)} and {body.max_tokens} tokens, and texts have at most "
+            f"{longest} tokens here; shorten one of the two.",
+            blamed,
+            "context_length_exceeded",
+        )
 
 
-def _request(served: Served, body: Body, prompt: tuple[int, ...], ends: Iterable[int], index: int,
-             sampling: SamplingParams, constraint: Constraint | None) -> Request:  # fmt: skip
+def _request(
+    served: Served,
+    body: Body,
+    prompt: tuple[int, ...],
+    ends: Iterable[int],
+    index: int,
+    sampling: SamplingParams,
+    constraint: Constraint | None,
+) -> Request:
     room = served.max_length - len(prompt)
     key = None
     if body.seed is not None:  # a fixed key type, so that a seed gives the same text with any default of JAX

@@ -24,8 +24,12 @@ def check_key(request: Request, key: str | None) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     same = hmac.compare_digest(given.strip().encode(), key.encode())
     if not same or scheme.lower() != "bearer":
-        raise Refusal(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
-                      code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+        raise Refusal(
+            401,
+            "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 async def read(request: Request, most: int) -> bytes:

@@ -60,9 +60,17 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(self, server: "Server", keep_alive: int):
         # A log_config would close all log handlers in the process.
-        config = uvicorn.Config(server.app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_config=None,
-                                access_log=False, timeout_keep_alive=keep_alive,
-                                timeout_graceful_shutdown=_PATIENCE)  # fmt: skip
+        config = uvicorn.Config(
+            server.app,
+            http=Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=keep_alive,
+            timeout_graceful_shutdown=_PATIENCE,
+        )
         super().__init__(config)
         self._server, self._has_signal = server, False
         self._limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # a signal handler may use this type
@@ -74,8 +82,12 @@ class _Uvicorn(uvicorn.Server):
         listener.setblocking(False)
         most = most_connections()
         if most < self._server.room:
-            _LOG.warning("The limit of file descriptors leaves room for %d connections, and %d requests may run or "
-                         "wait; raise it (ulimit -n).", most, self._server.room)  # fmt: skip
+            _LOG.warning(
+                "The limit of file descriptors leaves room for %d connections, and %d requests may run or "
+                "wait; raise it (ulimit -n).",
+                most,
+                self._server.room,
+            )
         connections: Any = self.server_state.connections
         self._accepting = asyncio.create_task(accept(listener, self._connection, connections, most))
 

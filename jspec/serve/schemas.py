@@ -9,8 +9,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from jspec.serve.errors import Refusal, wrong
 
 # Fields of OpenAI's API that are known but not supported.
-_REFUSED = ("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
-            "modalities", "audio", "prediction", "web_search_options", "images")  # fmt: skip
+_REFUSED = (
+    *("suffix", "tools", "tool_choice", "parallel_tool_calls", "functions"),
+    *("function_call", "modalities", "audio", "prediction", "web_search_options", "images"),
+)
 _MOST = 2**31 - 1
 _MOST_MESSAGES, _MOST_PARTS, _MOST_FIELDS, _MOST_BIASES = 1024, 64, 64, 4096
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=64)]
@@ -41,8 +43,10 @@ def _prompts(value: Any) -> Any:
             return value
         if _is_ids(value):
             return [value]
-    raise PydanticCustomError("prompt", "{place} must be a text, a list of texts, a list of token ids or a list of "
-                              "such lists, none of them empty")  # fmt: skip
+    raise PydanticCustomError(
+        "prompt",
+        "{place} must be a text, a list of texts, a list of token ids or a list of such lists, none of them empty",
+    )
 
 
 def _parts(value: Any) -> Any:
@@ -132,8 +136,9 @@ class Body(_Strict):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise PydanticCustomError("min_tokens", "min_tokens is above max_tokens; lower it")
         if self.is_formatted and (self.ignore_eos or self.min_tokens):
-            raise PydanticCustomError("response_format", "response_format says where a text ends; leave out ignore_eos "
-                                      "and min_tokens")  # fmt: skip
+            raise PydanticCustomError(
+                "response_format", "response_format says where a text ends; leave out ignore_eos and min_tokens"
+            )
         return self
 
     @property

@@ -63,8 +63,13 @@ class Stream(EventSourceResponse):
 
     def __init__(self, job: Job):
         self._job, self._has_begun = job, False
-        super().__init__(self._noted(_events(job)), sep="\n", send_timeout=_PATIENCE, ping=_PING,
-                         ping_message_factory=lambda: _Ping(not self._has_begun))  # fmt: skip
+        super().__init__(
+            self._noted(_events(job)),
+            sep="\n",
+            send_timeout=_PATIENCE,
+            ping=_PING,
+            ping_message_factory=lambda: _Ping(not self._has_begun),
+        )
 
     async def _noted(self, events: AsyncIterator[dict[str, str]]) -> AsyncIterator[dict[str, str]]:
         async for event in events:

@@ -27,8 +27,10 @@ def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
         raise ValueError(f"tree is of type {type(tree).__name__}; pass a jspec.Tree.")
     rates = _rates(acceptance_by_rank)
     if tree.max_children > rates.size:
-        raise ValueError(f"A node of the tree has {tree.max_children} children, and acceptance_by_rank has rates for "
-                         f"{rates.size}; give as many.")  # fmt: skip
+        raise ValueError(
+            f"A node of the tree has {tree.max_children} children, and acceptance_by_rank has rates for "
+            f"{rates.size}; give as many."
+        )
     worth = np.ones(tree.size + 1)
     for node, parent in enumerate(tree.parents, 1):
         worth[node] = worth[parent] * rates[np.flatnonzero(tree.children[parent] == node)[0]]
@@ -99,6 +101,8 @@ def _rates(acceptance_by_rank: ArrayLike) -> NDArray[np.float64]:
     except (TypeError, ValueError):
         rates = np.empty(())
     if rates.ndim != 1 or not rates.size or not np.all((rates >= 0) & (rates <= 1)) or rates.sum() > 1 + _ROUNDING:
-        raise ValueError("acceptance_by_rank must be a list of probabilities, one a rank, that sum to at most 1, for "
-                         f"at most one child is accepted; got {acceptance_by_rank!r}.")  # fmt: skip
+        raise ValueError(
+            "acceptance_by_rank must be a list of probabilities, one a rank, that sum to at most 1, for "
+            f"at most one child is accepted; got {acceptance_by_rank!r}."
+        )
     return rates

@@ -62,8 +62,12 @@ def read(file: str | Path, tokenizer: Any, length: int, room: int) -> list[Row]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
     if file.suffix == ".jsonl":
-        found = [row for number, line in enumerate(content.split("\n"), 1) if line.strip()
-                 for row in _chat(line, tokenizer, room, f"{file}, line {number}")]  # fmt: skip
+        found = [
+            row
+            for number, line in enumerate(content.split("\n"), 1)
+            if line.strip()
+            for row in _chat(line, tokenizer, room, f"{file}, line {number}")
+        ]
     else:
         found = list(_pieces(content, tokenizer, length))
     rows = [part for row in found for part in ([row] if row.is_question else parts(row, length))]
@@ -81,15 +85,17 @@ def written(folder: Path, length: int) -> list[Row]:
     files = sorted((folder / TEXTS).glob("*.safetensors"))
     found = [part for file in files for row in load(file) for part in parts(row, length)]
     if not found:
-        raise ValueError(f"{folder} has no texts that a target wrote; give a file, or the folder of a training that "
-                         "wrote some.")  # fmt: skip
+        raise ValueError(
+            f"{folder} has no texts that a target wrote; give a file, or the folder of a training that wrote some."
+        )
     return found
 
 
 def rounds_in(folder: Path) -> int:
     """Return the number of the next generation round in a run's folder, or 0 if `folder` holds no rounds."""
-    return max((int(file.stem) + 1 for file in (folder / TEXTS).glob("*.safetensors") if file.stem.isdecimal()),
-               default=0)  # fmt: skip
+    return max(
+        (int(file.stem) + 1 for file in (folder / TEXTS).glob("*.safetensors") if file.stem.isdecimal()), default=0
+    )
 
 
 def _pieces(content: str, tokenizer: Any, length: int) -> Iterator[Row]:
@@ -138,9 +144,14 @@ def save(rows: Iterable[Row], file: Path) -> None:
     """Write rows to a file unchanged."""
     rows = list(rows)
     none = Row(np.zeros(0, np.int32), np.zeros(0, bool))
-    write_arrays(file, {"tokens": np.concatenate([row.tokens for row in (none, *rows)]),
-                        "learned": np.concatenate([row.learned for row in (none, *rows)]),
-                        "lengths": np.array([len(row.tokens) for row in rows], np.int64)})  # fmt: skip
+    write_arrays(
+        file,
+        {
+            "tokens": np.concatenate([row.tokens for row in (none, *rows)]),
+            "learned": np.concatenate([row.learned for row in (none, *rows)]),
+            "lengths": np.array([len(row.tokens) for row in rows], np.int64),
+        },
+    )
 
 
 def load(file: Path) -> list[Row]:
@@ -218,8 +229,10 @@ def _chat(line: str, tokenizer: Any, room: int, place: str) -> list[Row]:
     roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
     turns = [i for i, role in enumerate(roles) if role == "assistant"]
     if not turns and roles[-1:] != ["user"]:
-        raise ValueError(f"{place} has no message of the assistant, and does not end with one of the user, for the "
-                         "target to answer; there is nothing to learn from it.")  # fmt: skip
+        raise ValueError(
+            f"{place} has no message of the assistant, and does not end with one of the user, for the "
+            "target to answer; there is nothing to learn from it."
+        )
     if roles[0] == "assistant":
         raise ValueError(f"{place} begins with the assistant; begin with what it answers.")
     if tokenizer.chat_template is None:
@@ -235,8 +248,10 @@ def _chat(line: str, tokenizer: Any, room: int, place: str) -> list[Row]:
     if roles[-1] == "user":
         found.append(of_answer(ids(len(messages), True), ()))
         if (size := len(found[0].tokens)) > room:
-            raise ValueError(f"{place} asks in {size} tokens, and for an answer the target has room behind {room}; "
-                             "leave it out or shorten it.")  # fmt: skip
+            raise ValueError(
+                f"{place} asks in {size} tokens, and for an answer the target has room behind {room}; "
+                "leave it out or shorten it."
+            )
     if not turns:
         return found
     tokens = np.array(ids(turns[-1] + 1, False), np.int32)

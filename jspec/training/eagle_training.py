@@ -34,10 +34,9 @@ def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
     plain = dict.fromkeys(("tie_word_embeddings", "qk_norm", "qkv_bias", "attention_bias", "mlp_bias"), False)
     layer = dataclasses.replace(config, num_hidden_layers=1, sampling=SamplingDefaults(), **plain)
     few = draft_ids is not None
-    head = Eagle(
-        EagleConfig(3, layer, config.hidden_size, features(depth), len(draft_ids) if few else None, own_head=few,
-                    fc_norm=True, norm_output=True),
-        jnp.float32, rngs=nnx.Rngs(seed))  # fmt: skip
+    sizes = config.hidden_size, features(depth), len(draft_ids) if few else None
+    head_config = EagleConfig(3, layer, *sizes, own_head=few, fc_norm=True, norm_output=True)
+    head = Eagle(head_config, jnp.float32, rngs=nnx.Rngs(seed))
     if few:
         share_head(head, target, draft_ids)
     return head
@@ -104,8 +103,10 @@ def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:
     keys, values = seen[0]
     q = q.reshape(batch, keys.shape[1], -1, size, width)
     # Pass i's key meets the query `drafts - i` positions later, in a column next to those of the sequence.
-    own = [[later(part.swapaxes(1, 2), drafts - i).swapaxes(1, 2)[:, :, None] for part in pair]
-           for i, pair in enumerate(seen[1:], 1)]  # fmt: skip
+    own = [
+        [later(part.swapaxes(1, 2), drafts - i).swapaxes(1, 2)[:, :, None] for part in pair]
+        for i, pair in enumerate(seen[1:], 1)
+    ]
     mask = np.tril(np.ones((size, size), bool), -drafts)
     begun = np.arange(size)[:, None] >= drafts - np.arange(1, drafts + 1)  # the first positions have fewer drafts
     parts = [einsum("bgrsd,bgtd->bgrst", q, keys, jnp.float32)]

@@ -55,8 +55,9 @@ def measure(
     for number, row in enumerate([0, *range(len(prompts))]):
         one = Batch(batch.tokens[row : row + 1], batch.lengths[row : row + 1])
         most = min(_NEW_TOKENS, target.config.max_position_embeddings - int(batch.lengths.max()))
-        turns = [_timed(target, drafted, one, number, num_draft_tokens, temperature, most)
-                 for drafted in (None, drafter)]  # fmt: skip
+        turns = [
+            _timed(target, drafted, one, number, num_draft_tokens, temperature, most) for drafted in (None, drafter)
+        ]
         if number:
             seconds += [turn[0] / int(turn[1].lengths[0]) for turn in turns]
             tokens += int(turns[1][1].lengths[0])
@@ -70,8 +71,11 @@ def _timed(
     request = target, prompt.tokens, prompt.lengths, trial_keys(request_keys(seed, 1), TRAINING)
     # Decode only up to EOS, because nothing was learned about tokens after it.
     ends = tuple(i for i in target.config.eos_token_ids if i < target.config.vocab_size)
-    options: dict[str, Any] = {"max_new_tokens": most, "eos_ids": ends,
-                               "sampling": SamplingParams(temperature=temperature)}  # fmt: skip
+    options: dict[str, Any] = {
+        "max_new_tokens": most,
+        "eos_ids": ends,
+        "sampling": SamplingParams(temperature=temperature),
+    }
     start = time.perf_counter()
     if drafter is None:
         out = generate(*request, **options)

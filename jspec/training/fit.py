@@ -118,10 +118,12 @@ def fit(
             # There may also be no tokens to score if each model learns only what earlier models got wrong.
             expected = any(row.learned[2:].any() for row in held_out.plan.rows)
             if not np.isfinite([loss, *found.loss]).all() or (expected and not found.tokens[0]):
-                raise ValueError(f"After {number + 1} steps the loss is {loss}, held out {found.loss[0]}, where "
-                                 f"{found.tokens[0]:.0f} tokens can be judged: the rate is too high, or the target's "
-                                 "states are not finite; use a smaller rate in another folder, or restore the "
-                                 "target.")  # fmt: skip
+                raise ValueError(
+                    f"After {number + 1} steps the loss is {loss}, held out {found.loss[0]}, where "
+                    f"{found.tokens[0]:.0f} tokens can be judged: the rate is too high, or the target's "
+                    "states are not finite; use a smaller rate in another folder, or restore the "
+                    "target."
+                )
             progress = Progress(number + 1, loss, found.acceptance.tolist(), found.agreement.tolist())
             recent.clear()
             _save(folder, number + 1, state, progress)
@@ -185,8 +187,10 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
 
 def measure(training: Training, state: dict[str, Any], target: Any, held_out: Source) -> Score:
     """Return the score on all held-out rows, as means over tokens, or 0 for a depth without tokens."""
-    parts = [jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.target_states(batch)))
-             for batch in held_out.plan.in_order()]  # fmt: skip
+    parts = [
+        jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.target_states(batch)))
+        for batch in held_out.plan.in_order()
+    ]
     counts = np.stack([part.tokens for part in parts])
     means = [(np.stack([part[i] for part in parts]) * counts).sum(0) / np.maximum(counts.sum(0), 1) for i in range(3)]
     return Score(means[0], means[1], means[2], counts.sum(0))
@@ -198,9 +202,14 @@ def predicted(acceptance: list[float]) -> float:
 
 
 def _said(
-    trainee: Trainee, schedule: Schedule, weights: Weights, target: Any, tokens: Array, learned: Array,
+    trainee: Trainee,
+    schedule: Schedule,
+    weights: Weights,
+    target: Any,
+    tokens: Array,
+    learned: Array,
     target_states: TargetStates | None,
-) -> Score:  # fmt: skip
+) -> Score:
     target_states = run_target(target, tokens, trainee.features) if target_states is None else target_states
     # In float16, small gradients would underflow to 0.
     dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype

@@ -33,15 +33,19 @@ _Unroll = Callable[[Any, Any, Array, TargetStates, int], Iterator[Array]]
 
 # For each drafter class, the function that computes its logits for whole sequences, and their offset. See `Trainee`.
 _UNROLLS: dict[type, tuple[_Unroll, int]] = {
-    EagleDrafter: (lambda drafter, target, tokens, target_states, depth: eagle.unroll(drafter.head, target, tokens,
-                                                                             target_states.states, depth), 1),
+    EagleDrafter: (
+        lambda drafter, target, tokens, target_states, depth: eagle.unroll(
+            drafter.head, target, tokens, target_states.states, depth
+        ),
+        1,
+    ),
     MedusaDrafter: (heads.parallel, 1),
     BlockwiseDrafter: (heads.parallel, 1),
     HydraDrafter: (heads.hydra, 1),
     PassDrafter: (heads.look_ahead, 1),
     KangarooDrafter: (heads.kangaroo, 0),
     ModelDrafter: (heads.model, 0),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +169,10 @@ def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boo
         raise ValueError(f"boost is {boost}, and with start a training is of that drafter; leave out one of both.")
     if not isinstance(start, _CLASSES[kind]):
         known = [f"kind={name!r}" for name, made in _CLASSES.items() if isinstance(start, made)]
-        raise ValueError(f"start is of type {type(start).__name__}, and kind is {kind!r}; use "
-                         f"{known[0] if known else f'one of type {_CLASSES[kind].__name__}'}.")  # fmt: skip
+        raise ValueError(
+            f"start is of type {type(start).__name__}, and kind is {kind!r}; use "
+            f"{known[0] if known else f'one of type {_CLASSES[kind].__name__}'}."
+        )
     if start.max_positions is not None and start.max_positions < length:
         raise ValueError(f"start has {start.max_positions} positions, and length is {length}; use at most as many.")
     check_fits(start, target, depth)
@@ -175,8 +181,9 @@ def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boo
 def check_kind(kind: str, target: Any) -> None:
     """Raise ValueError unless `kind` can be trained for `target`."""
     if kind == "model" and target.embed_tokens.scale is not None:
-        raise ValueError("A draft model begins with layers of the target, and the target's are int8; load it without "
-                         "quantising.")  # fmt: skip
+        raise ValueError(
+            "A draft model begins with layers of the target, and the target's are int8; load it without quantising."
+        )
 
 
 def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:

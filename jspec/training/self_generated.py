@@ -35,8 +35,10 @@ def frame_of(tokenizer: Any) -> Frame:
         ValueError: the tokenizer has no chat template, or one that changes the user's text.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("The target has no chat template, and without one it cannot write chats by itself; give data, "
-                         "texts or chats to train on.")  # fmt: skip
+        raise ValueError(
+            "The target has no chat template, and without one it cannot write chats by itself; give data, "
+            "texts or chats to train on."
+        )
     turn = [{"role": "user", "content": _MARK}]
     text = rendered(tokenizer, turn, "The user's turn")
     if text.count(_MARK) != 1:
@@ -91,7 +93,14 @@ def _continue(
 ) -> list[list[int]]:
     rows = encode(tokenizer, prompts)
     keys = trial_keys(request_keys(seed, len(prompts)), TRAINING)  # a drafter must not know the noise of requests
-    out = generate(target, rows.tokens, rows.lengths, keys, max_new_tokens=most,
-                   sampling=SamplingParams(temperature=heat), eos_ids=ends)  # fmt: skip
+    out = generate(
+        target,
+        rows.tokens,
+        rows.lengths,
+        keys,
+        max_new_tokens=most,
+        sampling=SamplingParams(temperature=heat),
+        eos_ids=ends,
+    )
     tokens, lengths = jax.device_get((out.tokens, out.lengths))
     return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]

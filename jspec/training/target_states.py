@@ -109,8 +109,9 @@ class StoredStates:
         if not file.exists():
             write_text(file, json.dumps(wanted) + "\n")
         elif json.loads(file.read_text(encoding="utf-8")) != wanted:
-            raise ValueError(f"{folder} holds states of other texts or of another target; name another folder, or "
-                             "delete it.")  # fmt: skip
+            raise ValueError(
+                f"{folder} holds states of other texts or of another target; name another folder, or delete it."
+            )
         self._places = {
             int(name): shard
             for shard in sorted(folder.glob("*.safetensors"))

@@ -74,8 +74,10 @@ class Recipe:
         for name in ("steps", "depth", "step_tokens", "length", "draft_vocab", "boost"):
             check_count(name, getattr(self, name))
         if self.length < self.depth + 2:
-            raise ValueError(f"length is {self.length}; expected at least {self.depth + 2}, two tokens more than a "
-                             f"draft of depth={self.depth}.")  # fmt: skip
+            raise ValueError(
+                f"length is {self.length}; expected at least {self.depth + 2}, two tokens more than a "
+                f"draft of depth={self.depth}."
+            )
         if self.written_tokens is not None:
             check_count("written_tokens", self.written_tokens)
         if self.boost > 1 and self.kind != "model":
@@ -133,8 +135,7 @@ def train_drafter(
     start = _checked(start, target, chosen)
     if chosen.length > (positions := target.config.max_position_embeddings):
         raise ValueError(f"length is {chosen.length}, and the target has {positions} positions; use at most as many.")
-    about = {"target": fingerprint(target), "start": None if start is None else fingerprint(start),
-             "states": None if store_states else "computed"}  # fmt: skip
+    about = _models_of(target, start, store_states)
     dataset = _read_data(files := _files(data), tokenizer, chosen.length, max(0, positions - _ANSWER), about["target"])
     wanted = chosen.written_tokens or (0 if dataset else _WRITTEN)
     if wanted:
@@ -169,6 +170,15 @@ def _checked(start: Any, target: Any, recipe: Recipe) -> Any:
     return start
 
 
+def _models_of(target: Any, start: Any, store_states: bool) -> dict[str, Any]:
+    """Return what a run's folder records about its models."""
+    return {
+        "target": fingerprint(target),
+        "start": None if start is None else fingerprint(start),
+        "states": None if store_states else "computed",
+    }
+
+
 def _files(data: Any) -> list[Path]:
     """Return `data` as a list of files, empty for None."""
     files = [] if data is None else [Path(data)] if isinstance(data, str | Path) else [Path(file) for file in data]
@@ -182,15 +192,23 @@ def _read_data(files: list[Path], tokenizer: Any, length: int, room: int, about:
     for file in files:
         recipe = file / _RECIPE
         if recipe.is_file() and json.loads(recipe.read_text(encoding="utf-8"))["target"] != about:
-            raise ValueError(f"{file} has texts that another target wrote, or this one in another dtype; give texts "
-                             "of its own, or let it write some.")  # fmt: skip
+            raise ValueError(
+                f"{file} has texts that another target wrote, or this one in another dtype; give texts "
+                "of its own, or let it write some."
+            )
     return [row for file in files for row in texts.read(file, tokenizer, length, room)]
 
 
 def _fitted(
-    target: Any, start: Any, about: str, parts: Sequence[list[Row]], recipe: Recipe, folder: Path, store_states: bool,
+    target: Any,
+    start: Any,
+    about: str,
+    parts: Sequence[list[Row]],
+    recipe: Recipe,
+    folder: Path,
+    store_states: bool,
     say: Callable[[Progress | int], None],
-) -> Any:  # fmt: skip
+) -> Any:
     """Train a drafter on the first of `parts`, with the second held out, from `start` if there is one."""
     size, few = target.config.vocab_size, None
     if recipe.kind == "eagle" and recipe.draft_vocab < size:
@@ -198,8 +216,10 @@ def _fitted(
     begun = KINDS[recipe.kind](target, few, recipe.depth, recipe.seed) if start is None else start
     trainee = trainee_of(begun)
     plans = [Plan(part, recipe.step_tokens, recipe.seed, jax.device_count()) for part in parts]
-    sources = [Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
-               for plan, name in zip(plans, ("states", "held-out"), strict=True)]  # fmt: skip
+    sources = [
+        Source(plan, _stored(target, about, plan, trainee, folder / name) if store_states else None)
+        for plan, name in zip(plans, ("states", "held-out"), strict=True)
+    ]
     eval_every = max(1, min(Schedule.save_every, recipe.steps // 10))  # at least ten evaluations in a short run
     schedule = Schedule(recipe.steps, recipe.depth, recipe.loss, recipe.rate, eval_every)
     drafter = trainee.drafter(fit(trainee, target, sources[0], sources[1], schedule, folder, say))
@@ -231,8 +251,10 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
     for name in (name for name in wanted if recorded.get(name) != wanted[name]):
         if name in about:
             raise ValueError(f"{folder} was begun with another {name}; name another folder, or delete it.")
-        raise ValueError(f"{folder} was begun with {name}={recorded.get(name)!r}, and now it is {wanted[name]!r}; name "
-                         "another folder, or delete it.")  # fmt: skip
+        raise ValueError(
+            f"{folder} was begun with {name}={recorded.get(name)!r}, and now it is {wanted[name]!r}; name "
+            "another folder, or delete it."
+        )
 
 
 @dataclasses.dataclass
@@ -262,8 +284,10 @@ class _Writing:
                 )
             )
             if not chats:
-                raise ValueError(f"None of {batch} questions that the target asked itself came to an end; give "
-                                 "data, texts or chats to train on.")  # fmt: skip
+                raise ValueError(
+                    f"None of {batch} questions that the target asked itself came to an end; give "
+                    "data, texts or chats to train on."
+                )
             rows += chats
         return rows
 
@@ -273,8 +297,9 @@ class _Writing:
         for first in range(0, len(questions), _WRITERS):
             _log.info("Writing: %d of %d answers", first, len(questions))
             batch = questions[first : first + _WRITERS]
-            rows += self._round(lambda seed, batch=batch: write_answers(
-                self.target, self.tokenizer, batch, seed, _ANSWER, _HEAT))  # fmt: skip
+            rows += self._round(
+                lambda seed, batch=batch: write_answers(self.target, self.tokenizer, batch, seed, _ANSWER, _HEAT)
+            )
         return rows
 
     def _round(self, write: Callable[[int], list[tuple[list[int], list[int]]]]) -> list[Row]:

@@ -87,10 +87,10 @@ def tune(
         return drafter, setting
 
     def run(setting: Setting, limit: int, trial: int) -> Output:
-        limited, (one, k) = dataclasses.replace(sampling, max_tokens=limit), drafting(setting)
-        return run_program(
-            target, one, tokens, lengths, trials[trial], limited, eos_ids, 0, max_new_tokens=max_new_tokens,
-            draft_length=Fixed(k), rule=rule if k else RULES["rejection"])  # fmt: skip
+        request = tokens, lengths, trials[trial], dataclasses.replace(sampling, max_tokens=limit), eos_ids, 0
+        one, k = drafting(setting)
+        used = rule if k else RULES["rejection"]
+        return run_program(target, one, *request, max_new_tokens=max_new_tokens, draft_length=Fixed(k), rule=used)
 
     chains = measure(run, int(max_new_tokens), int(max_draft_tokens))
     if max_nodes < 2 or not getattr(rule, "branches", False) or not isinstance(drafter, AutoregressiveDrafter):
@@ -119,10 +119,10 @@ def best_number(
     most = int(min(8, new // 4 - 1, max_chain_length_of(drafter)))
     if most < 1:
         return 0
-    found = remembered(
-        models=(target, drafter),
-        key=(most, rule, tuning_key(tokens, new, sampling)),
-        find=lambda: tune(target, drafter, tokens, lengths, keys, max_new_tokens=new, sampling=sampling,
-                          max_draft_tokens=most, max_nodes=0, accept=rule),
-    )  # fmt: skip
-    return found.num_draft_tokens
+
+    def find() -> Tuning:
+        limits = {"max_new_tokens": new, "max_draft_tokens": most, "max_nodes": 0}
+        return tune(target, drafter, tokens, lengths, keys, sampling=sampling, accept=rule, **limits)
+
+    key = most, rule, tuning_key(tokens, new, sampling)
+    return remembered(models=(target, drafter), key=key, find=find).num_draft_tokens

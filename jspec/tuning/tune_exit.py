@@ -84,14 +84,14 @@ def best_exit(
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, 0)
     check_measurable(target, None, tokens, lengths, keys, sampling)
     log.info("Writing texts")
-    out = run_program(target, None, tokens, lengths, trial_keys(keys, TRIALS), sampling, eos_ids, 0,
-                      max_new_tokens=int(max_new_tokens), draft_length=Fixed(0), rule=RULES["rejection"])  # fmt: skip
+    request, rule = (tokens, lengths, trial_keys(keys, TRIALS), sampling, eos_ids, 0), RULES["rejection"]
+    out = run_program(target, None, *request, max_new_tokens=int(max_new_tokens), draft_length=Fixed(0), rule=rule)
     texts = write_rows(jnp.pad(jnp.asarray(tokens), ((0, 0), (0, max_new_tokens))), out.tokens, jnp.asarray(lengths))
     own, drafts, *_ = traced(sampling, eos_ids, 0)
+    block, blocks = int(max_draft_tokens), int(max_new_tokens) // int(max_draft_tokens)
 
     def worth(chosen: np.ndarray) -> np.ndarray:
-        rates = acceptance_rates(target, chosen, texts, lengths, own, drafts, block=int(max_draft_tokens),
-                                 blocks=int(max_new_tokens) // int(max_draft_tokens))  # fmt: skip
+        rates = acceptance_rates(target, chosen, texts, lengths, own, drafts, block=block, blocks=blocks)
         rates = np.clip(np.asarray(rates, float).mean(0), 0, 1)[:, None]
         costs = pass_costs(target, chosen)[:, None]
         return np.asarray(theory.speedup(rates, np.arange(1, max_draft_tokens + 1), costs)).max(1)

@@ -18,8 +18,10 @@ def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> 
         raise ValueError(f"max_nodes must be an int of at least 0, which is for chains alone; got {max_nodes!r}.")
     least = 4 * (max_draft_tokens + 1)
     if max_new_tokens < least:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is too short a text to measure {max_draft_tokens} drafts a "
-                         f"round; use at least {least}, or a smaller max_draft_tokens.")  # fmt: skip
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} is too short a text to measure {max_draft_tokens} drafts a "
+            f"round; use at least {least}, or a smaller max_draft_tokens."
+        )
 
 
 def check_measurable(*arguments: Any) -> None:
@@ -27,6 +29,8 @@ def check_measurable(*arguments: Any) -> None:
     # Inside a caller's transformation, even a new array is traced.
     leaves = jax.tree.leaves((arguments, jnp.zeros(())))
     if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise ValueError('jspec.tune, jspec.best_exit and num_draft_tokens="auto" measure, which cannot be done inside '
-                         "jax.jit or another transformation, nor by several processes at once; call jspec.tune "
-                         "beforehand and pass what it finds.")  # fmt: skip
+        raise ValueError(
+            'jspec.tune, jspec.best_exit and num_draft_tokens="auto" measure, which cannot be done inside '
+            "jax.jit or another transformation, nor by several processes at once; call jspec.tune "
+            "beforehand and pass what it finds."
+        )

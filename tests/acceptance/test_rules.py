@@ -83,8 +83,8 @@ def test_block_verification_enumerated_where_drafts_stop_midway(report):
             # What must not be: to drop the token 0 as well, which was looked at.
             wrong = enumerated_block(p, q, Draft(draft.tokens, draft.probs * going[..., None]), target_probs)[0]
             biases.append(np.abs(wrong - autoregressive(p)).max())
-    report(tables=len(errors), max_error=f"{max(errors):.1e}", kept_less=f"{min(fewer):.2f} to {max(fewer):.2f}",
-           wrong_variant=[f"{bias:.1e}" for bias in biases])  # fmt: skip
+    found = {"kept_less": f"{min(fewer):.2f} to {max(fewer):.2f}", "wrong_variant": [f"{bias:.1e}" for bias in biases]}
+    report(tables=len(errors), max_error=f"{max(errors):.1e}", **found)
     assert max(errors) <= 1e-12 and min(fewer) > 0.01
     # On one of the tables the wrong variant is right by chance.
     assert np.sum(np.array(biases) > 1e-3) == 3 and max(biases) > 0.1
@@ -103,13 +103,13 @@ def test_block_verification_enumerated(report):
                 both = autoregressive([np.minimum(p[n], q[n])], both)
                 by_tokens += both.sum()
             weights = jax.jit(block_weights)(draft, target_probs)
-            for ours, theirs in zip((weights, jax.jit(block_chances)(weights, draft, target_probs)),
-                                    block_by_definition(draft, target_probs), strict=True):  # fmt: skip
+            found = weights, jax.jit(block_chances)(weights, draft, target_probs)
+            for ours, theirs in zip(found, block_by_definition(draft, target_probs), strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=1e-12)
             errors.append(np.abs(joint - autoregressive(p)).max())
             gains.append(kept - by_tokens)
-    report(tables=len(errors), max_error=f"{max(errors):.1e}", least_gain=f"{min(gains):.1e}",
-           mean_gain=f"{np.mean(gains):.3f} drafts a round")  # fmt: skip
+    found = {"least_gain": f"{min(gains):.1e}", "mean_gain": f"{np.mean(gains):.3f} drafts a round"}
+    report(tables=len(errors), max_error=f"{max(errors):.1e}", **found)
     assert max(errors) <= 1e-12
     assert min(gains) >= -1e-12 and max(gains) > 0.01
 
@@ -120,9 +120,9 @@ def test_a_broken_context_is_neither_avoided_nor_hidden(report, name, quick_comp
     target = toys.MarkovModel(jnp.array([[jnp.nan, jnp.nan], [0.0, 0.0]]))
     draft = toys.MarkovModel(jnp.log(jnp.array([[0.9, 0.1]] * 2)))
     draws = 20_000
-    out = jspec.speculative_generate(target, ModelDrafter(draft), np.ones((draws, 1), int), np.ones(draws, int),
-                                     jax.random.split(jax.random.key(0), draws), max_new_tokens=2, num_draft_tokens=2,
-                                     accept=name)  # fmt: skip
+    batch = np.ones((draws, 1), int), np.ones(draws, int), jax.random.split(jax.random.key(0), draws)
+    options = {"max_new_tokens": 2, "num_draft_tokens": 2, "accept": name}
+    out = jspec.speculative_generate(target, ModelDrafter(draft), *batch, **options)
     broken = np.asarray(out.stats.invalid)
     report(texts=draws, ended_there=broken.mean())
     assert abs(broken.mean() - 0.5) < 4 * 0.5 / draws**0.5
@@ -138,9 +138,9 @@ def texts(rule, seed, draws=200_000, k=3):
     """Counts of the four tokens that rounds of `rule` lead to on Markov tables, and the target's joint law."""
     target, draft = markov()
     tokens, lengths = jnp.full((draws, 1), 2, jnp.int32), jnp.ones(draws, jnp.int32)
-    keys = jax.random.split(jax.random.key(seed), draws)
-    out = toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, toys.both_transforms(SamplingParams(), draws),
-                      max_new_tokens=4, num_draft_tokens=k, rule=rule)  # fmt: skip
+    batch = tokens, lengths, jax.random.split(jax.random.key(seed), draws)
+    options = {"max_new_tokens": 4, "num_draft_tokens": k, "rule": rule}
+    out = toys.decode(target, ModelDrafter(draft), *batch, toys.both_transforms(SamplingParams(), draws), **options)
     law = oracle.softmax(np.asarray(target.table, float))
     joint = oracle.joint_law(lambda text: law[text[-1] if text else 2], 4, 4)
     return np.bincount(np.asarray(out.tokens) @ [64, 16, 4, 1], minlength=256), joint, out
@@ -170,15 +170,14 @@ def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
 @pytest.mark.slow  # a part of it runs in tests/exactness/test_matrix.py
 def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, quick_compile):
     """500 requests of 64 tokens, for a near draft, a far one and the target itself."""
-    tokens, lengths, keys = prompts([1 + i % 9 for i in range(500)])
+    target, batch = toy(0), prompts([1 + i % 9 for i in range(500)])
     sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], 500), top_p=np.resize([1.0, 0.9, 0.8], 500))
-    target = toy(0)
-    plain = jspec.generate(target, tokens, lengths, keys, max_new_tokens=64, sampling=sampling)
+    options = {"max_new_tokens": 64, "sampling": sampling}
+    plain = jspec.generate(target, *batch, **options)
     different, rates = 0, []
     for draft in (toy(0, distance=0.1), toy(1), target):
         for k in (1, 3, 5):
-            out = jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=64,
-                                             num_draft_tokens=k, sampling=sampling, accept="coupled")  # fmt: skip
+            out = jspec.speculative_generate(target, draft, *batch, num_draft_tokens=k, accept="coupled", **options)
             different += (np.asarray(out.tokens) != plain.tokens).any(1).sum()
             rates.append(float(out.stats.accepted.sum() / out.stats.drafted.sum()))
     report(texts=500 * 9, tokens=500 * 64 * 9, different=different, kept=[f"{rate:.2f}" for rate in rates])
@@ -198,13 +197,13 @@ def test_coupled_acceptance_is_that_of_the_noise(report):
         drawn = [sample_with_noise(noise, jnp.broadcast_to(jnp.float32(law), (draws, vocab_size))) for law in (p, q)]
         same = float(jnp.mean(drawn[0] == drawn[1]))
         blocks = [np.pad(law, (0, -vocab_size % width)).reshape(-1, width) for law in (p, q)]
-        rate = sum(agree(*(block[i] for block in blocks)).sum() * share
-                   for i, share in enumerate(agree(*(block.sum(1) for block in blocks))))  # fmt: skip
+        shares = agree(*(block.sum(1) for block in blocks))
+        rate = sum(agree(*(block[i] for block in blocks)).sum() * share for i, share in enumerate(shares))
         worst = max(worst, abs(same - rate) / (rate * (1 - rate) / draws) ** 0.5)
         kept.append(rate)
         optimal.append(np.minimum(p, q).sum())
-    report(pairs=20, draws_each=draws, max_abs_z=f"{worst:.2f}", kept=f"{np.mean(kept):.3f}",
-           optimal=f"{np.mean(optimal):.3f}")  # fmt: skip
+    rates = {"kept": f"{np.mean(kept):.3f}", "optimal": f"{np.mean(optimal):.3f}"}
+    report(pairs=20, draws_each=draws, max_abs_z=f"{worst:.2f}", **rates)
     assert worst < 4.5
 
 
@@ -287,14 +286,12 @@ def test_receipts_add_up_over_the_text(report, quick_compile):
 
 
 def test_a_receipt_does_not_depend_on_neighbours(toy, prompts, quick_compile):
-    target, draft = toy(0), toy(1)
-    tokens, lengths, keys = prompts([4, 6])
-    limits = np.array([4, 24])
+    models, batch, limits = (toy(0), toy(1)), prompts([4, 6]), np.array([4, 24])
 
     def receipts(rows):
-        sampling = SamplingParams(max_tokens=limits[rows])
-        return jspec.speculative_generate(target, draft, tokens[rows], lengths[rows], keys[rows], max_new_tokens=24,
-                                          sampling=sampling, accept=jspec.Lenient(0.1)).stats.distortion  # fmt: skip
+        options = {"max_new_tokens": 24, "sampling": SamplingParams(max_tokens=limits[rows])}
+        few = (part[rows] for part in batch)
+        return jspec.speculative_generate(*models, *few, accept=jspec.Lenient(0.1), **options).stats.distortion
 
     together = receipts(slice(0, 2))
     assert together[0] > 0
@@ -318,8 +315,8 @@ def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact(quick_compile):
 @pytest.mark.slow
 def test_more_leniency_keeps_more_drafts(report, quick_compile):
     """The direction of table 5 of Leviathan et al. 2023."""
-    rates = [np.mean(np.asarray(texts(rule, seed=4, draws=20_000)[2].stats.accepted))
-             for rule in (Rejection(), jspec.Lenient(1.0), jspec.Lenient(0.5), jspec.Lenient(0.1))]  # fmt: skip
+    rules = Rejection(), jspec.Lenient(1.0), jspec.Lenient(0.5), jspec.Lenient(0.1)
+    rates = [np.mean(np.asarray(texts(rule, seed=4, draws=20_000)[2].stats.accepted)) for rule in rules]
     report(kept=[f"{rate:.3f}" for rate in rates])
     assert rates[0] == rates[1] < rates[2] < rates[3]
 

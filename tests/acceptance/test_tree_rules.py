@@ -21,8 +21,12 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 LENIENT, TYPICAL = jspec.Lenient(0.3), jspec.Typical(0.3, 0.6)
 FEW = {("two children", True), ("1-2-1", False)}
-TREES = [pytest.param(name, replacement, marks=[] if (name, replacement) in FEW else pytest.mark.slow)
-         for name in CASES if name != "depth first" for replacement in (False, True)]  # fmt: skip
+TREES = [
+    pytest.param(name, replacement, marks=[] if (name, replacement) in FEW else pytest.mark.slow)
+    for name in CASES
+    if name != "depth first"
+    for replacement in (False, True)
+]
 KEYS = jax.random.split(jax.random.key(0), 1)
 
 
@@ -50,8 +54,11 @@ def test_receipts_of_lenience_bound_the_distance_of_every_position(report, name,
     tree, vocab_size = CASES[name]
     with jax.enable_x64(True):
         p, found, weights, draft, behind = every_draft(tree, vocab_size, replacement)
-        paid = np.asarray(kept_in_turn([jnp.zeros((len(weights), tree.max_depth))] * tree.max_children, draft, behind,
-                                       LENIENT._bound)[1])  # fmt: skip
+        paid = np.asarray(
+            kept_in_turn(
+                [jnp.zeros((len(weights), tree.max_depth))] * tree.max_children, draft, behind, LENIENT._bound
+            )[1]
+        )
         ends = list(ends_of_walk(draft, behind, LENIENT._bound))
         joint = joint_law(tree, p, found, lambda *_: ends)
     mean = np.zeros(tree.max_depth + 1)

@@ -13,8 +13,10 @@ from support.few import by_default
 from support.walk import CASES, TOLERANCE, error, tables
 
 
-@pytest.mark.parametrize(("rule", "replacement"), [
-    ("rejection", False), ("rejection", True), ("traversal", False), ("traversal", True), ("k-seq", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "replacement"),
+    [("rejection", False), ("rejection", True), ("traversal", False), ("traversal", True), ("k-seq", True)],
+)
 @pytest.mark.parametrize("name", by_default(CASES, list(CASES)[::2]))
 def test_every_text_of_a_round_has_the_target_law(report, name, replacement, rule, quick_compile):
     worst = error(*CASES[name], replacement, rule)
@@ -73,6 +75,8 @@ def test_a_guess_that_is_none_is_never_kept():
     draft = Draft(jnp.zeros((1, 2), jnp.int32), jnp.asarray([[[0.0, 0.0], [1.0, 0.0]]]), tree)
     laws = jnp.full((1, 3, 2), 0.5)
     keys = jax.random.split(jax.random.key(0), 1)
-    for verdict in (accept_nodes(keys, jnp.zeros(1, int), draft, laws),
-                    accept_tokens(keys, jnp.zeros(1, int), draft, laws, laws[:, :-1])):  # fmt: skip
+    for verdict in (
+        accept_nodes(keys, jnp.zeros(1, int), draft, laws),
+        accept_tokens(keys, jnp.zeros(1, int), draft, laws, laws[:, :-1]),
+    ):
         assert verdict.num_accepted[0] == 0

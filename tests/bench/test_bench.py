@@ -159,8 +159,14 @@ def test_a_guess_that_is_missing_counts_as_one_that_was_refused():
 def test_the_prediction_counts_no_draft_that_was_not_judged():
     """Two rounds of K = 2, all drafts accepted; the limit came before the last one was judged."""
     row = latency._drafting(made([[(2, "b"), (1, "-")]], k=2), 4, {"draft": 0.25, "3 rows": 1.5})
-    assert row == {"K": 2, "tokens a round": 2.0, "acceptance": 1.0, "cost ratio": 0.25, "predicted": 3 / (0.5 + 1),
-                   "with K + 1 rows": 3 / (0.5 + 1.5)}  # fmt: skip
+    assert row == {
+        "K": 2,
+        "tokens a round": 2.0,
+        "acceptance": 1.0,
+        "cost ratio": 0.25,
+        "predicted": 3 / (0.5 + 1),
+        "with K + 1 rows": 3 / (0.5 + 1.5),
+    }
 
 
 def test_the_gap_begins_with_the_theorem_and_ends_with_the_measurement():
@@ -204,13 +210,27 @@ def test_another_model_in_llama_cpp_is_refused():
 
 
 def test_the_picture_has_the_measured_points_and_the_theory():
-    rows = [{"batch": batch, "K": k, "x own plain": k + 0.0, "from": k - 0.5, "to": k + 0.25, "predicted": batch * k,
-             "with K + 1 rows": batch * k / 2, "cost ratio": 0.2} for batch in (1, 8) for k in (1, 4)]  # fmt: skip
+    rows = [
+        {
+            "batch": batch,
+            "K": k,
+            "x own plain": k + 0.0,
+            "from": k - 0.5,
+            "to": k + 0.25,
+            "predicted": batch * k,
+            "with K + 1 rows": batch * k / 2,
+            "cost ratio": 0.2,
+        }
+        for batch in (1, 8)
+        for k in (1, 4)
+    ]
     figure = Figure()
     plots.speedups(figure, [{"batch": 1, "K": "", "predicted": ""}, *rows])
     (axes,) = figure.axes
-    curves = {style: [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == style]
-              for style in (":", "--")}  # fmt: skip
+    curves = {
+        style: [line.get_ydata().tolist() for line in axes.lines if line.get_linestyle() == style]
+        for style in (":", "--")
+    }
     assert curves == {":": [[1, 4], [8, 32]], "--": [[0.5, 2], [4, 16]]}
     assert [bars[0].get_ydata().tolist() for bars in axes.containers] == [[1, 4]] * 2
     ends = axes.containers[0].lines[2][0].get_segments()
@@ -219,17 +239,25 @@ def test_the_picture_has_the_measured_points_and_the_theory():
 
 def test_every_kind_of_prompt_has_a_panel():
     figure = Figure()
-    plots.drafters(figure, [{"prompt": kind, "drafter and rule": name, "x own plain": 1.5, "predicted": predicted}
-                            for kind in ("new", "old") for name, predicted in (("a", 1.4), ("b", ""), ("c", 1.6))
-                            ])  # fmt: skip
+    plots.drafters(
+        figure,
+        [
+            {"prompt": kind, "drafter and rule": name, "x own plain": 1.5, "predicted": predicted}
+            for kind in ("new", "old")
+            for name, predicted in (("a", 1.4), ("b", ""), ("c", 1.6))
+        ],
+    )
     assert all(panel.lines[0].get_xydata().tolist() == [[1.4, 0], [1.6, 2]] for panel in figure.axes)
     assert [panel.get_title() for panel in figure.axes] == ["new", "old"]
     assert all([bar.get_width() for bar in panel.patches] == [1.5] * 3 for panel in figure.axes)
 
 
 def test_every_rule_has_a_bar():
-    rows = [{"drafter": name, "K": 2, "temperature": t, "rejection": 1.0, "block": 2.0, "coupled": 3.0}
-            for t in (0.7, 1) for name in ("a", "b")]  # fmt: skip
+    rows = [
+        {"drafter": name, "K": 2, "temperature": t, "rejection": 1.0, "block": 2.0, "coupled": 3.0}
+        for t in (0.7, 1)
+        for name in ("a", "b")
+    ]
     figure, one = Figure(), Figure()
     plots.rules(figure, rows)
     plots.rules(one, rows[:2])
@@ -239,8 +267,10 @@ def test_every_rule_has_a_bar():
 
 def test_prompts_of_every_kind_have_one_width(monkeypatch):
     """Of a library of three modules, of which one is too short to be held out."""
-    modules = [Document(f"{name}.py", f"def {name}(x):\n    return x\n" * size) for name, size in
-               (("a", 200), ("b", 300), ("c", 3))]  # fmt: skip
+    modules = [
+        Document(f"{name}.py", f"def {name}(x):\n    return x\n" * size)
+        for name, size in (("a", 200), ("b", 300), ("c", 3))
+    ]
     monkeypatch.setattr(subject, "read_documents", lambda: modules)
     monkeypatch.setattr(subject, "is_held_out", lambda path: True)
     kinds = drafters.prompts(text.load_tokenizer(PAIR / "target"), 2)
@@ -255,7 +285,10 @@ def test_each_panel_of_scaling_lets_one_size_grow_and_cuts_nothing_off():
     figure = Figure()
     plots.scaling(figure, [base, base | {"rows": 9, "ms": 2.0}, base | {"batch": 8, "ms": 5.0}])
     assert [panel.lines[0].get_xydata().tolist() for panel in figure.axes] == [
-        [[1, 1], [9, 2]], [[1, 1], [8, 5]], [[64, 1]]]  # fmt: skip
+        [[1, 1], [9, 2]],
+        [[1, 1], [8, 5]],
+        [[64, 1]],
+    ]
     assert all(panel.get_ylim()[0] == 0 and panel.get_ylim()[1] > 5 for panel in figure.axes)
 
 

@@ -129,9 +129,14 @@ def test_texts_that_part_are_named(bench, short, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(agreement, "made", lambda *_: {"plain": None})
     right = agreement.expected
-    monkeypatch.setattr(agreement, "expected", lambda *args: [
-        agreement.Expected(one.question, [*one.tokens[:2], -1, *one.tokens[3:]], np.ones(len(one.tokens)))
-        for one in right(*args)])  # fmt: skip
+    monkeypatch.setattr(
+        agreement,
+        "expected",
+        lambda *args: [
+            agreement.Expected(one.question, [*one.tokens[:2], -1, *one.tokens[3:]], np.ones(len(one.tokens)))
+            for one in right(*args)
+        ],
+    )
     report = bench("agreement", "--requests", "1", "--batch", "2", "--max-new-tokens", "12")
     assert report["rows"][0]["identical, %"] == 0 and report["rows"][0]["to the end"] == 0
     assert "plain: chat 1, token 2; plain: summary 1, token 2" in report["notes"][-1]
@@ -162,8 +167,8 @@ def test_without_torch_there_is_nothing_to_agree_with(monkeypatch):
 def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
     monkeypatch.setattr(chats, "KINDS", ("chat", "code"))
     monkeypatch.setattr(answers, "early_exit", lambda _: {})  # compiling is what takes time here
-    report = bench("answers", "--requests", "1", "--batch", "1", "--batch", "2", "--num-draft-tokens", "1",
-                   "--max-new-tokens", "6", "--repeats", "1")  # fmt: skip
+    options = "--requests 1 --batch 1 --batch 2 --num-draft-tokens 1 --max-new-tokens 6 --repeats 1"
+    report = bench("answers", *options.split())
     rows = {(row["question"], row["batch"], row["program"]): row for row in report["rows"]}
     assert {(kind, batch) for kind, batch, _ in rows} == {(kind, batch) for kind in chats.KINDS for batch in (1, 2)}
     for (_, batch, program), row in rows.items():
@@ -180,8 +185,8 @@ def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
 def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty, tmp_path):
     monkeypatch.setattr(chats, "KINDS", ("chat",))
     head = jspec.EagleDrafter(eagle_heads.eagle(jspec.load(chatty), features=(0, 1))).save(tmp_path / "head")
-    report = bench("answers", "--requests", "1", "--batch", "1", "--num-draft-tokens", "1", "--max-new-tokens", "4",
-                   "--repeats", "1", "--temperature", "1", "--head", str(head), "--tree", "0,0")  # fmt: skip
+    options = "--requests 1 --batch 1 --num-draft-tokens 1 --max-new-tokens 4 --repeats 1 --temperature 1 --tree 0,0"
+    report = bench("answers", *options.split(), "--head", str(head))
     rows = {row["program"]: row for row in report["rows"]}
     assert {"head", "head, tree", "lookup"} <= set(rows) and "transformers plain" not in rows
     assert all(row["tokens a round"] >= 1 for name, row in rows.items() if name != "plain")
@@ -196,8 +201,8 @@ def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):
     held_out = {tuple(row.tokens[:3]) for row in rows.divide(chats_)[1]}
     found = chats.by_kind(None, len(held_out), tmp_path)["held out"]
     assert 1 < len(held_out) < 20 and sorted(map(tuple, found)) == sorted(held_out)
-    report = bench("answers", "--requests", "2", "--batch", "1", "--num-draft-tokens", "1", "--max-new-tokens", "3",
-                   "--repeats", "1", "--temperature", "1", "--held-out", str(tmp_path))  # fmt: skip
+    options = "--requests 2 --batch 1 --num-draft-tokens 1 --max-new-tokens 3 --repeats 1 --temperature 1"
+    report = bench("answers", *options.split(), "--held-out", str(tmp_path))
     assert {row["question"] for row in report["rows"]} == {"held out"}
     assert {row["same texts"].split()[-1] for row in report["rows"]} == {"2"}
     rows.save(chats_[:2], tmp_path / rows.TEXTS / "00000.safetensors")
@@ -208,15 +213,22 @@ def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):
 @pytest.mark.parametrize("branches", [True, False])
 def test_what_drafts_a_tree_falls_back_on_nothing(branches, chatty):
     target = jspec.load(chatty)
-    head = (jspec.PassDrafter.untrained(target, 2, rngs=nnx.Rngs(0)) if branches
-            else jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)))  # fmt: skip
+    head = (
+        jspec.PassDrafter.untrained(target, 2, rngs=nnx.Rngs(0))
+        if branches
+        else jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0))
+    )
     names = answers.drafters(Subject("x", target, head), 2, ())
     assert "head" in names and ("lookup, else head" in names) is not branches
 
 
 def test_speeds_count_the_tokens_of_each_program():
-    rows = answers._rows("code", 1, {"plain": [[1, 2, 3, 0]], "llama.cpp": [[1, 0]]},
-                         {"plain": np.array([2.0, 2.0]), "llama.cpp": np.array([4.0, 4.0])})  # fmt: skip
+    rows = answers._rows(
+        "code",
+        1,
+        {"plain": [[1, 2, 3, 0]], "llama.cpp": [[1, 0]]},
+        {"plain": np.array([2.0, 2.0]), "llama.cpp": np.array([4.0, 4.0])},
+    )
     assert [row["tokens/s"] for row in rows] == [2, 0.5]
     assert [row["x llama.cpp"] for row in rows] == [4, 1] and rows[1]["x plain"] == 0.25
     assert rows[1]["same texts"] == "0 of 1"
@@ -229,9 +241,13 @@ def test_llama_cpp_stops_where_the_text_does(limit, text):
 
 
 def test_every_kind_of_question_has_a_bar_of_each_program():
-    rows = [{"question": kind, "batch": batch, "program": name, "tokens/s": batch * speed}
-            for kind in ("chat", "code") for batch in (1, 8) for name, speed in (("plain", 2), ("lookup", 3))
-            if (batch, name) != (8, "lookup")]  # fmt: skip
+    rows = [
+        {"question": kind, "batch": batch, "program": name, "tokens/s": batch * speed}
+        for kind in ("chat", "code")
+        for batch in (1, 8)
+        for name, speed in (("plain", 2), ("lookup", 3))
+        if (batch, name) != (8, "lookup")
+    ]
     figure = Figure()
     plots.answers(figure, rows)
     assert [[bar.get_width() for bar in panel.patches] for panel in figure.axes] == [[2, 2, 3, 3], [16, 16]]

@@ -41,8 +41,9 @@ def bench(pair, tmp_path):
 
 def test_a_whole_command_writes_its_results_where_it_is_told(bench, tmp_path):
     before = set(RESULTS.iterdir())
-    code, out = bench("acceptance", "--batch", "3", "--num-draft-tokens", "1", "--max-new-tokens", "4",
-                      "--temperature", "0")  # fmt: skip
+    code, out = bench(
+        "acceptance", "--batch", "3", "--num-draft-tokens", "1", "--max-new-tokens", "4", "--temperature", "0"
+    )
     assert code == 0, out
     names = {file.name for file in (tmp_path / "new" / "results").iterdir()}
     stem = "acceptance-mine-its-draft-prompts-k1-b3-cpu"
@@ -84,8 +85,10 @@ def test_what_drafts_without_a_model_does_so_for_the_target_of_a_pair_too(pair, 
 def test_a_step_is_a_pass_of_what_drafts(pair):
     """Of an exit that of the target's layers which it runs; lookup has none."""
     target, draft = (jspec.load(folder) for folder in pair)
-    found = [subject.Subject("x", target, one).draft_passes({"a": 1}, 1, 4, 8)
-             for one in (draft, jspec.EarlyExitDrafter(2, (0,)), jspec.NGramDrafter())]  # fmt: skip
+    found = [
+        subject.Subject("x", target, one).draft_passes({"a": 1}, 1, 4, 8)
+        for one in (draft, jspec.EarlyExitDrafter(2, (0,)), jspec.NGramDrafter())
+    ]
     assert [{name: one.layers for name, one in passes.items()} for passes in found] == [{"a": None}, {"a": (1,)}, {}]
     assert found[0]["a"].arguments[0] is draft and found[1]["a"].arguments[0] is target
 

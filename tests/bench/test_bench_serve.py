@@ -29,8 +29,10 @@ def test_figures_of_answers():
     drafts = {"rounds": 10, "drafted": 20, "judged": 18, "accepted": 6}
     none = dict.fromkeys(drafts, 0) | {"rounds": 30}
     slow, fast = (serve.Answer(first, 0.02, 30, drafts) for first in (0.4, 0.1))
-    found = {"plain": [(3.0, [dataclasses.replace(slow, drafts=none)] * 2)] * 2,
-             "with the draft": [(2.0, [slow, fast]), (1.0, [fast, fast])]}  # fmt: skip
+    found = {
+        "plain": [(3.0, [dataclasses.replace(slow, drafts=none)] * 2)] * 2,
+        "with the draft": [(2.0, [slow, fast]), (1.0, [fast, fast])],
+    }
     traffic = serve.Traffic(["a"], 30, 0.0, [2], first=0.2, each=0.02)
     plain, drafted = serve._rows("2 at once", found, traffic, 0.25)
     assert (plain["tokens/s"], plain["good a second"], plain["theory"], plain["tokens a round"]) == (20, 0, 1, 1)
@@ -45,9 +47,10 @@ def test_figures_of_answers():
 @pytest.mark.slow
 def test_every_load_is_measured_on_both_servers(pair, tmp_path):
     target, draft, prompts = pair
-    code, out = bench("--target", target, "--draft", draft, "--prompts", prompts, "--output", tmp_path, "--clients", 1,
-                      "--clients", 3, "--slots", 2, "--max-new-tokens", 9, "--num-draft-tokens", 2, "--temperature", 1,
-                      "--repeats", 1, "--first-ms", 60_000, "--token-ms", 60_000)  # fmt: skip
+    loads = "--clients 1 --clients 3 --slots 2 --repeats 1 --first-ms 60000 --token-ms 60000"
+    texts = "--max-new-tokens 9 --num-draft-tokens 2 --temperature 1"
+    files = "--target", target, "--draft", draft, "--prompts", prompts, "--output", tmp_path
+    code, out = bench(*files, *loads.split(), *texts.split())
     assert code == 0, out
     (file,) = tmp_path.glob("*.json")
     assert file.name == "serve-mine-its-draft-k2-s2-t1.json" and file.with_suffix(".png").exists()
@@ -56,8 +59,9 @@ def test_every_load_is_measured_on_both_servers(pair, tmp_path):
     assert [row["server"] for row in rows] == ["plain", "with the draft"] * 5
     assert [row["load"] for row in rows][::2][:2] == ["1 at once", "3 at once"]
     plain, drafted = rows[::2], rows[1::2]
-    assert all(row["tokens a round"] == row["x plain"] == row["theory"] == 1 and row["acceptance"] == ""
-               for row in plain)  # fmt: skip
+    assert all(
+        row["tokens a round"] == row["x plain"] == row["theory"] == 1 and row["acceptance"] == "" for row in plain
+    )
     assert all(1 < row["tokens a round"] <= 3 and 0 < row["acceptance"] < 1 for row in drafted)
     for row in rows:
         assert 0 < row["TTFT p50, ms"] <= row["TTFT p99, ms"] and 0 <= row["TPOT p50, ms"] <= row["TPOT p99, ms"]

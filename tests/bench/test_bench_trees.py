@@ -62,8 +62,10 @@ def test_rows_are_played_one_after_another_and_ranks_read_from_a_record(two):
 
 
 def test_a_tree_of_each_drafter():
-    made = {type(draft): play.branching(draft, TREE) for draft in
-            (jspec.NGramDrafter(2), jspec.TokenRecyclingDrafter(), jspec.EarlyExitDrafter(1))}  # fmt: skip
+    made = {
+        type(draft): play.branching(draft, TREE)
+        for draft in (jspec.NGramDrafter(2), jspec.TokenRecyclingDrafter(), jspec.EarlyExitDrafter(1))
+    }
     assert made[jspec.NGramDrafter] == jspec.NGramDrafter(2, tree=TREE)
     assert made[jspec.TokenRecyclingDrafter] == jspec.TokenRecyclingDrafter(5)
     assert made[jspec.EarlyExitDrafter].tree.size == 5 and not made[jspec.EarlyExitDrafter].replacement
@@ -72,8 +74,10 @@ def test_a_tree_of_each_drafter():
 
 
 def test_rounds_are_what_the_start_leaves():
-    times = {name: np.array([value]) for name, value in
-             {"plain": 5.0, "plain, start": 1.0, "a": 3.0, "a, start": 1.0}.items()}  # fmt: skip
+    times = {
+        name: np.array([value])
+        for name, value in {"plain": 5.0, "plain, start": 1.0, "a": 3.0, "a, start": 1.0}.items()
+    }
     assert play.rounds_alone(times, "a", {"plain": 1.0, "a": 1.0}) == [2.0]
     assert play.rounds_alone(times, "a", {"plain": 1.25, "a": 2.0}) == [1.25]
 
@@ -90,15 +94,23 @@ RATES_OF = np.array([0.6, 0.2, 0.1, 0.05])
 @pytest.mark.parametrize(
     ("rule", "draft", "temperature", "names"),
     [
-        ("rejection", jspec.NGramDrafter(), 0.0,
-         ["chain of 1", "chain of 2", "chain of up to 2", "best of 8", "2 chains of 2", "4 chains of 2"]),
+        (
+            "rejection",
+            jspec.NGramDrafter(),
+            0.0,
+            ["chain of 1", "chain of 2", "chain of up to 2", "best of 8", "2 chains of 2", "4 chains of 2"],
+        ),
         ("rejection", jspec.TokenRecyclingDrafter(), 0.0, ["tree of 4", "tree of 8"]),
         ("rejection", jspec.EarlyExitDrafter(1), 0.0, ["chain of 1", "chain of 2", "best of 8"]),
         ("k-seq", jspec.EarlyExitDrafter(1), 1.0, ["best of 8", "2 chains of 2", "4 chains of 2"]),
-        ("coupled", jspec.EarlyExitDrafter(1), 1.0,
-         ["chain of 1", "chain of 2", "best of 8", "dynamic of 4", "dynamic of 8"]),
+        (
+            "coupled",
+            jspec.EarlyExitDrafter(1),
+            1.0,
+            ["chain of 1", "chain of 2", "best of 8", "dynamic of 4", "dynamic of 8"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_compared(rule, draft, temperature, names):
     """Each once: the best of four nodes are left out where they are a chain, and what no rule may judge."""
     game = play.Play(Subject("x", None, draft), (), 1, 8, temperature)
@@ -120,8 +132,10 @@ def test_rules_are_those_that_can_tell_drafts_apart():
 
 
 def test_the_fastest_are_named():
-    rows = [trees._row("r", f"r, {name}", 0.5, 4, 2.0, 2.0, 1.0, alone, expected) for name, alone, expected in
-            (("chain of 4", 1.25, 1.5), ("best of 8", 1.1, 1.3), ("dynamic of 8", 1.2, ""))]  # fmt: skip
+    rows = [
+        trees._row("r", f"r, {name}", 0.5, 4, 2.0, 2.0, 1.0, alone, expected)
+        for name, alone, expected in (("chain of 4", 1.25, 1.5), ("best of 8", 1.1, 1.3), ("dynamic of 8", 1.2, ""))
+    ]
     first, second = trees.fastest([trees._row("r", "2 children", 0.5), *rows])
     assert "chain r, chain of 4, 2.00 tokens a round, 1.25 x plain, predicted 1.50" in first
     assert first.endswith("tree r, dynamic of 8, 2.00 tokens a round, 1.20 x plain.") and "chain of 4" in second
@@ -132,14 +146,14 @@ def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
     """A whole command."""
     monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
     words = "trees --draft recycling --chats --batch 1 --requests 4 --nodes 2 --nodes 8 --children 1 --max-depth 1"
-    done = CliRunner().invoke(app, [*words.split(), "--target", str(two), "--output", str(tmp_path), "--repeats", "1",
-                                    "--max-new-tokens", "8", "--temperature", "0"])  # fmt: skip
+    how = "--repeats 1 --max-new-tokens 8 --temperature 0"
+    files = "--target", str(two), "--output", str(tmp_path)
+    done = CliRunner().invoke(app, [*words.split(), *files, *how.split()])
     assert done.exit_code == 0, done.output
     (file,) = tmp_path.glob("*.json")
     report = json.loads(file.read_text())
     assert file.name.startswith("trees-two-recycling-chats-b1-t0") and "4 prompts" in report["title"]
-    assert [row["tree"] for row in report["rows"]] == [
-        "1 children", "rejection, tree of 2", "rejection, tree of 8"]  # fmt: skip
+    assert [row["tree"] for row in report["rows"]] == ["1 children", "rejection, tree of 2", "rejection, tree of 8"]
     for row in report["rows"][1:]:
         assert 1 <= row["tokens a round"] <= 9 and row["predicted x"] > 0 and row["rounds alone"] != 0
 
@@ -200,8 +214,13 @@ def test_what_noise_costs_and_gains(tmp_path, two, monkeypatch):
     noise.run([pair], 9, 4, 1)
     report = json.loads((tmp_path / "noise-cpu.json").read_text())
     rows = {row["what"]: row for row in report["rows"]}
-    assert list(rows) == ["accepted, of 1", "accepted, of 4", "us a law, 2 x 5", "tokens/s, 1 a level",
-                          "tokens/s, 4 a level"]  # fmt: skip
+    assert list(rows) == [
+        "accepted, of 1",
+        "accepted, of 4",
+        "us a law, 2 x 5",
+        "tokens/s, 1 a level",
+        "tokens/s, 4 a level",
+    ]
     assert 0 <= rows["accepted, of 1"]["two steps"] <= rows["accepted, of 4"]["two steps"] <= 1
     assert rows["us a law, 2 x 5"]["pass"] > 0
     assert report["notes"][-1].endswith("jspec draws in two steps.")

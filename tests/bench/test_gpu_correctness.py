@@ -61,8 +61,9 @@ def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
 
     def rough(qkv, *arguments, **options):
         bits = np.uint32(0xFFFFE000)
-        return attend((qkv.view(jnp.uint32) & bits).view(jnp.float32) if qkv.dtype == jnp.float32 else qkv,
-                      *arguments, **options)  # fmt: skip
+        return attend(
+            (qkv.view(jnp.uint32) & bits).view(jnp.float32) if qkv.dtype == jnp.float32 else qkv, *arguments, **options
+        )
 
     attend = kernel_errors._attend_projected
     monkeypatch.setattr(kernel_errors, "_attend_projected", rough)

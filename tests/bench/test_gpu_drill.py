@@ -145,8 +145,11 @@ def test_steps_are_named_once_and_share_a_drill_of_540_seconds():
 
 def test_steps_on_request_run_if_they_are_named_and_in_a_rehearsal():
     steps = Step("usual", "a", 1.0), Step("rare", "b", 1.0, on_request=True)
-    names = {(only, rehearse): [step.name for step in choose(steps, only, rehearse)]
-             for only in ((), ("rare",), ("usual",)) for rehearse in (False, True)}  # fmt: skip
+    names = {
+        (only, rehearse): [step.name for step in choose(steps, only, rehearse)]
+        for only in ((), ("rare",), ("usual",))
+        for rehearse in (False, True)
+    }
     assert names == {((), False): ["usual"], ((), True): ["usual", "rare"]} | {
         ((name,), rehearse): [name] for name in ("rare", "usual") for rehearse in (False, True)
     }

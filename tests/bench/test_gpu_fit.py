@@ -18,9 +18,20 @@ LOADS = {"plain": (1.95, 296), "K=1": (2.73, 470), "K=2": (3.48, 640), "K=4": (4
 def write(folder, seconds, name="03-decoding.json", **changes):
     """The file of a drill in which a round took ``seconds(work, kernels)``, in milliseconds."""
     rows = [{"what": "compiled", "seconds": 30.0}]
-    rows += [{"what": what, "ms": float(seconds(work, kernels)), "work_ms": work, "kernels": kernels, "batch": 1,
-              "predicted_ms": work + 2e-3 * kernels, "predicted_for": H100.title, "device": H100.title} | changes
-             for what, (work, kernels) in LOADS.items()]  # fmt: skip
+    rows += [
+        {
+            "what": what,
+            "ms": float(seconds(work, kernels)),
+            "work_ms": work,
+            "kernels": kernels,
+            "batch": 1,
+            "predicted_ms": work + 2e-3 * kernels,
+            "predicted_for": H100.title,
+            "device": H100.title,
+        }
+        | changes
+        for what, (work, kernels) in LOADS.items()
+    ]
     (folder / name).write_text(json.dumps({"state": "done", "rows": rows}), encoding="utf-8")
 
 
@@ -101,16 +112,23 @@ def kernel(name, part, read, times=1):
     return Kernel(name, "fusion", "bf16[1,16]{1,0}", part, times, read, 0, 0)
 
 
-KERNELS = [kernel("gemm_fusion_dot.1", "verify", 3_352_320), kernel("gemm_fusion_dot.2", "verify", 3_352_320),
-           kernel("loop_add-fusion", "commit", 0)]  # fmt: skip
+KERNELS = [
+    kernel("gemm_fusion_dot.1", "verify", 3_352_320),
+    kernel("gemm_fusion_dot.2", "verify", 3_352_320),
+    kernel("loop_add-fusion", "commit", 0),
+]
 
 
 def launches():
     """Two rounds: two products of 2 us, a sum of 1 us, gaps of 1 us; before them a prefill, between them a copy."""
     found, now = [profile.Launch("prefill.7", -50e3, -10e3)], 0.0
     for _ in range(2):
-        for op, taken in (("gemm_fusion_dot.1", 2e3), ("gemm_fusion_dot_2", 2e3), ("loop_add_fusion", 1e3),
-                          ("MemcpyD2H", 1e3)):  # fmt: skip
+        for op, taken in (
+            ("gemm_fusion_dot.1", 2e3),
+            ("gemm_fusion_dot_2", 2e3),
+            ("loop_add_fusion", 1e3),
+            ("MemcpyD2H", 1e3),
+        ):
             found.append(profile.Launch(op, now, now + taken))
             now += taken + 1e3
     return found
@@ -119,8 +137,14 @@ def launches():
 def test_a_trace_is_read_beside_the_kernels_of_a_round():
     device = dataclasses.replace(H100, launch=1e-6)
     found = profile.figures(launches(), KERNELS, 2, device, 8e-6)
-    expected = {"rounds": 2, "kernels_a_round": 3, "kernel_ms": 5e-3, "idle_ms": 3e-3, "idle_us_a_kernel": 1.0,
-                "gaps_in_trace_ms": 3e-3}  # fmt: skip
+    expected = {
+        "rounds": 2,
+        "kernels_a_round": 3,
+        "kernel_ms": 5e-3,
+        "idle_ms": 3e-3,
+        "idle_us_a_kernel": 1.0,
+        "gaps_in_trace_ms": 3e-3,
+    }
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     product, sum_ = found["costliest"]
     assert product["kernel"] == "gemm_fusion_dot bf16[1,16] (verify)"

@@ -59,8 +59,14 @@ def test_the_drill_is_rehearsed_from_the_packed_tree(tree, tmp_path, report):
     _command(python, "-m", "pip", "install", "-q", "-r", "bench/gpu/machine.txt", cwd=tree, env=environment)
     here = OFFLINE | {"PYTHON": python, "OUT": str(tmp_path / "out"), "TMPDIR": str(tmp_path)}
     begin = time.monotonic()
-    go = subprocess.run(["bash", "bench/gpu/go", "--rehearse", "--seconds", "1200"], cwd=tree, env=environment | here,
-                        capture_output=True, text=True, timeout=1800)  # fmt: skip
+    go = subprocess.run(
+        ["bash", "bench/gpu/go", "--rehearse", "--seconds", "1200"],
+        cwd=tree,
+        env=environment | here,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     report(seconds=f"{time.monotonic() - begin:.0f}")
     files = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").iterdir()}
     assert len(files) == len(STEPS) + 1, go.stdout[-3000:] + go.stderr[-3000:]

@@ -163,8 +163,9 @@ def test_every_option_arrives(monkeypatch, sources):
 
 def test_a_tree_is_drafted(generate):
     """Its depth stands where the number of drafts does; the coupled text is the plain one."""
-    drafting, plain = (generate(PROMPTS[0], *options)[0] for options in (["--tree", "0,0,1", "--accept", "coupled"],
-                                                                         ["--plain"]))  # fmt: skip
+    drafting, plain = (
+        generate(PROMPTS[0], *options)[0] for options in (["--tree", "0,0,1", "--accept", "coupled"], ["--plain"])
+    )
     assert drafting["tokens"] == plain["tokens"] and drafting["num_draft_tokens"] == 2
     assert drafting["stats"]["drafted"] > 2 * (drafting["stats"]["rounds"] - 2)  # three a round
 
@@ -230,8 +231,9 @@ def test_tune_says_what_to_do(run, sources):
     assert len(found["round_seconds"]) == 1 and 1 <= found["expected_tokens"][0] <= 2
     code, out, error = run(*command, "--prompt", "the")  # a text for each of the two prompts
     assert (code, error) == (0, "") and "batch 2, temperature 1.0" in out and out.count("<- best") == 1
-    assert re.fullmatch(r"use num_draft_tokens=1 \(\S+x plain\)|use jspec.Tree\(.*x\)|do not speculate: .*",
-                        out.splitlines()[-1])  # fmt: skip
+    assert re.fullmatch(
+        r"use num_draft_tokens=1 \(\S+x plain\)|use jspec.Tree\(.*x\)|do not speculate: .*", out.splitlines()[-1]
+    )
 
 
 def test_convert_is_that_of_the_module(run, sources, tmp_path):

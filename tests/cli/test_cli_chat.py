@@ -92,8 +92,12 @@ def test_tune_finds_an_exit(run, tmp_path, monkeypatch):
     folder = str(text_pair.write(tmp_path / "two", num_hidden_layers=2))
     calls, best = [], jspec.EarlyExitDrafter(2, (0,))
     monkeypatch.setattr(jspec, "best_exit", lambda target, *_, **options: calls.append(options) or best, raising=False)
-    monkeypatch.setattr(jspec, "tune", lambda target, drafter, *_, **options: (
-        calls.append(drafter), jspec.Tuning(1, 1.5, 1.0, (1.0,), (1.5,)))[1], raising=False)  # fmt: skip
+    monkeypatch.setattr(
+        jspec,
+        "tune",
+        lambda target, drafter, *_, **options: (calls.append(drafter), jspec.Tuning(1, 1.5, 1.0, (1.0,), (1.5,)))[1],
+        raising=False,
+    )
     command = "tune", folder, "exit", "--prompt", "in a", "-n", 100, "--max-draft-tokens", 1
     assert json.loads(run(*command, "--json")[1])["draft"] == "exit:2-0"
     assert calls.pop() == best and (calls[0]["max_new_tokens"], calls[0]["max_draft_tokens"]) == (64, 1)

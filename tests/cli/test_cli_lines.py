@@ -47,8 +47,13 @@ class Terminal:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in its background ignore it
         with open(self._file, "wb") as file:
             environment = os.environ | {"TERM": "xterm", "PYTHONPATH": os.getcwd(), "LC_ALL": "C.UTF-8"}
-            self.process = subprocess.Popen([sys.executable, "-c", TALK], env=environment, stdin=theirs, stderr=theirs,
-                                            stdout=file if redirected else theirs)  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", TALK],
+                env=environment,
+                stdin=theirs,
+                stderr=theirs,
+                stdout=file if redirected else theirs,
+            )
         self._redirected, self._theirs = redirected, theirs
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -28,8 +28,13 @@ def write(folder, **changes):
 
 def large(folders):
     """Llama-3.2-3B and 1B."""
-    shared = {"vocab_size": 128256, "max_position_embeddings": 131072, "num_key_value_heads": 8,
-              "intermediate_size": 8192, "tie_word_embeddings": True}  # fmt: skip
+    shared = {
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    }
     write(folders[0], hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, head_dim=128, **shared)
     write(folders[1], hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, head_dim=64, **shared)
     return folders
@@ -101,8 +106,10 @@ def test_the_bundled_pair_is_planned_without_models(run):
 
 def test_what_does_not_fit(run, folders):
     command = "plan", *large(folders), "--device", "t4", "--batch", 16
-    said = (r"does not fit: 8\.90 GB of weights, 9\.68 GB of caches and ~12\.88 GB besides are more than the 15\.83 GB "
-            r"of one Tesla T4; a batch of 4 or a length of \d+ would fit\n")  # fmt: skip
+    said = (
+        r"does not fit: 8\.90 GB of weights, 9\.68 GB of caches and ~12\.88 GB besides are more than the 15\.83 GB "
+        r"of one Tesla T4; a batch of 4 or a length of \d+ would fit\n"
+    )
     code, out, error = run(*command)
     assert (code, out) == (1, "") and re.fullmatch(f"jspec: {said}", error)
     code, out, error = run(*command, "--json")

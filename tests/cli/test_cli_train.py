@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("kind", by_default((*KINDS, "several"), ("eagle",)))
 def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
     folder, data = tmp_path / "run", chats(tmp_path / "chats.txt")
-    options = ["train", sources[0], "--output", folder, "--data", data, "--steps", 4, "--depth", 2,
-               "--step-tokens", 512, "--length", 64, "--draft-vocab", 100]  # fmt: skip
+    options = ["train", sources[0], "--output", folder, "--data", data, "--steps", 4, "--depth", 2]
+    options += ["--step-tokens", 512, "--length", 64, "--draft-vocab", 100]
     options += ["--kind", "model", "--boost", 2] if kind == "several" else ["--kind", kind]
     code, out, err = run(*options)
     assert code == 0, err
@@ -69,8 +69,8 @@ def test_a_published_head_goes_on(run, sources, tmp_path, generation):
     details = {} if generation == 1 else {"own_head": True, "draft_vocab_size": 50, "features": (1,)}
     head = jspec.EagleDrafter(eagle_heads.eagle(target, generation, **details))
     head.save(first, format="eagle" if generation == 1 else "sglang")
-    options = ["train", sources[0], "--start", first, "--data", data, "--data", data, "--steps", 1, "--depth", 2,
-               "--rate", 1e-9, "--length", 64, "--no-measure"]  # fmt: skip
+    options = ["train", sources[0], "--start", first, "--data", data, "--data", data, "--steps", 1, "--depth", 2]
+    options += ["--rate", 1e-9, "--length", 64, "--no-measure"]
     code, _, err = run(*options, "--output", tmp_path / "run")
     assert code == 0, err
     again = jspec.EagleDrafter.load(tmp_path / "run" / "drafter", target)
@@ -108,10 +108,14 @@ def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--kind", "owl"], "kind is 'owl'; expected one of eagle, medusa"), (["--loss", "l2"], "loss is 'l2'"),
-     (["--boost", 2], "boost is 2, and kind 'eagle'"), (["--data", "none.txt"], "none.txt"),
-     ([], "The target has no chat template")],
-)  # fmt: skip
+    [
+        (["--kind", "owl"], "kind is 'owl'; expected one of eagle, medusa"),
+        (["--loss", "l2"], "loss is 'l2'"),
+        (["--boost", 2], "boost is 2, and kind 'eagle'"),
+        (["--data", "none.txt"], "none.txt"),
+        ([], "The target has no chat template"),
+    ],
+)
 def test_mistakes(run, sources, tmp_path, options, message):
     code, _, err = run("train", sources[0], "--output", tmp_path / "run", "--length", 64, *options)
     assert code in (1, 2) and message in err and "Traceback" not in err

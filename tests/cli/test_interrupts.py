@@ -40,8 +40,9 @@ def interrupted(command, moment, folder, later=0.0):
     # SIGINT as on a terminal, though a shell has what runs in its background ignore it, and what that starts: what is
     # handled here, a new program has as the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen([sys.executable, *command], env=environment, cwd=folder, stdin=theirs, stdout=theirs,
-                               stderr=theirs)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *command], env=environment, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     deaf = threading.Timer(120, process.kill)
     deaf.start()

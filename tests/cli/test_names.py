@@ -114,10 +114,13 @@ def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
         jspec.plan("qwen3-8b", "qwen3-0.6b", device="l4")
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("smolm2", "nor a name that `jspec models` lists, did you mean 'smollm2'; hub ids have the form 'org/model'"),
-    ("zzz", "nor a name that `jspec models` lists; hub ids have"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smolm2", "nor a name that `jspec models` lists, did you mean 'smollm2'; hub ids have the form 'org/model'"),
+        ("zzz", "nor a name that `jspec models` lists; hub ids have"),
+    ],
+)
 def test_unknown_names(name, message):
     with pytest.raises(convert.CheckpointError, match=message):
         jspec.load(name)

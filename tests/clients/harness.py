@@ -57,8 +57,8 @@ def direct(context: str, continuation: str, target: Any, tokenizer: Any) -> tupl
 def scored(program: str, url: str, folder: Path) -> list[dict[str, Any]]:
     """What the harness has written about every item."""
     arguments = f"model={NAME},base_url={url}/v1/completions,tokenizer={PAIR / 'target'},num_concurrent=4"
-    command = [program, "run", "--model", "local-completions", "--model_args", arguments, "--tasks", "direct",
-               "--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"]  # fmt: skip
+    command = [program, "run", "--model", "local-completions", "--model_args", arguments, "--tasks", "direct"]
+    command += ["--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     said = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
     files = [*folder.glob("out/**/samples_*.jsonl")]
@@ -86,9 +86,11 @@ def main() -> None:
             own, count = direct(asked["arg_0"], asked["arg_1"], target, tokenizer)
             sums.append(abs(float(found) - own))
             means.append(sums[-1] / count)
-    report.tell(f"lm-eval local-completions, {len(samples)} items of two choices: farthest from the model's own",
-                f"{max(means):.1e} a token, {max(sums):.1e} a sum of up to some 15",
-                max(means) <= 1e-5 and len(samples) == options.items)  # fmt: skip
+    report.tell(
+        f"lm-eval local-completions, {len(samples)} items of two choices: farthest from the model's own",
+        f"{max(means):.1e} a token, {max(sums):.1e} a sum of up to some 15",
+        max(means) <= 1e-5 and len(samples) == options.items,
+    )
     report.end()
 
 

@@ -23,18 +23,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, pair(["--max-length", "64"]) as (url, _):
         file = Path(folder) / "openapi.json"
         file.write_text(json.dumps(document(NAME)))
-        command = [options.schemathesis, "run", str(file), "--url", url, "--checks", CHECKS, "--workers", "4",
-                   "--max-examples", f"{options.cases // 2}", "--phases", "coverage,fuzzing", "--seed", "1",
-                   "--continue-on-failure", "--no-color"]  # fmt: skip
+        command = [options.schemathesis, "run", str(file), "--url", url, "--checks", CHECKS, "--workers", "4"]
+        command += ["--max-examples", f"{options.cases // 2}", "--phases", "coverage,fuzzing", "--seed", "1"]
+        command += ["--continue-on-failure", "--no-color"]
         said = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         health = httpx.get(f"{url}/health", timeout=60).status_code
     cases = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) generated", said.stdout)]
     if said.returncode or not cases:
         print(said.stdout[-6000:], said.stderr[-2000:])
     count = max(cases, default=0)
-    report.tell("Schemathesis, cases; status of the program, of /health afterwards",
-                f"{count}; {said.returncode} {health}",
-                count >= options.cases and not said.returncode and health == 200)  # fmt: skip
+    report.tell(
+        "Schemathesis, cases; status of the program, of /health afterwards",
+        f"{count}; {said.returncode} {health}",
+        count >= options.cases and not said.returncode and health == 200,
+    )
     report.end()
 
 

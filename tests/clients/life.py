@@ -68,8 +68,15 @@ def deaf(url: str, count: int) -> Iterator[None]:
     host, port = url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
         for number in range(count):
-            fields = {"model": NAME, "max_tokens": 900, "ignore_eos": True, "prompt": TEXTS[0], "seed": number,
-                      "stream": True, "logprobs": 20}  # fmt: skip
+            fields = {
+                "model": NAME,
+                "max_tokens": 900,
+                "ignore_eos": True,
+                "prompt": TEXTS[0],
+                "seed": number,
+                "stream": True,
+                "logprobs": 20,
+            }
             sent = json.dumps(fields).encode()
             one = stack.enter_context(socket.socket())
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -129,19 +136,27 @@ def main() -> None:
     options, report = parser.parse_args(), Report()
     with pair(["--max-waiting", str(WAITING)]) as (url, process):
         worst = asyncio.run(disconnects(url, options.disconnects))
-        report.tell(f"{options.disconnects} disconnects, seconds until the slot is back, at most", f"{worst:.3f}",
-                    worst <= 1)  # fmt: skip
+        report.tell(
+            f"{options.disconnects} disconnects, seconds until the slot is back, at most", f"{worst:.3f}", worst <= 1
+        )
         room = SLOTS + WAITING
         full, refused, other = asyncio.run(crowd(url, 10 * room))
-        report.tell(f"{10 * room} at once where there is room for {room}: answered in full, refused with 429, else",
-                    f"{full} {refused} {other}", full >= room and not other)  # fmt: skip
+        report.tell(
+            f"{10 * room} at once where there is room for {room}: answered in full, refused with 429, else",
+            f"{full} {refused} {other}",
+            full >= room and not other,
+        )
         ratio = slow_readers(url, options.turns)
-        report.tell("p99 of others beside 4 who read nothing, over that beside 4 who read", f"{ratio:.2f}",
-                    ratio <= 1.1)  # fmt: skip
+        report.tell(
+            "p99 of others beside 4 who read nothing, over that beside 4 who read", f"{ratio:.2f}", ratio <= 1.1
+        )
         complete, status = asyncio.run(ended(url, process))
         code = process.wait(timeout=60)
-        report.tell(f"SIGTERM under {SLOTS + 4} requests: answered in full, status of a later one, of the process",
-                    f"{complete} {status} {code}", (complete, status, code) == (SLOTS + 4, 503, 0))  # fmt: skip
+        report.tell(
+            f"SIGTERM under {SLOTS + 4} requests: answered in full, status of a later one, of the process",
+            f"{complete} {status} {code}",
+            (complete, status, code) == (SLOTS + 4, 503, 0),
+        )
     report.end()
 
 

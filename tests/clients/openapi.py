@@ -30,15 +30,27 @@ def document(model: str) -> dict:
     for body in ROUTES.values():
         found[body.__name__]["properties"]["model"] = {"type": "string", "enum": [model]}
     answers = {
-        "200": {"description": "Answered.", "content": {"application/json": {"schema": {"type": "object"}},
-                                                        "text/event-stream": {"schema": {"type": "object"}}}},
+        "200": {
+            "description": "Answered.",
+            "content": {
+                "application/json": {"schema": {"type": "object"}},
+                "text/event-stream": {"schema": {"type": "object"}},
+            },
+        },
         "4XX": {"description": "Refused.", "content": {"application/json": {"schema": ERROR}}},
-    }  # fmt: skip
+    }
     paths = {
-        path: {"post": {"requestBody": {"required": True, "content": {"application/json": {"schema": {
-            "$ref": f"#/components/schemas/{body.__name__}"}}}}, "responses": answers}}
+        path: {
+            "post": {
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
+                },
+                "responses": answers,
+            }
+        }
         for path, body in ROUTES.items()
-    }  # fmt: skip
+    }
     info = {"title": "jspec", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": found}}
 

@@ -15,10 +15,15 @@ def body(number: int) -> tuple[bool, dict[str, Any]]:
     fields: dict[str, Any] = {"model": NAME, "max_tokens": int(rng.integers(1, 49)), "seed": number}
     fields["extra_body"] = {"return_token_ids": True}
     extras: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"n": 2}, {"stop": ["\n"]}, {"stop": ["e", "\n\n"]},
-        {"frequency_penalty": 0.5}, {"logit_bias": {"5": -100}}, {"logprobs": True, "top_logprobs": 2} if is_chat
-        else {"logprobs": 2},
-    ]  # fmt: skip
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"n": 2},
+        {"stop": ["\n"]},
+        {"stop": ["e", "\n\n"]},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {"5": -100}},
+        {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2},
+    ]
     for extra in rng.choice(len(extras), int(rng.integers(0, 3)), replace=False):
         fields |= extras[extra]
     return is_chat, fields | ({"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text})
@@ -41,8 +46,11 @@ async def ask(api: Any, number: int, stream: bool) -> tuple[dict[int, Any], Any]
             one["text"] += said or ""
             one["ids"] += getattr(choice, "token_ids", None) or []
             if choice.logprobs is not None:
-                one["logprobs"] += ([token.logprob for token in choice.logprobs.content or []] if is_chat
-                                    else choice.logprobs.token_logprobs)  # fmt: skip
+                one["logprobs"] += (
+                    [token.logprob for token in choice.logprobs.content or []]
+                    if is_chat
+                    else choice.logprobs.token_logprobs
+                )
             one["end"] = choice.finish_reason or one["end"]
     return found, parts[-1].usage
 
@@ -75,7 +83,9 @@ async def compare(url: str, requests: int, at_once: int = 16) -> dict[str, int]:
                 answers = [await ask(api, number, stream) for stream in (False, True)]
             (texts, usage), (streamed, counted) = answers
             same_usage = (usage.prompt_tokens, usage.completion_tokens) == (
-                counted.prompt_tokens, counted.completion_tokens)  # fmt: skip
+                counted.prompt_tokens,
+                counted.completion_tokens,
+            )
             different = differences(number, texts, streamed)
             print(*different, sep="\n", end="\n" * bool(different))
             found["differ"] += bool(different) or not same_usage
@@ -96,8 +106,11 @@ def main() -> None:
         before = metrics(url)
         found = asyncio.run(compare(url, requests))
         after = metrics(url)
-    report.tell(f"{requests} requests, streamed and not, texts, ends, ids, log-probabilities or usage that differ",
-                f"{found['differ']}", not found["differ"])  # fmt: skip
+    report.tell(
+        f"{requests} requests, streamed and not, texts, ends, ids, log-probabilities or usage that differ",
+        f"{found['differ']}",
+        not found["differ"],
+    )
     report.tell("answers whose usage is not the number of their ids", f"{found['uncounted']}", not found["uncounted"])
     for name, what in (("prompt_tokens_total", "prompt"), ("generation_tokens_total", "completion")):
         grown = after[name] - before[name]

@@ -22,8 +22,12 @@ def resident(process: Any) -> float:
 async def one(api: Any, rng: np.random.Generator, until: float, counts: dict[str, int]) -> None:
     """A client with requests of many kinds, of which it leaves some."""
     while time.monotonic() < until:
-        fields: dict[str, Any] = {"model": NAME, "prompt": str(rng.choice(TEXTS)) * int(rng.integers(1, 40)),
-                                  "max_tokens": int(rng.integers(1, 200)), "stream": True}  # fmt: skip
+        fields: dict[str, Any] = {
+            "model": NAME,
+            "prompt": str(rng.choice(TEXTS)) * int(rng.integers(1, 40)),
+            "max_tokens": int(rng.integers(1, 200)),
+            "stream": True,
+        }
         if rng.random() < 0.5:
             fields["seed"] = int(rng.integers(2**32))
         if rng.random() < 0.3:
@@ -68,12 +72,19 @@ def main() -> None:
     second, last = (float(np.median(part)) for part in (sizes[quarter : 2 * quarter], sizes[-quarter:]))
     tenths = [f"{np.median(part):.0f}" for part in np.array_split(sizes, 10)]
     print(f"MiB resident by tenths of the time: {' '.join(tenths)}", flush=True)
-    report.tell(f"{minutes:g} minutes, {counts['asked']} requests, of which {counts['left']} were left: MiB resident "
-                "in the second quarter and the last", f"{second:.0f} {last:.0f}", last <= 1.01 * second)  # fmt: skip
-    report.tell("requests ended", f"{grown['request_success_total']:.0f}",
-                grown["request_success_total"] == counts["asked"])  # fmt: skip
-    for counter, size in (("prompt_tokens_total", "request_prompt_tokens_sum"),
-                          ("generation_tokens_total", "request_generation_tokens_sum")):  # fmt: skip
+    report.tell(
+        f"{minutes:g} minutes, {counts['asked']} requests, of which {counts['left']} were left: MiB resident "
+        "in the second quarter and the last",
+        f"{second:.0f} {last:.0f}",
+        last <= 1.01 * second,
+    )
+    report.tell(
+        "requests ended", f"{grown['request_success_total']:.0f}", grown["request_success_total"] == counts["asked"]
+    )
+    for counter, size in (
+        ("prompt_tokens_total", "request_prompt_tokens_sum"),
+        ("generation_tokens_total", "request_generation_tokens_sum"),
+    ):
         report.tell(f"{counter} and {size}", f"{grown[counter]:.0f} {grown[size]:.0f}", grown[counter] == grown[size])
     report.end()
 

@@ -16,8 +16,11 @@ from support.damage import INDEX, edit_json, edit_tensors
 from support.loaded import assert_same, expected_params
 
 SHARD, SINGLE, HEAD, EMBEDDING = (
-    "model-00001-of-00003.safetensors", "model.safetensors", "lm_head.weight", "model.embed_tokens.weight"
-)  # fmt: skip
+    "model-00001-of-00003.safetensors",
+    "model.safetensors",
+    "lm_head.weight",
+    "model.embed_tokens.weight",
+)
 TIED = {"tie_word_embeddings": True}
 
 
@@ -47,7 +50,7 @@ BESIDE = {
     "other programs'": empty("model.onnx", "flax_model.msgpack", "tf_model.h5", "weights.npz", "optimizer.pt"),
     "a manifest": empty("MANIFEST.sha256"),
     "GGUF": lambda folder: gguf_files.model(folder / "x.gguf", num_hidden_layers=1),
-}  # fmt: skip
+}
 
 
 def transformers_params(folder, raw):
@@ -96,11 +99,18 @@ def test_a_config_may_not_name_other_weights(tmp_path):
     assert_same(convert.load(folder).params, expected_params(tensors(raw_config()), raw_config()))
 
 
-@pytest.mark.parametrize(("extra", "level", "phrase"), [
-    ("consolidated.safetensors", logging.INFO, "reading the 3 files of model.safetensors.index.json and ignoring"),
-    ("adapter_config.json", logging.WARNING, "and not the adapter beside it"),
-    ("adapter_model.safetensors", logging.WARNING, "and not the adapter beside it; to use that, merge it with PEFT"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("extra", "level", "phrase"),
+    [
+        ("consolidated.safetensors", logging.INFO, "reading the 3 files of model.safetensors.index.json and ignoring"),
+        ("adapter_config.json", logging.WARNING, "and not the adapter beside it"),
+        (
+            "adapter_model.safetensors",
+            logging.WARNING,
+            "and not the adapter beside it; to use that, merge it with PEFT",
+        ),
+    ],
+)
 def test_what_is_not_read_is_logged_once(tmp_path, caplog, extra, level, phrase):
     folder = make(tmp_path / "hf", shards=3)
     copied(extra)(folder)
@@ -170,13 +180,24 @@ def test_a_tied_head_is_the_embedding_in_whatever_dtype_it_is_stored(tmp_path, c
     assert (HEAD in written) == (stored[HEAD].dtype == stored[EMBEDDING].dtype)
 
 
-@pytest.mark.parametrize(("change", "is_rounded"), [
-    (head_in("bfloat16"), True),
-    (embedding_in("bfloat16"), True),
-    (edit_tensors(SINGLE, lambda weights: weights.update({HEAD: weights[EMBEDDING]})), False),
-    (edit_tensors(SINGLE, lambda weights: weights.update({
-        EMBEDDING: np.round(weights[EMBEDDING]).astype("float16"), HEAD: np.round(weights[EMBEDDING])})), False),
-], ids=["a rounded head", "a rounded embedding", "a copy", "a copy without rounding"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "is_rounded"),
+    [
+        (head_in("bfloat16"), True),
+        (embedding_in("bfloat16"), True),
+        (edit_tensors(SINGLE, lambda weights: weights.update({HEAD: weights[EMBEDDING]})), False),
+        (
+            edit_tensors(
+                SINGLE,
+                lambda weights: weights.update(
+                    {EMBEDDING: np.round(weights[EMBEDDING]).astype("float16"), HEAD: np.round(weights[EMBEDDING])}
+                ),
+            ),
+            False,
+        ),
+    ],
+    ids=["a rounded head", "a rounded embedding", "a copy", "a copy without rounding"],
+)
 def test_a_tied_head_that_is_equal_but_for_rounding_is_ignored_with_a_warning(tmp_path, caplog, change, is_rounded):
     """In float32, transformers computes with both."""
     folder = make(tmp_path / "hf", **TIED)
@@ -203,10 +224,14 @@ def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path):
     assert (back / SINGLE).read_bytes() == (folder / SINGLE).read_bytes()
 
 
-@pytest.mark.parametrize("names", [
-    [HEAD],
-    ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", HEAD],
-], ids=["a head", "old tables"])  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        [HEAD],
+        ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", HEAD],
+    ],
+    ids=["a head", "old tables"],
+)
 def test_an_index_may_name_what_no_shard_needs_to_hold(tmp_path, names):
     folder = make(tmp_path / "hf", shards=3, **TIED)
     edit_json(INDEX, lambda index: index["weight_map"].update(dict.fromkeys(names, SHARD)))(folder)

@@ -42,29 +42,39 @@ INERT = {
     "yarn, factor null": yarn(factor=None),
     "yarn, factor less than 1": yarn(factor=0.5),
     "yarn, keys of others": yarn(dynamic=True, alpha=2.0, low_freq_factor=1.0, mrope_section=[2, 3, 3], note="x"),
-    "yarn, llama_4_scaling_beta": MISTRAL | {
-        "rope_parameters": YARN | {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}},
+    "yarn, llama_4_scaling_beta": MISTRAL
+    | {"rope_parameters": YARN | {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}},
     "yarn, type and rope_type": yarn(type="yarn"),
     "type is not rope_type": yarn(type="linear"),
-    "yarn, the original length outside": QWEN3 | OLD | {
-        "rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
+    "yarn, the original length outside": QWEN3
+    | OLD
+    | {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
     "yarn, no original length": QWEN3 | OLD | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-    "rope_scaling and rope_parameters that differ": QWEN3 | {
-        "rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
-    "rope_scaling and rope_parameters alike": QWEN3 | {
-        "rope_theta": 1e6, "rope_parameters": YARN | {"rope_theta": 1e6}, "rope_scaling": YARN},
+    "rope_scaling and rope_parameters that differ": QWEN3
+    | {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
+    "rope_scaling and rope_parameters alike": QWEN3
+    | {"rope_theta": 1e6, "rope_parameters": YARN | {"rope_theta": 1e6}, "rope_scaling": YARN},
     "rope_scaling is empty": QWEN3 | {"rope_parameters": YARN | {"rope_theta": 1e6}, "rope_scaling": {}},
     "rope_parameters is empty": QWEN3 | {"rope_theta": 1e6, "rope_parameters": {}, "rope_scaling": YARN},
     "rope_scaling is null": OLD | {"rope_scaling": None},
-    "linear, keys of others": OLD | {
-        "rope_scaling": {"type": "linear", "factor": 2.0, "truncate": True, "beta_fast": 8}},
-    "default, keys of others": OLD | {
-        "rope_scaling": {"rope_type": "default", "factor": 8.0, "mrope_section": [1, 1, 2]}},
-    "llama3, keys of others": OLD | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 16, "attn_factor": 2.0}},
+    "linear, keys of others": OLD
+    | {"rope_scaling": {"type": "linear", "factor": 2.0, "truncate": True, "beta_fast": 8}},
+    "default, keys of others": OLD
+    | {"rope_scaling": {"rope_type": "default", "factor": 8.0, "mrope_section": [1, 1, 2]}},
+    "llama3, keys of others": OLD
+    | {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "attn_factor": 2.0,
+        }
+    },
     "partial_rotary_factor 1": {"partial_rotary_factor": 1.0},
-    "partial_rotary_factor 1 in the section": OLD | {
-        "rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0}},
+    "partial_rotary_factor 1 in the section": OLD
+    | {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0}},
     "a window longer than the text, llama": {"sliding_window": 64},
     "a window as long as the text, llama": {"sliding_window": 32},
     "windows that are off, qwen2": QWEN2 | {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
@@ -75,15 +85,30 @@ INERT = {
     "quantization_config null": {"quantization_config": None},
     "head_dim null": {"head_dim": None},
     "what tools add": {
-        "_name_or_path": "x/y", "_attn_implementation_autoset": True, "attn_implementation": "eager",
-        "unsloth_fixed": True, "unsloth_version": "2025.1", "torch_dtype": "bfloat16",
+        "_name_or_path": "x/y",
+        "_attn_implementation_autoset": True,
+        "attn_implementation": "eager",
+        "unsloth_fixed": True,
+        "unsloth_version": "2025.1",
+        "torch_dtype": "bfloat16",
         "transformers.js_config": {"dtype": "q4"},
-        "transformers_version": "4.40.0", "use_cache": False, "attention_dropout": 0.1, "initializer_range": 0.5,
-        "pad_token_id": -1, "tokenizer_class": "X", "model_max_length": 5, "rope_interleaved": False, "z_loss": 1e-4,
-        "output_attentions": False, "return_dict": True, "gradient_checkpointing": False, "vocab_padding": 3},
+        "transformers_version": "4.40.0",
+        "use_cache": False,
+        "attention_dropout": 0.1,
+        "initializer_range": 0.5,
+        "pad_token_id": -1,
+        "tokenizer_class": "X",
+        "model_max_length": 5,
+        "rope_interleaved": False,
+        "z_loss": 1e-4,
+        "output_attentions": False,
+        "return_dict": True,
+        "gradient_checkpointing": False,
+        "vocab_padding": 3,
+    },
     "ids in lists": {"eos_token_id": [2, 5], "pad_token_id": None},
     "no ids": {"bos_token_id": None, "eos_token_id": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", INERT)

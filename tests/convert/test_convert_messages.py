@@ -34,21 +34,33 @@ def plain(*names):
 
 HUB = r"download the model's Hugging Face files \(config.json, \*.safetensors\) instead"
 FOLDERS = {
-    "Meta's download": (plain("consolidated.00.pth", "params.json", "tokenizer.model", "checklist.chk"),
-                        f"holds consolidated.00.pth, the weights in Meta's own layout, which is not read; {HUB}"),
+    "Meta's download": (
+        plain("consolidated.00.pth", "params.json", "tokenizer.model", "checklist.chk"),
+        f"holds consolidated.00.pth, the weights in Meta's own layout, which is not read; {HUB}",
+    ),
     "Meta's in parts": (plain("consolidated.00.pth", "consolidated.01.pth", "params.json"), "Meta's own layout"),
-    "Mistral's download": (plain("consolidated.safetensors", "params.json", "tekken.json"),
-                           f"holds consolidated.safetensors, the weights in Mistral's own layout.* {HUB}"),
-    "Mistral's in parts": (plain("consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
-                           "Mistral's own layout"),
-    "an adapter": (plain("adapter_config.json", "adapter_model.safetensors"),
-                   "holds adapter_model.safetensors, an adapter without the model that it changes; merge them"),
+    "Mistral's download": (
+        plain("consolidated.safetensors", "params.json", "tekken.json"),
+        f"holds consolidated.safetensors, the weights in Mistral's own layout.* {HUB}",
+    ),
+    "Mistral's in parts": (
+        plain("consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
+        "Mistral's own layout",
+    ),
+    "an adapter": (
+        plain("adapter_config.json", "adapter_model.safetensors"),
+        "holds adapter_model.safetensors, an adapter without the model that it changes; merge them",
+    ),
     "an adapter in training": (
-        plain("adapter_model.safetensors", "optimizer.pt", "training_args.bin"), "an adapter without the model"),
+        plain("adapter_model.safetensors", "optimizer.pt", "training_args.bin"),
+        "an adapter without the model",
+    ),
     "an older adapter": (plain("adapter_config.json", "adapter_model.bin"), "holds adapter_model.bin, an adapter"),
     "a GGUF file": (plain("x.gguf"), r"no \*.safetensors file; name the GGUF file itself, as in .*x.gguf"),
-    "a GGUF file in parts": (plain("x-00001-of-00002.gguf", "x-00002-of-00002.gguf"),
-                             "llama-gguf-split --merge .*x-00001-of-00002.gguf OUT.gguf` and name that file"),
+    "a GGUF file in parts": (
+        plain("x-00001-of-00002.gguf", "x-00002-of-00002.gguf"),
+        "llama-gguf-split --merge .*x-00001-of-00002.gguf OUT.gguf` and name that file",
+    ),
     "MLX": (files("weights.npz"), f"holds weights.npz, in the format of MLX or NumPy, which is not read; {HUB}"),
     "Flax": (files("flax_model.msgpack"), "in the format of Flax"),
     "Keras": (files("tf_model.h5"), "in the format of Keras"),
@@ -60,20 +72,28 @@ FOLDERS = {
     "pickles": (files("pytorch_model.bin"), r"`AutoModelForCausalLM.from_pretrained\(SRC\).save_pretrained\(DST\)`"),
     "pickles in parts": (files("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"), "AutoModelFor"),
     "pickles among other programs'": (
-        files("pytorch_model.bin", "flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx"), "AutoModelFor"),
+        files("pytorch_model.bin", "flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx"),
+        "AutoModelFor",
+    ),
     "pickles beside Meta's": (files("pytorch_model.bin", "consolidated.00.pth"), "AutoModelFor"),
-    "the state of a training": (plain("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"),
-                                r"holds no \*.safetensors file; .* download the weights too"),
-    "a GGUF file beside parts": (plain("a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"),
-                                 "name the GGUF file itself, as in .*b.gguf"),
+    "the state of a training": (
+        plain("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"),
+        r"holds no \*.safetensors file; .* download the weights too",
+    ),
+    "a GGUF file beside parts": (
+        plain("a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"),
+        "name the GGUF file itself, as in .*b.gguf",
+    ),
     "pickles without config": (plain("pytorch_model.bin"), "with the program that wrote them"),
     "pickles of another program": (files("lit_model.pth"), "with the program that wrote them"),
     "shards without index": (files("model-00001-of-00001.safetensors"), "download the index that belongs to"),
     "another name": (files("weights.safetensors"), "rename the file to model.safetensors if it holds all"),
     "no weights": (plain("README.md"), "download the weights too; of a repository without them, download a GGUF file"),
-    "checkpoints of a training": (plain("checkpoint-10/config.json", "checkpoint-20/config.json"),
-                                  "name the folder of one model, such as .*checkpoint-10"),
-}  # fmt: skip
+    "checkpoints of a training": (
+        plain("checkpoint-10/config.json", "checkpoint-20/config.json"),
+        "name the folder of one model, such as .*checkpoint-10",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -230,9 +230,11 @@ def test_every_name_of_a_split_is_one_that_the_library_can_do(tmp_path, byte_lev
 )
 def test_accents_are_composed_where_the_model_s_tokenizer_json_says_so(tmp_path, byte_level, pre, composes):
     file, _ = gguf_files.model(
-        tmp_path / "x.gguf", prefixed(byte_level | {"pre": pre}), vocab_size=len(byte_level["tokens"]),
+        tmp_path / "x.gguf",
+        prefixed(byte_level | {"pre": pre}),
+        vocab_size=len(byte_level["tokens"]),
         num_hidden_layers=1,
-    )  # fmt: skip
+    )
     ours = text.load_tokenizer(file)
     assert (ours("e\u0301 \u1100\u1161") == ours("é 가")) is composes
 
@@ -283,8 +285,12 @@ def test_the_tokenizer_of_another_checkpoint(tmp_path, byte_level):
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|end|>"])
 def test_tokens_that_end_a_turn_are_known_by_their_texts(tmp_path, token):
     tokens = ["<eos?>", *gguf_files.TOKENS[1:], token]
-    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 2), 3],
-            "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": None}  # fmt: skip
+    keys = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 2), 3],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": None,
+    }
     file, _ = gguf_files.model(tmp_path / "x.gguf", keys, vocab_size=len(tokens), num_hidden_layers=1)
     assert text.eos_ids(jspec.load(file), text.load_tokenizer(file)) == (0, len(tokens) - 1)
     convert.save(convert.load(file), tmp_path / "store")

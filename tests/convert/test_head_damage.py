@@ -62,17 +62,29 @@ CASES = {
     "q_proj is missing": ("sglang", tensors(**{Q3: ...}), f"lacks {Q3}"),
     "hidden_norm is missing": ("speculators", tensors(layers__0__hidden_norm__weight=...), "lacks layers.0.hidden"),
     "unknown": ("sglang", tensors(mask_hidden=lambda _: np.ones(3, np.float32)), "has unexpected mask_hidden"),
-    "names of both layouts": ("sglang", tensors(layers__0__hidden_norm__weight=lambda _: np.ones(16, np.float32)),
-                              "has unexpected layers.0.hidden_norm.weight"),
-    "fc_norm without its flag": ("sglang", tensors(fc_norm__0__weight=lambda _: np.ones(16, np.float32)),
-                                 "has unexpected fc_norm.0.weight"),
+    "names of both layouts": (
+        "sglang",
+        tensors(layers__0__hidden_norm__weight=lambda _: np.ones(16, np.float32)),
+        "has unexpected layers.0.hidden_norm.weight",
+    ),
+    "fc_norm without its flag": (
+        "sglang",
+        tensors(fc_norm__0__weight=lambda _: np.ones(16, np.float32)),
+        "has unexpected fc_norm.0.weight",
+    ),
     "a flag without its norms": ("sglang", config(fc_norm=True), "lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2"),
     "bias without its tensor": ("eagle", tensors(fc__bias=...), "lacks fc.bias"),
     "a tensor without its bias": ("eagle", config(bias=False), "has unexpected fc.bias"),
-    "an output head of generation 1": ("eagle", tensors(lm_head__weight=lambda _: np.ones((V, 16), np.float32)),
-                                       "has unexpected lm_head.weight"),
-    "transposed": ("sglang", tensors(fc__weight=lambda x: np.ascontiguousarray(x.T)),
-                   r"fc.weight .* shape \[48, 16\], expected \[16, 48\]"),
+    "an output head of generation 1": (
+        "eagle",
+        tensors(lm_head__weight=lambda _: np.ones((V, 16), np.float32)),
+        "has unexpected lm_head.weight",
+    ),
+    "transposed": (
+        "sglang",
+        tensors(fc__weight=lambda x: np.ascontiguousarray(x.T)),
+        r"fc.weight .* shape \[48, 16\], expected \[16, 48\]",
+    ),
     "two states for three": ("speculators", config(**{IDS: [2, 5]}), r"shape \[16, 48\], expected \[16, 32\]"),
     "a head of other rows": ("sglang", tensors(lm_head__weight=lambda x: x[:6]), r"\[6, 16\], expected \[7, 16\]"),
     "integers": ("sglang", tensors(fc__weight=lambda x: x.astype(np.int8)), "fc.weight .* is I8; expected one of F32"),
@@ -88,8 +100,11 @@ CASES = {
     "t2d is short": ("sglang", tensors(t2d=lambda x: x[:9]), r"t2d .* shape \[9\], expected \[31\]"),
     # config.json
     "two layers": ("sglang", config(num_hidden_layers=2), "num_hidden_layers is 2; heads of one layer"),
-    "another layer": ("speculators", section("transformer_layer_config", model_type="deepseek_v3"),
-                      "model_type of its layer is 'deepseek_v3'; expected one of llama, qwen3"),
+    "another layer": (
+        "speculators",
+        section("transformer_layer_config", model_type="deepseek_v3"),
+        "model_type of its layer is 'deepseek_v3'; expected one of llama, qwen3",
+    ),
     "no layer": ("speculators", dropped("transformer_layer_config"), "transformer_layer_config is None; expected"),
     "another head": ("speculators", config(speculators_model_type="dflash"), "speculators_model_type 'dflash' and"),
     "architectures that are no list": ("sglang", config(architectures=5), "architectures is 5; expected a list"),
@@ -99,12 +114,18 @@ CASES = {
     "parallel drafting": ("speculators", config(mask_token_id=3), "mask_token_id is 3, which changes"),
     "a window": ("speculators", section("transformer_layer_config", sliding_window=8), "sliding_window is 8"),
     "tied to an unknown end": ("sglang", config(tie_word_embeddings=True), "tie_word_embeddings is true, which SGLang"),
-    "norm_before_residual is missing": ("speculators", dropped("norm_before_residual"),
-                                        "norm_before_residual is missing, which vLLM takes for true and"),
+    "norm_before_residual is missing": (
+        "speculators",
+        dropped("norm_before_residual"),
+        "norm_before_residual is missing, which vLLM takes for true and",
+    ),
     "a flag that is none": ("sglang", config(norm_output=1), "norm_output is 1; expected true or false"),
     "both norms": ("sglang", config(fc_norm=True, norm_before_fc=True), "norm_before_fc and fc_norm are both true"),
-    "two values": ("sglang", both(config(norm_before_fc=False), section("eagle_config", norm_before_fc=True)),
-                   "norm_before_fc is both true and false"),
+    "two values": (
+        "sglang",
+        both(config(norm_before_fc=False), section("eagle_config", norm_before_fc=True)),
+        "norm_before_fc is both true and false",
+    ),
     "no states": ("sglang", section("eagle_config", use_aux_hidden_state=False), "use_aux_hidden_state is False"),
     "unknown flag": ("sglang", section("eagle_config", use_moe=True), "eagle_config has unknown use_moe"),
     "no section": ("sglang", config(eagle_config=[1]), r"eagle_config has unknown \[1\]"),
@@ -117,18 +138,25 @@ CASES = {
     "more than all tokens": ("sglang", config(draft_vocab_size=40), "draft_vocab_size 40 is more than vocab_size 31"),
     "a negative size": ("sglang", config(target_hidden_size=-1), "target_hidden_size is -1; expected a positive"),
     # for another target
-    "of a wider target": ("speculators", both(config(target_hidden_size=24), tensors(
-        fc__weight=lambda x: np.ones((16, 72), np.float32))), "whose hidden size is 24, and this target's is 16"),
+    "of a wider target": (
+        "speculators",
+        both(config(target_hidden_size=24), tensors(fc__weight=lambda x: np.ones((16, 72), np.float32))),
+        "whose hidden size is 24, and this target's is 16",
+    ),
     "of more layers": ("speculators", config(**{IDS: [2, 4, 9]}), "enters layer 9, and this target has 8 layers"),
     # files
     "cut": ("sglang", cut(FILE, 0.7), "is damaged or cut short"),
     "no config": ("sglang", rename("config.json", "other.json"), "config.json is missing"),
     "config is no JSON": ("sglang", overwrite("config.json", "{"), "cannot be read as JSON"),
     "a shard alone": ("sglang", rename(FILE, "model-00001-of-00002.safetensors"), "without model.safetensors.ind"),
-    "pickles": ("eagle", pickled("pytorch_model.bin"), r"only pickle files \(pytorch_model.bin\); .* convert it with "
-                r"PyTorch: `safetensors\.torch\.save_file.*torch\.load\('pytorch_model\.bin', weights_only=True\)"),
+    "pickles": (
+        "eagle",
+        pickled("pytorch_model.bin"),
+        r"only pickle files \(pytorch_model.bin\); .* convert it with "
+        r"PyTorch: `safetensors\.torch\.save_file.*torch\.load\('pytorch_model\.bin', weights_only=True\)",
+    ),
     "nothing": ("eagle", rename(FILE, "model.txt"), r"holds no \*.safetensors file; pickles can run code"),
-}  # fmt: skip
+}
 
 
 def check_refusal(error):
@@ -172,13 +200,19 @@ def test_what_needs_the_target(tmp_path):
 
 @pytest.mark.parametrize(
     ("made", "format", "message"),
-    [({"norm_before_residual": True}, "sglang", "read sglang files do not read norm_before_residual and would"),
-     ({"attention_bias": True, "mlp_bias": True}, "sglang", "do not read attention_bias, mlp_bias and"),
-     ({"model_type": "qwen3"}, "sglang", "do not read the norms of queries and keys and"),
-     ({"ids": (0, 3, 5)}, "sglang", "do not read features that begin with what enters layer 0"),
-     ({}, "eagle", "eagle files hold heads of generation 1 and this is of generation 3; choose speculators or sglang"),
-     ({}, "vllm", "format 'vllm' is unknown; choose one of speculators, sglang, eagle")],
-)  # fmt: skip
+    [
+        ({"norm_before_residual": True}, "sglang", "read sglang files do not read norm_before_residual and would"),
+        ({"attention_bias": True, "mlp_bias": True}, "sglang", "do not read attention_bias, mlp_bias and"),
+        ({"model_type": "qwen3"}, "sglang", "do not read the norms of queries and keys and"),
+        ({"ids": (0, 3, 5)}, "sglang", "do not read features that begin with what enters layer 0"),
+        (
+            {},
+            "eagle",
+            "eagle files hold heads of generation 1 and this is of generation 3; choose speculators or sglang",
+        ),
+        ({}, "vllm", "format 'vllm' is unknown; choose one of speculators, sglang, eagle"),
+    ],
+)
 def test_what_a_layout_cannot_say(tmp_path, made, format, message):
     drafter = jspec.EagleDrafter.load(eagle3("speculators", tmp_path / "head", **made)[1])
     with pytest.raises(CheckpointError, match=message) as error:

@@ -34,8 +34,12 @@ CASES = {
 }
 # What SGLang does not read.
 ONLY_SPECULATORS = ("normed residual", "biased", "qwen3", "another width")
-LAYOUTS = [(name, layout) for name in CASES for layout in ("speculators", "sglang")
-           if layout == "speculators" or name not in ONLY_SPECULATORS]  # fmt: skip
+LAYOUTS = [
+    (name, layout)
+    for name in CASES
+    for layout in ("speculators", "sglang")
+    if layout == "speculators" or name not in ONLY_SPECULATORS
+]
 
 
 def logits_of(drafter, features, tokens, drafts):
@@ -78,8 +82,10 @@ def check_same_files(first, second):
 
 def kept(after, before):
     """`after` with the fields of `before` alone."""
-    return {key: kept(after[key], value) if isinstance(value, dict) and after[key] is not None else after[key]
-            for key, value in before.items()}  # fmt: skip
+    return {
+        key: kept(after[key], value) if isinstance(value, dict) and after[key] is not None else after[key]
+        for key, value in before.items()
+    }
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
@@ -105,11 +111,18 @@ def test_generation_1(tmp_path, case):
 def test_generation_1_as_speculators_had_it(tmp_path):
     module, path = eagle1(tmp_path / "head", own=())
     fields, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    wrapped = {"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
-               "fusion_bias": True, "transformer_layer_architecture": "LlamaDecoderLayer",
-               "transformer_layer_config": fields}  # fmt: skip
-    renamed = {name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): torch.tensor(tensor)
-               for name, tensor in tensors.items()}  # fmt: skip
+    wrapped = {
+        "architectures": ["EagleSpeculator"],
+        "speculators_model_type": "eagle",
+        "layernorms": False,
+        "fusion_bias": True,
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        "transformer_layer_config": fields,
+    }
+    renamed = {
+        name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): torch.tensor(tensor)
+        for name, tensor in tensors.items()
+    }
     check_logits(jspec.EagleDrafter.load(write(tmp_path / "fusion", wrapped, renamed), TARGET), module)
 
 
@@ -184,22 +197,36 @@ def test_the_original_names_of_eagle_3(tmp_path):
 
 
 # ---- the names that vLLM (llama_eagle3.py) and SGLang (llama_eagle3.py, and SpecForge's check of its export) read
-LAYER = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
-         "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight", "hidden_norm.weight",
-         "input_layernorm.weight", "post_attention_layernorm.weight")  # fmt: skip
+LAYER = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "hidden_norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
 BESIDE = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
 FC_NORMS = {f"fc_norm.{i}.weight" for i in range(3)}
 VLLM = {f"layers.0.{name}" for name in LAYER} | BESIDE
 SGLANG = {f"midlayer.{name}" for name in LAYER} | BESIDE
-VLLM_FIELDS = {"speculators_model_type", "transformer_layer_config", "speculators_config", "draft_vocab_size",
-               "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-               "eagle_aux_hidden_state_layer_ids"}  # fmt: skip
-SGLANG_FIELDS = {"architectures", "draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output",
-                 "num_aux_hidden_states", "eagle_config", "tie_word_embeddings", "rope_theta"}  # fmt: skip
+VLLM_FIELDS = {
+    *("speculators_model_type", "transformer_layer_config", "speculators_config"),
+    *("draft_vocab_size", "target_hidden_size", "norm_before_residual"),
+    *("norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids"),
+}
+SGLANG_FIELDS = {
+    *("architectures", "draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm"),
+    *("norm_output", "num_aux_hidden_states", "eagle_config", "tie_word_embeddings", "rope_theta"),
+}
 
 
-@pytest.mark.parametrize(("layout", "names", "fields"), [("speculators", VLLM, VLLM_FIELDS),
-                                                         ("sglang", SGLANG, SGLANG_FIELDS)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "names", "fields"), [("speculators", VLLM, VLLM_FIELDS), ("sglang", SGLANG, SGLANG_FIELDS)]
+)
 def test_every_name_and_flag_is_written(tmp_path, layout, names, fields):
     """Of a head that comes from no file; what enters layer i is what leaves layer i - 1."""
     _, path = eagle3("speculators", tmp_path / "head", fc_norm=True)

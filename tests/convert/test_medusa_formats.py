@@ -53,8 +53,12 @@ def medusa(directory, blocks=1, count=3, dtype=torch.float32, tied=False):
     torch.manual_seed(0)
     made = [[ResBlock()] * blocks if tied else [ResBlock() for _ in range(blocks)] for _ in range(count)]
     module = nn.ModuleList(nn.Sequential(*one, nn.Linear(E, V, bias=False)) for one in made)
-    fields = {"medusa_num_heads": count, "medusa_num_layers": blocks, "base_model_name_or_path": "org/target",
-              "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
+    fields = {
+        "medusa_num_heads": count,
+        "medusa_num_layers": blocks,
+        "base_model_name_or_path": "org/target",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
     return module, write(directory, fields, {k: t.to(dtype) for k, t in module.state_dict().items()}, OWN)
 
 
@@ -65,10 +69,9 @@ def vllm(directory, blocks=1, count=3, dtype=torch.float32, bias=False, shared=F
     module = nn.Module()
     module.blocks = nn.ModuleList(Blocks(blocks, bias) for _ in range(count))
     module.lm_heads = nn.ModuleList(outputs[:1] if shared else outputs)
-    fields = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": E, "vocab_size": V,
-              "num_heads": count, "num_hidden_layers": blocks, "max_paths": 64, "topk": 10,
-              "truncated_vocab_size": V, "medusa_fc_bias": bias, "original_lm_head": shared,
-              "torch_dtype": str(dtype).removeprefix("torch.")}  # fmt: skip
+    fields = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": E, "vocab_size": V}
+    fields |= {"num_heads": count, "num_hidden_layers": blocks, "max_paths": 64, "topk": 10, "truncated_vocab_size": V}
+    fields |= {"medusa_fc_bias": bias, "original_lm_head": shared, "torch_dtype": str(dtype).removeprefix("torch.")}
     write(directory, fields, {prefix + k: t.to(dtype) for k, t in module.state_dict().items()})
     heads = nn.ModuleList()
     for one, output in zip(module.blocks, outputs, strict=True):
@@ -79,9 +82,15 @@ def vllm(directory, blocks=1, count=3, dtype=torch.float32, bias=False, shared=F
     return heads, directory
 
 
-CASES = [(medusa, {}), (medusa, {"blocks": 2}), (medusa, {"blocks": 2, "tied": True}),
-         (vllm, {}), (vllm, {"blocks": 2, "bias": True}), (vllm, {"shared": True}),
-         (vllm, {"prefix": "medusa_heads."})]  # fmt: skip
+CASES = [
+    (medusa, {}),
+    (medusa, {"blocks": 2}),
+    (medusa, {"blocks": 2, "tied": True}),
+    (vllm, {}),
+    (vllm, {"blocks": 2, "bias": True}),
+    (vllm, {"shared": True}),
+    (vllm, {"prefix": "medusa_heads."}),
+]
 
 
 def check_logits(drafter, module):
@@ -144,15 +153,27 @@ def test_the_names_that_vllm_reads(tmp_path):
     for head in drafter.heads:
         head.origin = None
     found = load_file(drafter.save(tmp_path / "vllm") / "model.safetensors")
-    assert set(found) == {f"blocks.{i}.layers.{j}.{kind}" for i in (0, 1) for j in (0, 1)
-                          for kind in ("weight", "bias")} | {"lm_heads.0.weight", "lm_heads.1.weight"}  # fmt: skip
+    assert set(found) == {
+        f"blocks.{i}.layers.{j}.{kind}" for i in (0, 1) for j in (0, 1) for kind in ("weight", "bias")
+    } | {"lm_heads.0.weight", "lm_heads.1.weight"}
     assert fields_of(tmp_path / "vllm") == {
-        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": E, "vocab_size": V,
-        "truncated_vocab_size": V, "num_heads": 2, "num_hidden_layers": 2, "medusa_fc_bias": True,
-        "original_lm_head": False, "torch_dtype": "float32"}  # fmt: skip
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": E,
+        "vocab_size": V,
+        "truncated_vocab_size": V,
+        "num_heads": 2,
+        "num_hidden_layers": 2,
+        "medusa_fc_bias": True,
+        "original_lm_head": False,
+        "torch_dtype": "float32",
+    }
     found = load_file(drafter.save(tmp_path / "medusa", "medusa") / OWN)
-    assert set(found) == {f"{i}.{name}" for i in (0, 1) for name in (
-        "0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")}  # fmt: skip
+    assert set(found) == {
+        f"{i}.{name}"
+        for i in (0, 1)
+        for name in ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight")
+    }
 
 
 def test_published_configs_count_too_few_heads(tmp_path):
@@ -174,7 +195,8 @@ def test_heads_beside_their_target(tmp_path):
     check_logits(drafter, module)
     alone = load_file(drafter.save(tmp_path / "alone", "medusa") / OWN)
     assert {name: one.tobytes() for name, one in alone.items()} == {
-        name: one.tobytes() for name, one in load_file(heads / OWN).items()}  # fmt: skip
+        name: one.tobytes() for name, one in load_file(heads / OWN).items()
+    }
 
 
 # ---- what is refused
@@ -204,8 +226,11 @@ DAMAGE = {
     "a bias is missing": ("medusa", tensor("medusa", "0.0.linear.bias", gone), "lacks 0.0.linear.bias"),
     "a head is missing": ("vllm", tensor("vllm", "lm_heads.2.weight", gone), "lacks lm_heads.2.weight"),
     "unknown": ("vllm", tensor("vllm", "extra", lambda _: np.ones(2, np.float32)), "has unexpected extra"),
-    "a bias too many": ("vllm", tensor("vllm", "blocks.0.layers.0.bias", lambda _: np.ones(E, np.float32)),
-                        "has unexpected blocks.0.layers.0.bias"),
+    "a bias too many": (
+        "vllm",
+        tensor("vllm", "blocks.0.layers.0.bias", lambda _: np.ones(E, np.float32)),
+        "has unexpected blocks.0.layers.0.bias",
+    ),
     "another shape": ("vllm", tensor("vllm", "blocks.0.layers.0.weight", lambda x: x[:9]), r"\[9, 16\], expected"),
     "integers": ("medusa", tensor("medusa", "0.2.weight", lambda x: x.astype(np.int8)), "0.2.weight .* is I8; exp"),
     "another count": ("vllm", config(num_heads=4), "lacks blocks.3.layers.0.weight"),
@@ -216,15 +241,25 @@ DAMAGE = {
     "fewer tokens": ("vllm", config(truncated_vocab_size=9), "truncated_vocab_size is 9, of which token_map"),
     "a scale": ("vllm", config(logit_scale=2.0), "logit_scale is 2.0, which changes"),
     "another model": ("vllm", config(architectures=["EAGLEModel"]), "architectures is .'EAGLEModel'., which changes"),
-    "no heads": ("medusa", edit_tensors(OWN, lambda w: [w.pop(n) for n in list(w)[1:]] + [w.update(x=w.popitem()[1])]),
-                 "are of no Medusa heads; expected those of Medusa"),
-    "no output head": ("medusa", edit_tensors(OWN, lambda w: [w.pop(f"{i}.2.weight") for i in range(3)]),
-                       "there is no output head, such as 0.1.weight"),
+    "no heads": (
+        "medusa",
+        edit_tensors(OWN, lambda w: [w.pop(n) for n in list(w)[1:]] + [w.update(x=w.popitem()[1])]),
+        "are of no Medusa heads; expected those of Medusa",
+    ),
+    "no output head": (
+        "medusa",
+        edit_tensors(OWN, lambda w: [w.pop(f"{i}.2.weight") for i in range(3)]),
+        "there is no output head, such as 0.1.weight",
+    ),
     "cut": ("medusa", cut(OWN, 0.6), "is damaged or cut short"),
     "no config": ("medusa", rename("config.json", "other.json"), "config.json is missing"),
-    "pickles": ("medusa", pickled("medusa_lm_head.pt"), r"only pickle files \(medusa_lm_head.pt\); .* convert it with "
-                r"PyTorch: .*torch\.load\('medusa_lm_head\.pt', weights_only=True\).*'medusa_lm_head\.safetensors'"),
-}  # fmt: skip
+    "pickles": (
+        "medusa",
+        pickled("medusa_lm_head.pt"),
+        r"only pickle files \(medusa_lm_head.pt\); .* convert it with "
+        r"PyTorch: .*torch\.load\('medusa_lm_head\.pt', weights_only=True\).*'medusa_lm_head\.safetensors'",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -181,8 +181,14 @@ def test_the_window_of_a_prompt_begins_at_a_character(name):
 def repeating(chain, names, folder):
     """Write a model that continues the first token of `chain` with the others, and then repeats those."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(vocab_size=len(names), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-                                      num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
+    config = transformers.LlamaConfig(
+        vocab_size=len(names),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -45,8 +45,13 @@ def large(kernels, models, setting):
     leaves = jax.tree.leaves(jax.eval_shape(lambda: [model.new_cache(setting.batch, 512) for model in models]))
     leaves += [leaf for leaf in jax.tree.leaves(models) if len(leaf.shape) > 1]
     least, vocab = min(leaf.size for leaf in leaves), models[0].config.vocab_size
-    return [kernel for kernel in kernels if kernel.moves for _, sizes in arrays(kernel.shape)
-            if math.prod(sizes) >= least and vocab not in sizes]  # fmt: skip
+    return [
+        kernel
+        for kernel in kernels
+        if kernel.moves
+        for _, sizes in arrays(kernel.shape)
+        if math.prod(sizes) >= least and vocab not in sizes
+    ]
 
 
 def check(found, models, setting):
@@ -162,8 +167,14 @@ def test_every_program_is_compiled(name, one):
 def test_a_training_step_compiles(name, kind):
     """In the device's dtype, with the target's states computed on the way."""
     device = devices.prepare(name)
-    config = dataclasses.replace(abstract.configs("109m")[0], num_hidden_layers=3, num_key_value_heads=1,
-                                 num_attention_heads=2, intermediate_size=256, **SIZES)  # fmt: skip
+    config = dataclasses.replace(
+        abstract.configs("109m")[0],
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        num_attention_heads=2,
+        intermediate_size=256,
+        **SIZES,
+    )
     target = jspec.Llama(config, jax.numpy.dtype(device.dtype), rngs=nnx.Rngs(0))
     schedule = fit.Schedule(steps=9, depth=2)
     begun = kinds.KINDS[kind](target, np.arange(100) if kind == "eagle" else None, schedule.depth, 0)
@@ -191,8 +202,14 @@ def test_the_programs_of_an_engine(name, key, report, monkeypatch):
     """None copies a cache. What asks constraints on the host can be compiled only where its device is."""
     monkeypatch.setattr(jax, "pure_callback", lambda asked, of, *_: jax.numpy.zeros(of.shape, of.dtype))
     chip = devices.prepare(name)
-    config = dataclasses.replace(abstract.configs("109m")[0], num_hidden_layers=2, num_key_value_heads=2,
-                                 num_attention_heads=4, intermediate_size=256, **SIZES)  # fmt: skip
+    config = dataclasses.replace(
+        abstract.configs("109m")[0],
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        **SIZES,
+    )
     target, draft = (jspec.Llama(config, jax.numpy.dtype(chip.dtype), rngs=nnx.Rngs(seed)) for seed in (0, 1))
     drafter = jspec.ModelDrafter(draft)
     one = Runner(target, drafter, RULES["rejection"], Sizes(8, 500, 1, (32, 256), (0, 4), 4, 5))

@@ -41,10 +41,10 @@ def counts(target, drafter, keys, fewest, rule, k):
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     copies = len(keys)
-    out = jspec.speculative_generate(
-        target, drafter, np.tile(tokens, (copies, 1)), np.tile([4, 1, 4], copies), keys.ravel(), accept=rule,
-        max_new_tokens=NUM_TOKENS, sampling=jspec.SamplingParams(min_tokens=fewest), eos_ids=EOS,
-        **{} if k is None else {"num_draft_tokens": k})  # fmt: skip
+    batch = np.tile(tokens, (copies, 1)), np.tile([4, 1, 4], copies), keys.ravel()
+    options = {"max_new_tokens": NUM_TOKENS, "sampling": jspec.SamplingParams(min_tokens=fewest), "eos_ids": EOS}
+    options |= {} if k is None else {"num_draft_tokens": k}
+    out = jspec.speculative_generate(target, drafter, *batch, accept=rule, **options)
     texts = (out.tokens @ np.asarray([VOCAB**2, VOCAB, 1])).reshape(keys.shape)
     rows = np.broadcast_to(np.arange(3), texts.shape)
     return jax.numpy.zeros((3, VOCAB**NUM_TOKENS), np.int32).at[rows, texts].add(1)
@@ -65,17 +65,23 @@ def test_the_law_has_no_early_end(report, rule, k, tree):
     target, draft = pair()
     drafter = draft if tree is None else jspec.TreeDrafter(draft, tree)
     found = counts(target, drafter, jax.random.split(jax.random.key(0), (DRAWS, 3)), np.tile(FEWEST, DRAWS), rule, k)
-    p_values = [oracle.p_value(np.asarray(row), law(target, prompt, fewest))
-                for row, prompt, fewest in zip(found, PROMPTS, FEWEST, strict=True)]  # fmt: skip
-    report(settings=3, texts_each=DRAWS, min_p=f"{min(p_values):.2g}",
-           sees_tv=f"{oracle.detectable(DRAWS, VOCAB**NUM_TOKENS - 1, ALPHA / 3):.3f}")  # fmt: skip
+    p_values = [
+        oracle.p_value(np.asarray(row), law(target, prompt, fewest))
+        for row, prompt, fewest in zip(found, PROMPTS, FEWEST, strict=True)
+    ]
+    report(
+        settings=3,
+        texts_each=DRAWS,
+        min_p=f"{min(p_values):.2g}",
+        sees_tv=f"{oracle.detectable(DRAWS, VOCAB**NUM_TOKENS - 1, ALPHA / 3):.3f}",
+    )
     assert min(p_values) * 3 > ALPHA
 
 
 def test_beyond_the_limit_only_the_limit_ends_a_text(prompts):
     target, draft = pair()
-    out = drafters.generate(target, draft, prompts([3, 4], vocab_size=VOCAB), max_new_tokens=40, num_draft_tokens=3,
-                            sampling=jspec.SamplingParams(min_tokens=[50, 0]), eos_ids=EOS)  # fmt: skip
+    options = {"num_draft_tokens": 3, "sampling": jspec.SamplingParams(min_tokens=[50, 0]), "eos_ids": EOS}
+    out = drafters.generate(target, draft, prompts([3, 4], vocab_size=VOCAB), max_new_tokens=40, **options)
     assert out.lengths[0] == 40 and not np.isin(out.tokens[0], EOS).any()
     assert out.lengths[1] < 40
 
@@ -83,6 +89,11 @@ def test_beyond_the_limit_only_the_limit_ends_a_text(prompts):
 def test_raw_log_probabilities_do_not_know_of_it(prompts):
     """They are the model's own, whatever was forbidden; those of the law are higher, for it has fewer tokens."""
     target, _ = pair()
-    out = jspec.generate(target, *prompts([3], vocab_size=VOCAB), max_new_tokens=8, eos_ids=EOS,
-                         sampling=jspec.SamplingParams(min_tokens=8))  # fmt: skip
+    out = jspec.generate(
+        target,
+        *prompts([3], vocab_size=VOCAB),
+        max_new_tokens=8,
+        eos_ids=EOS,
+        sampling=jspec.SamplingParams(min_tokens=8),
+    )
     assert (np.asarray(out.logprobs) > np.asarray(out.raw_logprobs) + 1e-3).all()

@@ -18,10 +18,12 @@ DRAFTS = {
     "chain": (lambda draft: jspec.ModelDrafter(draft), {"num_draft_tokens": 3}),
     "lookup": (lambda draft: jspec.NGramDrafter(), {"num_draft_tokens": jspec.UpTo(3)}),
     "tree": (lambda draft: jspec.TreeDrafter(jspec.ModelDrafter(draft), Tree.branching((2, 2))), {}),
-    "traversal": (lambda draft: jspec.TreeDrafter(jspec.ModelDrafter(draft), Tree.branching((3, 1))),
-                  {"accept": "traversal"}),
+    "traversal": (
+        lambda draft: jspec.TreeDrafter(jspec.ModelDrafter(draft), Tree.branching((3, 1))),
+        {"accept": "traversal"},
+    ),
     "search": (lambda draft: jspec.DynamicTreeDrafter(jspec.ModelDrafter(draft), 5, 3, 2), {"accept": "coupled"}),
-}  # fmt: skip
+}
 
 
 def decoded(name, seed=0, **more):
@@ -29,8 +31,11 @@ def decoded(name, seed=0, **more):
     make, options = DRAFTS[name]
     tokens = np.random.default_rng(seed).integers(0, 8, (5, 4))
     request = tokens, np.array([4, 1, 3, 2, 4]), jax.random.split(jax.random.key(seed), 5)
-    options = options | {"max_new_tokens": 17, "eos_ids": 5,
-                         "sampling": jspec.SamplingParams(max_tokens=np.array([17, 9, 1, 2, 0]))}  # fmt: skip
+    options = options | {
+        "max_new_tokens": 17,
+        "eos_ids": 5,
+        "sampling": jspec.SamplingParams(max_tokens=np.array([17, 9, 1, 2, 0])),
+    }
     return jax.device_get(jspec.speculative_generate(target, make(draft), *request, **options | more))
 
 
@@ -73,8 +78,13 @@ def test_a_line_a_round_without_a_record():
     """Tokens 0 .. 6 are a, b, a new line, c, d, e, f."""
     drawn = picture(LETTERS, [0, 1, 2, 3, 4], [ACCEPTED, CORRECTED, BONUS, NO_DRAFT, ACCEPTED])
     assert drawn.plain == "1 │ ab\n2 │ ⏎\n3 │ c\n4 │ d\n"
-    assert styled(drawn) == [("a", COLOURS[ACCEPTED]), ("b", COLOURS[CORRECTED]), ("⏎", COLOURS[BONUS]),
-                             ("c", COLOURS[NO_DRAFT]), ("d", COLOURS[ACCEPTED])]  # fmt: skip
+    assert styled(drawn) == [
+        ("a", COLOURS[ACCEPTED]),
+        ("b", COLOURS[CORRECTED]),
+        ("⏎", COLOURS[BONUS]),
+        ("c", COLOURS[NO_DRAFT]),
+        ("d", COLOURS[ACCEPTED]),
+    ]
     assert picture(LETTERS, [], []).plain == ""
 
 

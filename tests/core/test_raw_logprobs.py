@@ -42,7 +42,8 @@ def test_they_are_the_log_softmax_of_the_logits(report, toy, prompts, name):
     tokens, lengths, keys = prompts([3, 1, 6, 4, 2, 5, 3, 4])
     options = drafters.every_parameter(8, 61)
     options["sampling"] = jspec.SamplingParams(
-        **vars(options["sampling"]) | {"logit_bias": np.linspace(-1, 1, 61, dtype=np.float32)})  # fmt: skip
+        **vars(options["sampling"]) | {"logit_bias": np.linspace(-1, 1, 61, dtype=np.float32)}
+    )
     out = decoded(name, target, draft, (tokens, lengths, keys), max_new_tokens=NEW, **options)
     text = np.zeros((8, tokens.shape[1] + NEW), np.int32)
     for row, n in enumerate(lengths):

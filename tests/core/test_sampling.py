@@ -68,8 +68,12 @@ def transformers_law(logits, prompt, settings):
         processors.append(hf.SequenceBiasLogitsProcessor(pairs))
     if "repetition_penalty" in settings:
         processors.append(hf.RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
-    kinds = {"temperature": hf.TemperatureLogitsWarper, "top_k": hf.TopKLogitsWarper, "top_p": hf.TopPLogitsWarper,
-             "min_p": hf.MinPLogitsWarper}  # fmt: skip
+    kinds = {
+        "temperature": hf.TemperatureLogitsWarper,
+        "top_k": hf.TopKLogitsWarper,
+        "top_p": hf.TopPLogitsWarper,
+        "min_p": hf.MinPLogitsWarper,
+    }
     processors += [kind(settings[name]) for name, kind in kinds.items() if name in settings]
     scores = torch.from_numpy(logits[None])
     for processor in processors:
@@ -97,8 +101,13 @@ def test_transforms_are_those_of_transformers(report, monkeypatch, name, tied):
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 1023, 8193, 128_256])
 def test_transforms_are_a_float64_sort_at_every_vocabulary_size(report, vocab_size):
     rng, batch = np.random.default_rng(2), 6
-    settings = {"temperature": [0.7, 1.3], "top_k": [0, 3, 50], "top_p": [0.95, 1.0, 0.6], "min_p": [0.0, 0.001],
-                "repetition_penalty": [1.0, 1.5]}  # fmt: skip
+    settings = {
+        "temperature": [0.7, 1.3],
+        "top_k": [0, 3, 50],
+        "top_p": [0.95, 1.0, 0.6],
+        "min_p": [0.0, 0.001],
+        "repetition_penalty": [1.0, 1.5],
+    }
     rows = rows_of(settings, batch)
     logits = random_logits(rng, False, batch, vocab_size)
     logits[batch // 2 :] = random_logits(rng, True, batch - batch // 2, vocab_size)
@@ -121,8 +130,11 @@ def test_penalties_by_position_are_their_plain_definition():
     prompt, text = rng.integers(6, size=(batch, 4)), rng.integers(6, size=(batch, 3))
     drafted = rng.integers(6, size=(batch, k))
     lengths, kept = np.array([1, 2, 3, 4, 4]), np.arange(3) < np.array([0, 1, 2, 3, 3])[:, None]
-    settings = {"repetition_penalty": [1.2, 1.0], "presence_penalty": [0.5, -0.3, 0.0],
-                "frequency_penalty": [0.4, 0.0, -0.2]}  # fmt: skip
+    settings = {
+        "repetition_penalty": [1.2, 1.0],
+        "presence_penalty": [0.5, -0.3, 0.0],
+        "frequency_penalty": [0.4, 0.0, -0.2],
+    }
     rows = rows_of(settings, batch)
     transforms = broadcast_rows(target_transforms(params_of(rows, vocab_size)), batch)
     token_counts = add_tokens(count_prompt(prompt, lengths, vocab_size), text, kept)

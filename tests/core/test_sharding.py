@@ -14,14 +14,23 @@ def _outcomes(cases):
 
 def _wrong(outcomes):
     """The cases, of `devices.compare` and others that say True, that came out otherwise than on one device."""
-    return {name: found for name, found in outcomes.items()
-            if not (found["same"] and found["off"] < 1e-5 if isinstance(found, dict) else found is True)}  # fmt: skip
+    return {
+        name: found
+        for name, found in outcomes.items()
+        if not (found["same"] and found["off"] < 1e-5 if isinstance(found, dict) else found is True)
+    }
 
 
-COLUMNS = {f"{name}.{part}": parts for name in ("qkv_proj", "gate_up_proj")
-           for part, parts in (("weight", [1, 2]), ("scale", [2]))}  # fmt: skip
-ROWS = {f"{name}.{part}": parts for name in ("o_proj", "down_proj", "embed_tokens")
-        for part, parts in (("weight", [2, 1]), ("scale", [1]))}  # fmt: skip
+COLUMNS = {
+    f"{name}.{part}": parts
+    for name in ("qkv_proj", "gate_up_proj")
+    for part, parts in (("weight", [1, 2]), ("scale", [2]))
+}
+ROWS = {
+    f"{name}.{part}": parts
+    for name in ("o_proj", "down_proj", "embed_tokens")
+    for part, parts in (("weight", [2, 1]), ("scale", [1]))
+}
 NORMS = {f"{name}.weight": [1] for name in ("norm", "input_layernorm", "post_attention_layernorm")}
 REFUSED = {
     "no such axis": "ValueError: The mesh has the axes ('data', 'model') and none named 'tensor'",

@@ -76,9 +76,15 @@ def test_the_limit_and_the_end_of_text_leave_drafts_unjudged(toy):
     )
 
 
-@pytest.mark.parametrize(("rule", "length"), [
-    ("rejection", K), ("block", jspec.WhileConfident(K, 0.3)), (jspec.Lenient(0.5), jspec.Heuristic(K)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "length"),
+    [
+        ("rejection", K),
+        ("block", jspec.WhileConfident(K, 0.3)),
+        (jspec.Lenient(0.5), jspec.Heuristic(K)),
+    ],
+    ids=str,
+)
 def test_the_rate_is_that_of_the_judged_drafts(rule, length, report):
     """At temperature 1, against a recount from origins."""
     target, draft = toys.markov_pair(3)

@@ -252,8 +252,12 @@ def test_lists_are_as_good_as_arrays(models, quick_compile):
 def test_parameters_may_be_lists(models, quick_compile):
     """Of numbers, and inside `jax.jit` of what is traced."""
     arrays = {"temperature": [0.0, 0.5, 1.0], "max_tokens": [3, 0, 5], "logit_bias": np.linspace(0, 1, V).tolist()}
-    expected = jspec.generate(models["target"], *PROMPTS, max_new_tokens=8, sampling=jspec.SamplingParams(
-        **{name: np.array(value) for name, value in arrays.items()}))  # fmt: skip
+    expected = jspec.generate(
+        models["target"],
+        *PROMPTS,
+        max_new_tokens=8,
+        sampling=jspec.SamplingParams(**{name: np.array(value) for name, value in arrays.items()}),
+    )
     out = jspec.generate(models["target"], *PROMPTS, max_new_tokens=8, sampling=jspec.SamplingParams(**arrays))
     np.testing.assert_array_equal(out.tokens, expected.tokens)
 
@@ -285,9 +289,14 @@ def test_a_row_whose_target_has_no_law_says_so_and_stops_alone(models, prompts, 
     """NaN or all -inf logits can only be met inside the program: no token, `invalid`, and no harm to the other rows."""
 
     def decode(models, batch, bias):
-        return jspec.speculative_generate(**models, **dict(zip(("tokens", "lengths", "keys"), batch, strict=True)),
-                                          max_new_tokens=8, num_draft_tokens=2, pad_id=7,
-                                          sampling=jspec.SamplingParams(logit_bias=bias))  # fmt: skip
+        return jspec.speculative_generate(
+            **models,
+            **dict(zip(("tokens", "lengths", "keys"), batch, strict=True)),
+            max_new_tokens=8,
+            num_draft_tokens=2,
+            pad_id=7,
+            sampling=jspec.SamplingParams(logit_bias=bias),
+        )
 
     decode, batch, bias = jax.jit(decode), prompts([4, 2, 3]), np.zeros((B, V), np.float32)
     healthy = decode(models, batch, bias)
@@ -303,21 +312,24 @@ def test_a_row_whose_target_has_no_law_says_so_and_stops_alone(models, prompts, 
     assert (out.lengths == 0).all()
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: jspec.Lenient(0.0), "leniency must be a number above 0 and at most 1; got 0.0"),
-    (lambda: jspec.Lenient(1.5), "leniency must be"),
-    (lambda: jspec.Lenient("1"), "leniency must be"),
-    (lambda: jspec.Typical(0.3, float("nan")), "delta must be"),
-    (lambda: jspec.Typical(2, 0.3), "epsilon must be"),
-    (lambda: jspec.TopK(0), "k must be an int of at least 1; got 0"),
-    (lambda: jspec.TopK(1.5), "k must be an int"),
-    (lambda: jspec.Threshold(-0.1), "probability must be"),
-    (lambda: jspec.Threshold(True), "probability must be"),
-    (lambda: jspec.TopK(True), "k must be an int"),
-    (lambda: jspec.Relaxed(0, 1.0), "beta must be an int of at least 1; got 0"),
-    (lambda: jspec.Relaxed(3, 0), "tau must be a number above 0"),
-    (lambda: jspec.Relaxed(3, float("nan")), "tau must be a number above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jspec.Lenient(0.0), "leniency must be a number above 0 and at most 1; got 0.0"),
+        (lambda: jspec.Lenient(1.5), "leniency must be"),
+        (lambda: jspec.Lenient("1"), "leniency must be"),
+        (lambda: jspec.Typical(0.3, float("nan")), "delta must be"),
+        (lambda: jspec.Typical(2, 0.3), "epsilon must be"),
+        (lambda: jspec.TopK(0), "k must be an int of at least 1; got 0"),
+        (lambda: jspec.TopK(1.5), "k must be an int"),
+        (lambda: jspec.Threshold(-0.1), "probability must be"),
+        (lambda: jspec.Threshold(True), "probability must be"),
+        (lambda: jspec.TopK(True), "k must be an int"),
+        (lambda: jspec.Relaxed(0, 1.0), "beta must be an int of at least 1; got 0"),
+        (lambda: jspec.Relaxed(3, 0), "tau must be a number above 0"),
+        (lambda: jspec.Relaxed(3, float("nan")), "tau must be a number above 0"),
+    ],
+)
 def test_impossible_numbers_of_rules_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

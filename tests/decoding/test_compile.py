@@ -44,9 +44,15 @@ def test_one_compilation_serves_all_calls_of_a_shape(models, prompts, quick_comp
     texts = set()
 
     def call(i):
-        out = jspec.speculative_generate(*models, *batches[i], max_new_tokens=NEW, num_draft_tokens=K,
-                                         sampling=_settings(rng, SIZE), eos_ids=rng.integers(0, 61, 2),
-                                         pad_id=int(rng.integers(61)))  # fmt: skip
+        out = jspec.speculative_generate(
+            *models,
+            *batches[i],
+            max_new_tokens=NEW,
+            num_draft_tokens=K,
+            sampling=_settings(rng, SIZE),
+            eos_ids=rng.integers(0, 61, 2),
+            pad_id=int(rng.integers(61)),
+        )
         texts.add(np.asarray(out.tokens).tobytes())
 
     call(0)
@@ -145,8 +151,15 @@ def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k
         drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))
     k = k if own_tree(drafter) is None else drafter.tree.max_depth
     draft_length = jspec.Heuristic(k) if kind == "varying length" else Fixed(k)
-    lowered = decode_program.lower(target, drafter, *batch, *traced(jspec.SamplingParams(), (5,), 0),
-                                   max_new_tokens=new, draft_length=draft_length, rule=RULES["rejection"])  # fmt: skip
+    lowered = decode_program.lower(
+        target,
+        drafter,
+        *batch,
+        *traced(jspec.SamplingParams(), (5,), 0),
+        max_new_tokens=new,
+        draft_length=draft_length,
+        rule=RULES["rejection"],
+    )
     program = lowered.compile(as_shipped).as_text()
     slots = whole_tiles(7 + new + tree_of(drafter, k).size + 1)
     sizes = {rows * heads * slots * 8 for heads in ((2, 4) if k else (2,))}

@@ -208,12 +208,18 @@ def test_the_shipped_program_is_read(quick_compile, draft_length):
 
 @pytest.mark.parametrize(
     ("call", "words"),
-    [(lambda: devices.prepare("h1000"), "no device 'h1000'.*h200, h100, a100, l4, t4, v5e, v6e"),
-     (lambda: abstract.configs("llama-3.2-3b"), "no pair 'llama-3.2-3b' of shapes.*109m"),
-     (lambda: compiled.check_fits(devices.DEVICES["t4"], abstract.pair("llama-3.1-8b/llama-3.2-1b", "float16"),
-                                  abstract.Setting(), 1), r"18\.\d GB of weights and 0\.1 GB of caches do not fit"),
-     (lambda: devices.topology(devices.DEVICES["v5e"], 3), "no topology of 3 TPUs.*1, 4, 8, 16")],
-)  # fmt: skip
+    [
+        (lambda: devices.prepare("h1000"), "no device 'h1000'.*h200, h100, a100, l4, t4, v5e, v6e"),
+        (lambda: abstract.configs("llama-3.2-3b"), "no pair 'llama-3.2-3b' of shapes.*109m"),
+        (
+            lambda: compiled.check_fits(
+                devices.DEVICES["t4"], abstract.pair("llama-3.1-8b/llama-3.2-1b", "float16"), abstract.Setting(), 1
+            ),
+            r"18\.\d GB of weights and 0\.1 GB of caches do not fit",
+        ),
+        (lambda: devices.topology(devices.DEVICES["v5e"], 3), "no topology of 3 TPUs.*1, 4, 8, 16"),
+    ],
+)
 def test_mistakes(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -21,8 +21,10 @@ ALL = FEW + cover.TREES
 def check(one):
     traced = abstract.trace(*cover.program(one))
     texts = {platform: lowering.lowered(traced, platform) for platform in ("cpu", "tpu")}
-    over_rows = {platform: len(re.findall(r"#stablehlo\.scatter<[^>]*input_batching_dims", text))
-                 for platform, text in texts.items()}  # fmt: skip
+    over_rows = {
+        platform: len(re.findall(r"#stablehlo\.scatter<[^>]*input_batching_dims", text))
+        for platform, text in texts.items()
+    }
     assert not any("callback" in text for text in texts.values())
     # On TPUs that is a loop. One is left, of the tokens in the prompt, before all rounds.
     assert over_rows["tpu"] <= 1 < over_rows["cpu"], over_rows

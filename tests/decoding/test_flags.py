@@ -16,10 +16,19 @@ from support.few import by_default
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 EVERYTHING = {
-    "temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.1,
-    "frequency_penalty": 0.1, "logit_bias": np.linspace(-1, 1, 8), "max_tokens": 3, "min_tokens": 1,
-    "draft_temperature": 0.5, "draft_top_p": 0.8,
-}  # fmt: skip
+    "temperature": 0.8,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": np.linspace(-1, 1, 8),
+    "max_tokens": 3,
+    "min_tokens": 1,
+    "draft_temperature": 0.5,
+    "draft_top_p": 0.8,
+}
 TREE = jspec.Tree.branching((2, 1))
 # Name -> drafter, of target and draft, and options; those of plain decoding have no drafter.
 PATHS = {

@@ -48,10 +48,14 @@ def test_values_that_are_there_are_checked():
 
 @pytest.mark.parametrize(
     ("options", "refused"),
-    [({"max_new_tokens": 39}, False), ({"max_new_tokens": 40}, True), ({"max_new_tokens": 64}, True),
-     ({"max_new_tokens": 64, "sampling": jspec.SamplingParams(max_tokens=np.array([3, 3]))}, False),
-     ({"max_new_tokens": 64, "sampling": jspec.SamplingParams(max_tokens=np.array([3, 0]))}, True)],
-)  # fmt: skip
+    [
+        ({"max_new_tokens": 39}, False),
+        ({"max_new_tokens": 40}, True),
+        ({"max_new_tokens": 64}, True),
+        ({"max_new_tokens": 64, "sampling": jspec.SamplingParams(max_tokens=np.array([3, 3]))}, False),
+        ({"max_new_tokens": 64, "sampling": jspec.SamplingParams(max_tokens=np.array([3, 0]))}, True),
+    ],
+)
 def test_limits_that_shapes_decide_are_checked_inside_jit(options, refused):
     """Inside jit a prompt is only known to have at least one token."""
 

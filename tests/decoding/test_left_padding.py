@@ -28,8 +28,9 @@ def config(pad, bos, eos):
 def padded(texts, pad, side):
     """Texts as a tokenizer pads them, and the sums of the attention mask."""
     width = max(map(len, texts))
-    rows = [[pad] * (width - len(text)) + text if side == "left" else text + [pad] * (width - len(text))
-            for text in texts]  # fmt: skip
+    rows = [
+        [pad] * (width - len(text)) + text if side == "left" else text + [pad] * (width - len(text)) for text in texts
+    ]
     return np.array(rows), np.array([len(text) for text in texts])
 
 

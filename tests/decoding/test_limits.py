@@ -69,12 +69,14 @@ def _assert_row(out, row, text):
 
 def _decode(target, draft, batch, k, eos, limits):
     size = len(batch[1])
-    out = jspec.speculative_generate(
-        target, draft, *batch, max_new_tokens=NEW, num_draft_tokens=k, pad_id=PAD,
-        eos_ids=np.broadcast_to(eos, (size, 1)).astype(np.int32),
-        sampling=jspec.SamplingParams(max_tokens=np.broadcast_to(limits, size).astype(np.int32)),
-    )  # fmt: skip
+    out = jspec.speculative_generate(target, draft, *batch, num_draft_tokens=k, **_options(size, eos, limits))
     return jax.tree.map(np.asarray, out)
+
+
+def _options(size, eos, limits):
+    sampling = jspec.SamplingParams(max_tokens=np.broadcast_to(limits, size).astype(np.int32))
+    eos_ids = np.broadcast_to(eos, (size, 1)).astype(np.int32)
+    return {"max_new_tokens": NEW, "pad_id": PAD, "sampling": sampling, "eos_ids": eos_ids}
 
 
 @pytest.mark.parametrize("k", by_default(range(1, 9), (1, 5)))
@@ -106,10 +108,7 @@ def test_plain_decoding_stops_at_the_same_places(toy, prompts):
     target, batch = toy(0), prompts(1 + np.arange(16) % 6, seed=3)
 
     def decode(eos, limits):
-        sampling = jspec.SamplingParams(max_tokens=np.broadcast_to(limits, 16).astype(np.int32))
-        out = jspec.generate(target, *batch, max_new_tokens=NEW, pad_id=PAD, sampling=sampling,
-                             eos_ids=np.broadcast_to(eos, (16, 1)).astype(np.int32))  # fmt: skip
-        return jax.tree.map(np.asarray, out)
+        return jax.tree.map(np.asarray, jspec.generate(target, *batch, **_options(16, eos, limits)))
 
     free = decode(-1, 0)
     assert (free.origins == BONUS).all()
@@ -156,8 +155,13 @@ def test_statistics_hold_together(toy, prompts, report):
     assert ((stats.rounds == own) | (stats.rounds == own + 1)).all()
     assert (np.diff(stats.accepted_at, axis=1) <= 0).all()
     assert not stats.invalid.any()
-    report(rows=64, tokens=out.lengths.sum(), rounds=stats.rounds.sum(), drafted=stats.drafted.sum(),
-           accepted=stats.accepted.sum())  # fmt: skip
+    report(
+        rows=64,
+        tokens=out.lengths.sum(),
+        rounds=stats.rounds.sum(),
+        drafted=stats.drafted.sum(),
+        accepted=stats.accepted.sum(),
+    )
 
 
 def _log_law(logits, temperature, top_k):
@@ -173,8 +177,9 @@ def test_log_probabilities_are_those_of_the_law_sampled_from(toy, prompts, repor
     tokens, lengths, keys = prompts([3, 1, 6, 4, 2, 5])
     temperature, top_k = np.array([0.5, 1.0, 1.5, 0.8, 1.0, 2.0]), np.array([61, 5, 20, 3, 61, 2])
     sampling = jspec.SamplingParams(temperature=temperature, top_k=top_k)
-    out = jspec.speculative_generate(target, draft, tokens, lengths, keys, max_new_tokens=16, num_draft_tokens=3,
-                                     sampling=sampling)  # fmt: skip
+    out = jspec.speculative_generate(
+        target, draft, tokens, lengths, keys, max_new_tokens=16, num_draft_tokens=3, sampling=sampling
+    )
     text = np.zeros((6, 22), np.int32)
     for row, n in enumerate(lengths):
         text[row, : n + 16] = np.concatenate([tokens[row, :n], out.tokens[row]])

@@ -97,8 +97,8 @@ def p_of_two_tokens(draws=10_000):
     keys, tokens = jax.random.split(jax.random.key(4), draws), jnp.full((draws, 1), IDS[0])
     plain = jspec.SamplingParams()
     transforms = target_transforms(plain), draft_transforms(plain)
-    out = toys.decode(target, ModelDrafter(draft), tokens, jnp.ones(draws, jnp.int32), keys, transforms,
-                      max_new_tokens=2, num_draft_tokens=2)  # fmt: skip
+    batch = tokens, jnp.ones(draws, jnp.int32), keys, transforms
+    out = toys.decode(target, ModelDrafter(draft), *batch, max_new_tokens=2, num_draft_tokens=2)
     laws = oracle.softmax(tables[0].astype(np.float64))
     joint = laws[IDS[0]][:, None] * laws
     observed = np.bincount(np.asarray(out.tokens) @ [PADDED, 1], minlength=PADDED**2)
@@ -107,8 +107,7 @@ def p_of_two_tokens(draws=10_000):
 
 def test_the_law_is_that_of_a_padded_target(report, monkeypatch, quick_compile):
     p, accepted = p_of_two_tokens()
-    report(draws=10_000, p=f"{p:.2g}", accepted=accepted,
-           sees_tv=f"{oracle.detectable(10_000, len(IDS) ** 2 - 1):.3f}")  # fmt: skip
+    report(draws=10_000, p=f"{p:.2g}", accepted=accepted, sees_tv=f"{oracle.detectable(10_000, len(IDS) ** 2 - 1):.3f}")
     assert p > oracle.ALPHA and accepted > 0
     # Planted: the padding has mass in the law that is declared, and what is drawn of it is brought back.
     draw = Context.draw

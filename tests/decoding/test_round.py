@@ -52,8 +52,8 @@ def test_the_outputs_of_all_rounds_are_the_output():
         state, new = decode(params, state)
         rounds.append(jax.device_get(new))
     batch, sampling = (TOKENS, LENGTHS, jax.random.split(*KEYS)), dataclasses.replace(SAMPLING, max_tokens=LIMITS)
-    out = drafters.generate(pair()[0], drafter, batch, max_new_tokens=NEW, num_draft_tokens=length, accept=rule,
-                            sampling=sampling, eos_ids=EOS_IDS)  # fmt: skip
+    options = {"max_new_tokens": NEW, "num_draft_tokens": length, "accept": rule, "eos_ids": EOS_IDS}
+    out = drafters.generate(pair()[0], drafter, batch, sampling=sampling, **options)
     for row, size in enumerate(out.lengths):
         for name in ("tokens", "logprobs", "origins"):
             pieces = [getattr(new, name)[row, : new.count[row]] for new in rounds]

@@ -28,16 +28,34 @@ class Wrong(jspec.ModelDrafter):
         return self.change(draft), state
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda draft: Draft(draft.tokens, draft.probs * 1.01), "Wrong drafted token 0 of row 0 with a .* sums to 1.01"),
-    (lambda draft: Draft(draft.tokens, draft.probs.at[:, 1].set(jnp.nan)), "token 1 of row 0 with a .* sums to nan"),
-    (lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)), "gives the token 0; expected 1"),
-    (lambda draft: Draft(draft.tokens * 0 - 1, draft.probs), "Wrong drafted -1 as token 0 of row 0, outside the voc"),
-    (lambda draft: Draft(draft.tokens.at[1, 2].set(61), draft.probs), "drafted 61 as token 2 of row 1, outside the v"),
-    (lambda draft: Draft(draft.tokens[:, 1:], draft.probs), r"tokens int32\[2, 3\] with laws \[2, 4, 61\]; expected"),
-    (lambda draft: Draft(draft.tokens * 1.0, draft.probs), r"tokens float32\[2, 4\]"),
-    (lambda draft: Draft(draft.tokens, draft.probs[..., 1:]), r"expected integers \[2, 4\] with laws \[2, 4, 61\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda draft: Draft(draft.tokens, draft.probs * 1.01),
+            "Wrong drafted token 0 of row 0 with a .* sums to 1.01",
+        ),
+        (
+            lambda draft: Draft(draft.tokens, draft.probs.at[:, 1].set(jnp.nan)),
+            "token 1 of row 0 with a .* sums to nan",
+        ),
+        (lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)), "gives the token 0; expected 1"),
+        (
+            lambda draft: Draft(draft.tokens * 0 - 1, draft.probs),
+            "Wrong drafted -1 as token 0 of row 0, outside the voc",
+        ),
+        (
+            lambda draft: Draft(draft.tokens.at[1, 2].set(61), draft.probs),
+            "drafted 61 as token 2 of row 1, outside the v",
+        ),
+        (
+            lambda draft: Draft(draft.tokens[:, 1:], draft.probs),
+            r"tokens int32\[2, 3\] with laws \[2, 4, 61\]; expected",
+        ),
+        (lambda draft: Draft(draft.tokens * 1.0, draft.probs), r"tokens float32\[2, 4\]"),
+        (lambda draft: Draft(draft.tokens, draft.probs[..., 1:]), r"expected integers \[2, 4\] with laws \[2, 4, 61\]"),
+    ],
+)
 def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, message, capfd):
     with jax.enable_checks(True), pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
         jax.block_until_ready(
@@ -75,20 +93,23 @@ def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts):
             np.testing.assert_array_equal(out.tokens[1], plain.tokens[1])
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: jspec.NGramDrafter(0), "max_ngram must be an int of at least 1; got 0"),
-    (lambda: jspec.NGramDrafter(3, 1.0), "min_ngram must be an int"),
-    (lambda: jspec.NGramDrafter(2, 3), "min_ngram=3 is more than max_ngram=2"),
-    (lambda: jspec.UnigramDrafter.from_tokens([], 4), "at least 1 token ids"),
-    (lambda: jspec.UnigramDrafter.from_tokens([0.5], 4), "at least 1 token ids"),
-    (lambda: jspec.UnigramDrafter.from_tokens([4], 4), "outside the vocabulary of 4"),
-    (lambda: jspec.UnigramDrafter.from_tokens([-1], 4), "outside the vocabulary of 4"),
-    (lambda: jspec.UnigramDrafter.from_tokens([1], 4, smoothing=0), "smoothing must be a positive number"),
-    (lambda: jspec.BigramDrafter.from_tokens([1], 4), "at least 2 token ids"),
-    (lambda: jspec.BigramDrafter.from_tokens([1, 2], 4, smoothing=float("nan")), "smoothing must be"),
-    (lambda: jspec.BigramDrafter.from_tokens([1, 2], 128_256), "takes 61 GiB; use UnigramDrafter"),
-    (lambda: jspec.CascadeDrafter(None, None, 0), "num_small_draft_tokens must be an int of at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jspec.NGramDrafter(0), "max_ngram must be an int of at least 1; got 0"),
+        (lambda: jspec.NGramDrafter(3, 1.0), "min_ngram must be an int"),
+        (lambda: jspec.NGramDrafter(2, 3), "min_ngram=3 is more than max_ngram=2"),
+        (lambda: jspec.UnigramDrafter.from_tokens([], 4), "at least 1 token ids"),
+        (lambda: jspec.UnigramDrafter.from_tokens([0.5], 4), "at least 1 token ids"),
+        (lambda: jspec.UnigramDrafter.from_tokens([4], 4), "outside the vocabulary of 4"),
+        (lambda: jspec.UnigramDrafter.from_tokens([-1], 4), "outside the vocabulary of 4"),
+        (lambda: jspec.UnigramDrafter.from_tokens([1], 4, smoothing=0), "smoothing must be a positive number"),
+        (lambda: jspec.BigramDrafter.from_tokens([1], 4), "at least 2 token ids"),
+        (lambda: jspec.BigramDrafter.from_tokens([1, 2], 4, smoothing=float("nan")), "smoothing must be"),
+        (lambda: jspec.BigramDrafter.from_tokens([1, 2], 128_256), "takes 61 GiB; use UnigramDrafter"),
+        (lambda: jspec.CascadeDrafter(None, None, 0), "num_small_draft_tokens must be an int of at least 1"),
+    ],
+)
 def test_impossible_sizes_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -97,9 +118,11 @@ def test_impossible_sizes_are_refused(make, message):
 def test_vocabularies_that_differ_are_refused(toy, prompts):
     target, batch = toy(0), prompts([3])
     tables = [jspec.UnigramDrafter.from_tokens([0, 1], size) for size in (8, 9)]
-    for drafter, message in ((tables[0], "draft's vocabulary has 8 tokens and the target's 61"),
-                             (jspec.FallbackDrafter(*tables), "combines vocabularies of 8 and 9"),
-                             (jspec.CascadeDrafter(target, tables[0]), "vocabular")):  # fmt: skip
+    for drafter, message in (
+        (tables[0], "draft's vocabulary has 8 tokens and the target's 61"),
+        (jspec.FallbackDrafter(*tables), "combines vocabularies of 8 and 9"),
+        (jspec.CascadeDrafter(target, tables[0]), "vocabular"),
+    ):
         with pytest.raises(ValueError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
 
@@ -137,9 +160,10 @@ class Bare(Flat):
 def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
     target, batch = toy(0), prompts([3, 2])
     assert drafters.generate(target, Flat(jnp.zeros(61)), batch, max_new_tokens=8).stats.drafted.all()
-    for drafter, message in ((Unregistered(), "type Unregistered, which is no pytree; decorate the class"),
-                             (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got tuple"),
-                             ):  # fmt: skip
+    for drafter, message in (
+        (Unregistered(), "type Unregistered, which is no pytree; decorate the class"),
+        (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got tuple"),
+    ):
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
 

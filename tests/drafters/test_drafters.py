@@ -50,11 +50,9 @@ class Memorising:
 
 def test_a_drafter_may_learn_from_what_was_discarded(report):
     target = toys.MarkovModel(jnp.zeros((2, 2)))  # three fair coins
-    keys = jax.random.split(jax.random.key(0), DRAWS)
-    out = jspec.speculative_generate(
-        target, Memorising(jnp.zeros(2)), np.zeros((DRAWS, 1), int), np.ones(DRAWS, int), keys,
-        max_new_tokens=3, num_draft_tokens=2,
-    )  # fmt: skip
+    batch = np.zeros((DRAWS, 1), int), np.ones(DRAWS, int), jax.random.split(jax.random.key(0), DRAWS)
+    drafter = Memorising(jnp.zeros(2))
+    out = jspec.speculative_generate(target, drafter, *batch, max_new_tokens=3, num_draft_tokens=2)
     counts = np.bincount(np.asarray(out.tokens) @ [4, 2, 1], minlength=8)
     p = oracle.p_value(counts, np.full(8, 1 / 8))
     report(texts=DRAWS, p=f"{p:.2g}", alpha=oracle.ALPHA, sees_tv=f"{oracle.detectable(DRAWS, 7):.4f}")
@@ -147,9 +145,13 @@ def worst_law(k, small_k, kind=Watched):
 
 @pytest.mark.parametrize(
     ("k", "small_k", "kind"),
-    [(3, 0, Watched), (4, 0, Brief), (4, 5, Watched),
-     *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 2, Watched), (4, 3, Watched), (4, 5, Brief)])],
-)  # fmt: skip
+    [
+        (3, 0, Watched),
+        (4, 0, Brief),
+        (4, 5, Watched),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 2, Watched), (4, 3, Watched), (4, 5, Brief)]),
+    ],
+)
 def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k, kind):
     error = worst_law(k, small_k, kind)
     # The planted bug: it reads as many tokens as if it had written all drafts itself.
@@ -182,18 +184,22 @@ def test_a_fallback_wants_laws(toy, prompts):
 
 def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([3, 2])
-    for wrapped, bare in ((jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.ModelDrafter(draft)),
-                           jspec.FallbackDrafter(jspec.NGramDrafter(), draft)),
-                          (jspec.CascadeDrafter(target, jspec.ModelDrafter(draft)),
-                           jspec.CascadeDrafter(target, draft))):  # fmt: skip
+    for wrapped, bare in (
+        (
+            jspec.FallbackDrafter(jspec.NGramDrafter(), jspec.ModelDrafter(draft)),
+            jspec.FallbackDrafter(jspec.NGramDrafter(), draft),
+        ),
+        (jspec.CascadeDrafter(target, jspec.ModelDrafter(draft)), jspec.CascadeDrafter(target, draft)),
+    ):
         expected, out = (drafters.generate(target, part, batch, max_new_tokens=8) for part in (wrapped, bare))
         np.testing.assert_array_equal(out.tokens, expected.tokens)
     with pytest.raises(TypeError, match="draft is the class NGramDrafter; pass an object of it"):
         jspec.FallbackDrafter(jspec.NGramDrafter, draft)
-    for drafter, message in ((jspec.NGramDrafter, r"draft is the class NGramDrafter; pass an object of it"),
-                             (jspec.ModelDrafter(jspec.NGramDrafter()), "model is of type NGramDrafter; pass"),
-                             (jspec.CascadeDrafter(jspec.ModelDrafter(draft), draft), "middle is of type ModelDraf"),
-                             ):  # fmt: skip
+    for drafter, message in (
+        (jspec.NGramDrafter, r"draft is the class NGramDrafter; pass an object of it"),
+        (jspec.ModelDrafter(jspec.NGramDrafter()), "model is of type NGramDrafter; pass"),
+        (jspec.CascadeDrafter(jspec.ModelDrafter(draft), draft), "middle is of type ModelDraf"),
+    ):
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
 
@@ -222,8 +228,9 @@ def test_parts_are_told_and_their_limits_hold(toy, prompts):
     pair = jspec.FallbackDrafter(Counting(), jspec.FallbackDrafter(Counting(), toy(1)))
     assert pair.commit((1, (2, ())), None, None, None) == (2, (3, ()))
     cascade = jspec.CascadeDrafter(toy(1), Counting(), 1)
-    state, _ = toys.first_round(target, cascade, *map(jnp.asarray, batch[:2]), batch[2],
-                                toys.both_transforms(jspec.SamplingParams(), 2), 3)  # fmt: skip
+    state, _ = toys.first_round(
+        target, cascade, *map(jnp.asarray, batch[:2]), batch[2], toys.both_transforms(jspec.SamplingParams(), 2), 3
+    )
     assert state.drafter[1] > 0
     for drafter in (Counting(), pair, cascade):
         assert drafter.max_positions == 100

@@ -25,9 +25,14 @@ KINDS = {
     "1, biased, few tokens": {"generation": 1, "fc_bias": True, "draft_vocab_size": 5, "own_head": True},
     "3": {"generation": 3},
     "3.1, few tokens": {"generation": 3, "fc_norm": True, "norm_output": True, "draft_vocab_size": 5, "own_head": True},
-    "3, all its own": {"generation": 3, "norm_before_fc": True, "norm_before_residual": True, "own_head": True,
-                       "own_embedding": True},
-}  # fmt: skip
+    "3, all its own": {
+        "generation": 3,
+        "norm_before_fc": True,
+        "norm_before_residual": True,
+        "own_head": True,
+        "own_embedding": True,
+    },
+}
 TREES = {
     "chain": (lambda one: one, 3, "rejection"),
     "varying": (lambda one: one, jspec.WhileConfident(3, 0.5), "block"),
@@ -46,9 +51,15 @@ def read_whole(head, tokens):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"), [("1", "chain"), ("3", "varying"), ("3.1, few tokens", "tree"), ("3, all its own", "search"),
-                       *(pytest.param(kind, tree, marks=pytest.mark.slow) for kind in KINDS for tree in TREES)]
-)  # fmt: skip
+    ("kind", "tree"),
+    [
+        ("1", "chain"),
+        ("3", "varying"),
+        ("3.1, few tokens", "tree"),
+        ("3, all its own", "search"),
+        *(pytest.param(kind, tree, marks=pytest.mark.slow) for kind in KINDS for tree in TREES),
+    ],
+)
 def test_it_has_read_the_text(prompts, kind, tree):
     """Beside refused guesses, ends and limits, and from a prompt of one token on."""
     wrap, length, rule = TREES[tree]
@@ -88,8 +99,9 @@ def test_a_head_that_is_the_target_is_always_right(prompts):
             linear.weight.set_value(jnp.zeros_like(linear.weight[...]))
     batch = prompts([4, 2], vocab_size=V)
     for rule in ("rejection", "block", "coupled"):
-        out = jspec.speculative_generate(target, EagleDrafter(head), *batch, num_draft_tokens=3, max_new_tokens=12,
-                                         accept=rule)  # fmt: skip
+        out = jspec.speculative_generate(
+            target, EagleDrafter(head), *batch, num_draft_tokens=3, max_new_tokens=12, accept=rule
+        )
         np.testing.assert_array_equal(out.stats.rounds, 3)
 
 
@@ -109,10 +121,15 @@ def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"target_hidden_size": 24}, "a target whose hidden size is 24, and this target's is 16; use the head"),
-     ({"layer": dataclasses.replace(toys.llama_config(1), vocab_size=9)}, "vocabulary has 9 tokens and the target's 8"),
-     ({"features": (0, 4)}, "features of EagleDrafter holds 4; expected whole numbers from 0 to 3,")],
-)  # fmt: skip
+    [
+        ({"target_hidden_size": 24}, "a target whose hidden size is 24, and this target's is 16; use the head"),
+        (
+            {"layer": dataclasses.replace(toys.llama_config(1), vocab_size=9)},
+            "vocabulary has 9 tokens and the target's 8",
+        ),
+        ({"features": (0, 4)}, "features of EagleDrafter holds 4; expected whole numbers from 0 to 3,"),
+    ],
+)
 def test_a_head_for_another_target(prompts, change, message):
     head = eagle_heads.eagle(TARGET, **({"generation": 3} | change))
     with pytest.raises(ValueError, match=message):

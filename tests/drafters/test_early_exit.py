@@ -24,10 +24,15 @@ def shortened(model, num_layers):
     return short
 
 
-@pytest.mark.parametrize(("rule", "k"), [
-    ("rejection", 1), ("block", 3), ("coupled", 3),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("rejection", 3), ("block", 1), ("coupled", 1)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "k"),
+    [
+        ("rejection", 1),
+        ("block", 3),
+        ("coupled", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("rejection", 3), ("block", 1), ("coupled", 1)]),
+    ],
+)
 def test_it_drafts_what_the_first_layers_would_as_a_model(report, rule, k):
     target, batch = toys.tiny_llama(10, 3), (TOKENS, LENGTHS, jax.random.split(jax.random.key(1), 5))
     options = {"max_new_tokens": 40, "num_draft_tokens": k, "accept": rule}
@@ -118,10 +123,13 @@ def test_mistakes_are_named(toy, prompts):
     ):
         with pytest.raises(error, match=message):
             make()
-    for drafter, message in ((exit_(2), r"EarlyExitDrafter\(num_layers=2\) drafts for a Llama of 1 layers"),
-                             (jspec.MixtureDrafter(toy(0), toy(1, vocab_size=60), 0.5), "vocabularies of 60 and 61"),
-                             *((jspec.MixtureDrafter(toy(0), toy(1), weight), "weight must be one number between 0")
-                               for weight in (None, np.ones(2), jnp.float32(1.5))),
-                             ):  # fmt: skip
+    for drafter, message in (
+        (exit_(2), r"EarlyExitDrafter\(num_layers=2\) drafts for a Llama of 1 layers"),
+        (jspec.MixtureDrafter(toy(0), toy(1, vocab_size=60), 0.5), "vocabularies of 60 and 61"),
+        *(
+            (jspec.MixtureDrafter(toy(0), toy(1), weight), "weight must be one number between 0")
+            for weight in (None, np.ones(2), jnp.float32(1.5))
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
             jspec.speculative_generate(toy(0), drafter, *prompts([3]), max_new_tokens=4)

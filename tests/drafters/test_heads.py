@@ -21,10 +21,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize(("tree", "length", "rule"), [
-    pytest.param(None, jspec.WhileConfident(3, 0.4), "block", marks=pytest.mark.slow),
-    (jspec.Tree.branching((2, 1, 2)), 3, "traversal"),
-], ids=["varying", "tree"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tree", "length", "rule"),
+    [
+        pytest.param(None, jspec.WhileConfident(3, 0.4), "block", marks=pytest.mark.slow),
+        (jspec.Tree.branching((2, 1, 2)), 3, "traversal"),
+    ],
+    ids=["varying", "tree"],
+)
 def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rule):
     """At the last token but one, before every round; beside refused guesses, ends and limits."""
     drafter = heads.medusa(TARGET)
@@ -49,8 +53,11 @@ def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rul
 def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
     """Under "coupled", with penalties."""
     batch, drafter = prompts([4, 1, 6], vocab_size=V), HEADS[name](TARGET)
-    whole = (jspec.TreeDrafter(drafter, jspec.Tree.branching((3, 2, 1))) if kind == "tree" else
-             jspec.DynamicTreeDrafter(drafter, num_nodes=7, max_depth=3, width=3))  # fmt: skip
+    whole = (
+        jspec.TreeDrafter(drafter, jspec.Tree.branching((3, 2, 1)))
+        if kind == "tree"
+        else jspec.DynamicTreeDrafter(drafter, num_nodes=7, max_depth=3, width=3)
+    )
     options = {"max_new_tokens": NEW, "sampling": jspec.SamplingParams(repetition_penalty=1.2, temperature=0.8)}
     with jax.enable_checks(kind == "tree"):
         out = jspec.speculative_generate(TARGET, whole, *batch, accept="coupled", **options)
@@ -60,8 +67,9 @@ def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
 
 @pytest.mark.slow
 def test_a_prompt_of_one_token_has_no_guess_at_first(prompts):
-    out = jspec.speculative_generate(TARGET, heads.medusa(TARGET), *prompts([1, 2], vocab_size=V), max_new_tokens=1,
-                                     num_draft_tokens=jspec.UpTo(2))  # fmt: skip
+    out = jspec.speculative_generate(
+        TARGET, heads.medusa(TARGET), *prompts([1, 2], vocab_size=V), max_new_tokens=1, num_draft_tokens=jspec.UpTo(2)
+    )
     assert out.stats.drafted.tolist() == [0, 1]
 
 
@@ -76,10 +84,16 @@ def test_more_tokens_than_heads(prompts, name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize(("size", "message"), [
-    ({"vocab_size": 9}, "vocabulary has 9 tokens and the target's 8"),
-    ({"hidden_size": 24}, "Drafter was made for a hidden size of 24, and the target's is 16; use one that was trained"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"vocab_size": 9}, "vocabulary has 9 tokens and the target's 8"),
+        (
+            {"hidden_size": 24},
+            "Drafter was made for a hidden size of 24, and the target's is 16; use one that was trained",
+        ),
+    ],
+)
 def test_heads_of_another_target(prompts, name, size, message):
     other = jspec.Llama(dataclasses.replace(TARGET.config, **size), rngs=nnx.Rngs(0))
     drafter = HEADS[name](other)
@@ -89,12 +103,21 @@ def test_heads_of_another_target(prompts, name, size, message):
         jspec.speculative_generate(TARGET, drafter, *prompts([3], vocab_size=V), max_new_tokens=8, num_draft_tokens=2)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: jspec.MedusaDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
-    (lambda: jspec.HydraDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
-    (lambda: jspec.HydraDrafter.untrained(TARGET, 2, 0, rngs=nnx.Rngs(0)), "num_blocks must be an int of at least 1"),
-    (lambda: jspec.BlockwiseDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jspec.MedusaDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
+        (lambda: jspec.HydraDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)), "num_heads must be an int of at least 1"),
+        (
+            lambda: jspec.HydraDrafter.untrained(TARGET, 2, 0, rngs=nnx.Rngs(0)),
+            "num_blocks must be an int of at least 1",
+        ),
+        (
+            lambda: jspec.BlockwiseDrafter.untrained(TARGET, 0, rngs=nnx.Rngs(0)),
+            "num_heads must be an int of at least 1",
+        ),
+    ],
+)
 def test_impossible_sizes(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -19,8 +19,9 @@ def test_drafts_by_the_target_itself_are_always_accepted(report, prompts, length
     whole = jspec.EarlyExitDrafter(2)
     drafter = jspec.HorizontalDrafter(target, jspec.HorizontalDrafter(whole, target, 1), 1)
     sampling = jspec.SamplingParams(temperature=[1.0, 0.7, 1.0], repetition_penalty=1.3, max_tokens=[0, 13, 0])
-    out = drafters.generate(target, drafter, prompts([3, 4, 1], vocab_size=8), max_new_tokens=40,
-                            num_draft_tokens=length, sampling=sampling)  # fmt: skip
+    out = drafters.generate(
+        target, drafter, prompts([3, 4, 1], vocab_size=8), max_new_tokens=40, num_draft_tokens=length, sampling=sampling
+    )
     report(drafted=int(out.stats.drafted.sum()))
     np.testing.assert_array_equal(out.stats.accepted, out.stats.drafted)
     if length == jspec.UpTo(4):

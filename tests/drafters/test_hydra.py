@@ -39,8 +39,9 @@ def test_without_a_head_it_is_the_target_s():
     np.testing.assert_allclose(shared.heads[0](z, TARGET), own.heads[0](z, TARGET), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow)
-                                             for kind in ("varying", "tree", "search"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("varying", "tree", "search"))]
+)
 def test_heads_that_know_the_target_are_always_right(kind):
     """Of the law of a token given the one before, at any temperature: they must have been told that one."""
     table = np.random.default_rng(2).normal(size=(V, V)) * 2

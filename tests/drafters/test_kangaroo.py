@@ -35,11 +35,15 @@ def test_the_adapter_is_that_of_pytorch():
 TREE = jspec.Tree.branching((2, 1, 2))
 
 
-@pytest.mark.parametrize(("make", "length", "rule"), [
-    pytest.param(lambda drafter: drafter, jspec.WhileConfident(3, 0.4), "block", marks=pytest.mark.slow),
-    pytest.param(lambda drafter: jspec.TreeDrafter(drafter, TREE), 3, "traversal", marks=pytest.mark.slow),
-    (lambda drafter: jspec.DynamicTreeDrafter(drafter, num_nodes=7, max_depth=3, width=3), 3, "coupled"),
-], ids=["varying", "tree", "search"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "length", "rule"),
+    [
+        pytest.param(lambda drafter: drafter, jspec.WhileConfident(3, 0.4), "block", marks=pytest.mark.slow),
+        pytest.param(lambda drafter: jspec.TreeDrafter(drafter, TREE), 3, "traversal", marks=pytest.mark.slow),
+        (lambda drafter: jspec.DynamicTreeDrafter(drafter, num_nodes=7, max_depth=3, width=3), 3, "coupled"),
+    ],
+    ids=["varying", "tree", "search"],
+)
 def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
     """Behind every round, of all tokens but the last."""
     drafter, compared = heads.kangaroo(TARGET), 0
@@ -61,8 +65,9 @@ def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
     assert compared > 12
 
 
-@pytest.mark.parametrize("kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow)
-                                             for kind in ("varying", "tree", "search"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("varying", "tree", "search"))]
+)
 def test_an_adapter_that_is_the_rest_of_the_target_is_always_right(kind):
     """Of a target whose last layer is but an attention: it is right if its cache is."""
     target, last = toys.tiny_llama(0, 2), toys.tiny_llama(0, 2).layers[1]
@@ -71,18 +76,30 @@ def test_an_adapter_that_is_the_rest_of_the_target_is_always_right(kind):
     for name in ("input_layernorm", "self_attn"):
         setattr(drafter.adapter, name, getattr(target.layers[1], name))
     drafter.adapter.norm = target.norm
-    options = {"chain": {}, "varying": {"num_draft_tokens": jspec.UpTo(3)}, "tree": {"num_draft_tokens": None},
-               "search": {"num_draft_tokens": None, "accept": "coupled"}}[kind]  # fmt: skip
-    whole = {"tree": lambda: jspec.TreeDrafter(drafter, TREE),
-             "search": lambda: jspec.DynamicTreeDrafter(drafter, num_nodes=12, max_depth=3, width=4)}  # fmt: skip
+    options = {
+        "chain": {},
+        "varying": {"num_draft_tokens": jspec.UpTo(3)},
+        "tree": {"num_draft_tokens": None},
+        "search": {"num_draft_tokens": None, "accept": "coupled"},
+    }[kind]
+    whole = {
+        "tree": lambda: jspec.TreeDrafter(drafter, TREE),
+        "search": lambda: jspec.DynamicTreeDrafter(drafter, num_nodes=12, max_depth=3, width=4),
+    }
     heads.check_always_right(target, whole.get(kind, lambda: drafter)(), temperature=0.8, **options)
 
 
-@pytest.mark.parametrize(("drafter", "message"), [
-    (lambda: heads.kangaroo(TARGET, 3), "features of KangarooDrafter holds 3; expected whole numbers from 0 to 2,"),
-    (lambda: heads.kangaroo(TARGET, 0), "num_layers must be an int of at least 1; got 0"),
-    (lambda: jspec.KangarooDrafter(other_size(), 1), "made for a hidden size of 24, and the target's is 16; use one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (lambda: heads.kangaroo(TARGET, 3), "features of KangarooDrafter holds 3; expected whole numbers from 0 to 2,"),
+        (lambda: heads.kangaroo(TARGET, 0), "num_layers must be an int of at least 1; got 0"),
+        (
+            lambda: jspec.KangarooDrafter(other_size(), 1),
+            "made for a hidden size of 24, and the target's is 16; use one",
+        ),
+    ],
+)
 def test_refusals(prompts, drafter, message):
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(TARGET, drafter(), *prompts([3], vocab_size=V), max_new_tokens=8)

@@ -78,11 +78,14 @@ def test_it_is_ahead_of_a_target_that_repeats_itself(prompts):
     assert (out.stats.rounds < 32).all()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"window": 0}, "window must be an int of at least 1; got 0"),
-    ({"ngram": 1}, "ngram=1 leaves nothing to guess"),
-    ({"guesses": 2.5}, "guesses must be an int of at least 1; got 2.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be an int of at least 1; got 0"),
+        ({"ngram": 1}, "ngram=1 leaves nothing to guess"),
+        ({"guesses": 2.5}, "guesses must be an int of at least 1; got 2.5"),
+    ],
+)
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         LookaheadDrafter(**options)

@@ -99,8 +99,9 @@ def test_parts_that_cannot_be_are_refused_before_one_is_made(tmp_path, size):
         jspec.HydraDrafter.load(tmp_path / "drafter", TARGET)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, {"attention_bias": True},
-                                     {"qkv_bias": True}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, {"attention_bias": True}, {"qkv_bias": True}]
+)
 def test_a_draft_model_comes_back(tmp_path, changes):
     drafter = jspec.ModelDrafter(toys.tiny_llama(1, 2, **changes))
     drafter.save(tmp_path / "model")

@@ -33,8 +33,8 @@ def trie(tokens, tree, max_ngram, min_ngram):
     paths = {0: ()}
     for node, parent in enumerate(tree.parents, 1):
         above = paths[parent]
-        next_tokens = [] if above is None else dict.fromkeys(  # in this order, without the doubles
-            text[len(above)] for text in texts if text[: len(above)] == above)  # fmt: skip
+        going_on = [] if above is None else [text for text in texts if text[: len(above)] == above]
+        next_tokens = dict.fromkeys(text[len(above)] for text in going_on)  # in this order, without the doubles
         own = list(next_tokens)[tree.sibling_ranks[node] :][:1]
         paths[node] = (*above, *own) if own else None
     return [paths[node] and paths[node][-1] for node in range(1, tree.size + 1)]
@@ -203,23 +203,38 @@ def test_coupled_goes_on_with_whichever_of_the_same_tokens_goes_on():
     assert out.stats.rounds == 5  # of five tokens, as with the target for its own draft
 
 
-@pytest.mark.parametrize(("error", "message", "make"), [
-    (TypeError, r"tree is of type tuple; pass a jspec\.Tree", lambda: NGramDrafter(tree=(0, 0))),
-    (ValueError, "tree has no guesses", lambda: NGramDrafter(tree=Tree(()))),
-    (ValueError, "has 9 children, and the vocabulary only 8 different tokens",
-     lambda: NGramDrafter(tree=Tree.branching((9,)))),
-    (ValueError, "num_nodes must be an int of at least 1; got 0", lambda: TokenRecyclingDrafter(0)),
-    (ValueError, "num_nodes must be an int of at least 1; got 2.5", lambda: TokenRecyclingDrafter(2.5)),
-    (ValueError, r"drafts must be a sequence of at least two .*; got 1 of them", lambda: MultiDrafter([MODEL])),
-    (ValueError, r"drafts must be a sequence of at least two .*; got Llama", lambda: MultiDrafter(MODEL)),
-    (ValueError, "num_draft_tokens must be an int of at least 1; got 0", lambda: MultiDrafter([MODEL, MODEL], 0)),
-    (TypeError, r"drafts\[1\] is of type TokenRecyclingDrafter, which drafts a tree, and only chains can be combined",
-     lambda: MultiDrafter([MODEL, TokenRecyclingDrafter()])),
-    (TypeError, "draft is of type TokenRecyclingDrafter, which cannot branch",
-     lambda: jspec.TreeDrafter(TokenRecyclingDrafter(), TREE)),
-    (ValueError, "MultiDrafter combines vocabularies of 8 and 9",
-     lambda: MultiDrafter([jspec.UnigramDrafter.from_tokens([0, 1], size) for size in (8, 9)])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (TypeError, r"tree is of type tuple; pass a jspec\.Tree", lambda: NGramDrafter(tree=(0, 0))),
+        (ValueError, "tree has no guesses", lambda: NGramDrafter(tree=Tree(()))),
+        (
+            ValueError,
+            "has 9 children, and the vocabulary only 8 different tokens",
+            lambda: NGramDrafter(tree=Tree.branching((9,))),
+        ),
+        (ValueError, "num_nodes must be an int of at least 1; got 0", lambda: TokenRecyclingDrafter(0)),
+        (ValueError, "num_nodes must be an int of at least 1; got 2.5", lambda: TokenRecyclingDrafter(2.5)),
+        (ValueError, r"drafts must be a sequence of at least two .*; got 1 of them", lambda: MultiDrafter([MODEL])),
+        (ValueError, r"drafts must be a sequence of at least two .*; got Llama", lambda: MultiDrafter(MODEL)),
+        (ValueError, "num_draft_tokens must be an int of at least 1; got 0", lambda: MultiDrafter([MODEL, MODEL], 0)),
+        (
+            TypeError,
+            r"drafts\[1\] is of type TokenRecyclingDrafter, which drafts a tree, and only chains can be combined",
+            lambda: MultiDrafter([MODEL, TokenRecyclingDrafter()]),
+        ),
+        (
+            TypeError,
+            "draft is of type TokenRecyclingDrafter, which cannot branch",
+            lambda: jspec.TreeDrafter(TokenRecyclingDrafter(), TREE),
+        ),
+        (
+            ValueError,
+            "MultiDrafter combines vocabularies of 8 and 9",
+            lambda: MultiDrafter([jspec.UnigramDrafter.from_tokens([0, 1], size) for size in (8, 9)]),
+        ),
+    ],
+)
 def test_refusals(prompts, error, message, make):
     with pytest.raises(error, match=message):
         jspec.speculative_generate(MODEL, make(), *prompts([3], vocab_size=8), max_new_tokens=8)
@@ -240,5 +255,6 @@ def test_what_has_no_replacement_is_not_told_to_use_it(prompts):
 def test_the_number_of_guesses_is_the_drafters_own(prompts):
     for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
         with pytest.raises(ValueError, match=f"num_draft_tokens=3 beside a {type(drafter).__name__}, whose tree says"):
-            jspec.speculative_generate(MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8,
-                                       num_draft_tokens=3)  # fmt: skip
+            jspec.speculative_generate(
+                MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8, num_draft_tokens=3
+            )

@@ -54,11 +54,17 @@ def test_vectors_that_know_the_target_are_always_right(accept):
     assert passes == [2] + 8 * [9]
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: jspec.PassDrafter.of_token(TARGET, 8, 2), "token_id must be one of the target's tokens, 0 to 7; got 8"),
-    (lambda: jspec.PassDrafter.of_token(TARGET, 0.5, 2), "0 to 7; got 0.5"),
-    (lambda: jspec.PassDrafter.of_token(TARGET, 0, 0), "count must be an int of at least 1; got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: jspec.PassDrafter.of_token(TARGET, 8, 2),
+            "token_id must be one of the target's tokens, 0 to 7; got 8",
+        ),
+        (lambda: jspec.PassDrafter.of_token(TARGET, 0.5, 2), "0 to 7; got 0.5"),
+        (lambda: jspec.PassDrafter.of_token(TARGET, 0, 0), "count must be an int of at least 1; got 0"),
+    ],
+)
 def test_refusals(make, message):
     with pytest.raises(ValueError, match=message):
         make()

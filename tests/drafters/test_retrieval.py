@@ -100,14 +100,13 @@ def test_what_is_looked_at_of_many_matches_is_a_fair_sample():
 @pytest.mark.parametrize("x64", [False, True])
 def test_the_text_is_that_of_plain_decoding(report, toy, prompts, x64):
     """Sampled with the target's noise, and greedy. Half of the corpus is what the target itself writes."""
-    target, (tokens, lengths, keys) = toy(0), prompts([9, 1, 5, 3])
-    sampling = jspec.SamplingParams(temperature=np.array([0.0, 1.0, 0.0, 0.7]))
+    target, batch = toy(0), prompts([9, 1, 5, 3])
+    options = {"max_new_tokens": 48, "sampling": jspec.SamplingParams(temperature=np.array([0.0, 1.0, 0.0, 0.7]))}
     with jax.enable_x64(x64):
-        plain = jax.device_get(jspec.generate(target, tokens, lengths, keys, max_new_tokens=48, sampling=sampling))
+        plain = jax.device_get(jspec.generate(target, *batch, **options))
         noise = np.random.default_rng(1).integers(61, size=192)
         drafter = RetrievalDrafter.from_tokens(np.concatenate([plain.tokens.ravel(), noise]), 61)
-        out = drafters.generate(target, drafter, (tokens, lengths, keys), max_new_tokens=48, num_draft_tokens=3,
-                                sampling=sampling, accept="coupled")  # fmt: skip
+        out = drafters.generate(target, drafter, batch, num_draft_tokens=3, accept="coupled", **options)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     rates = out.stats.accepted / np.maximum(out.stats.drafted, 1)
     report(accepted=[f"{rate:.2f}" for rate in rates], rounds=out.stats.rounds.tolist())
@@ -160,15 +159,18 @@ def test_another_file_is_refused(damage, tmp_path):
             RetrievalDrafter.load(path)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (([], 4), "at least 1 token id"),
-    (([4], 4), "outside the vocabulary of 4"),
-    (([1], 0), "vocab_size must be an int of at least 1; got 0"),
-    (([1], 4, 0), "max_ngram must be an int of at least 1; got 0"),
-    (([1], 4, 3, 1.0), "min_ngram must be an int"),
-    (([1], 4, 2, 3), "min_ngram=3 is more than max_ngram=2"),
-    (([1], 4, 2, 1, 1), "num_matches=1 sees one side"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 4), "at least 1 token id"),
+        (([4], 4), "outside the vocabulary of 4"),
+        (([1], 0), "vocab_size must be an int of at least 1; got 0"),
+        (([1], 4, 0), "max_ngram must be an int of at least 1; got 0"),
+        (([1], 4, 3, 1.0), "min_ngram must be an int"),
+        (([1], 4, 2, 3), "min_ngram=3 is more than max_ngram=2"),
+        (([1], 4, 2, 1, 1), "num_matches=1 sees one side"),
+    ],
+)
 def test_impossible_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         RetrievalDrafter.from_tokens(*arguments)
@@ -189,22 +191,24 @@ def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
     drafted = json.loads(run("generate", *common, "--draft", store)[1])
     assert drafted["tokens"] == plain["tokens"] and drafted["stats"]["rounds"] < 30
     assert run("generate", "x", "--draft", store, "--max-new-tokens", 2)[2].count("vocabulary has 261 tokens") == 1
-    monkeypatch.setattr(cli.generate, "_decode",
-                        lambda *arguments: pytest.fail(str(arguments[5]["num_draft_tokens"])))  # fmt: skip
+    monkeypatch.setattr(cli.generate, "_decode", lambda *arguments: pytest.fail(str(arguments[5]["num_draft_tokens"])))
     # A round without a guess costs a plain step.
     with pytest.raises(pytest.fail.Exception, match=r"UpTo\(max_draft_tokens=3\)"):
         run("generate", *common, "--draft", store, "--num-draft-tokens", 3)
 
 
-@pytest.mark.parametrize(("content", "options", "code", "message"), [
-    (b"", [], 1, "The files have no text in them"),
-    (b"a\xff", [], 1, "text is not UTF-8 text (byte 1)"),
-    (b"a", ["--output", "store"], 2, "--output must end in .safetensors"),
-    (b"a", ["--output", "/no/such/x.safetensors"], 1, "/no/such is no folder"),
-    (b"a", ["--tokenizer", "/no/such"], 1, "/no/such is neither a directory nor a file here"),
-    (b"a", ["--max-ngram", 1], 2, "--max-ngram"),
-    (b"a", ["nothing"], 2, "'nothing' does not exist"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "options", "code", "message"),
+    [
+        (b"", [], 1, "The files have no text in them"),
+        (b"a\xff", [], 1, "text is not UTF-8 text (byte 1)"),
+        (b"a", ["--output", "store"], 2, "--output must end in .safetensors"),
+        (b"a", ["--output", "/no/such/x.safetensors"], 1, "/no/such is no folder"),
+        (b"a", ["--tokenizer", "/no/such"], 1, "/no/such is neither a directory nor a file here"),
+        (b"a", ["--max-ngram", 1], 2, "--max-ngram"),
+        (b"a", ["nothing"], 2, "'nothing' does not exist"),
+    ],
+)
 def test_mistakes_end_in_one_sentence(run, tmp_path, content, options, code, message):
     (tmp_path / "text").write_bytes(content)
     found = run("index", tmp_path / "text", "--output", tmp_path / "x.safetensors", *options)

@@ -36,12 +36,15 @@ def check_law(report, name, tree, rule, draws, replacement=False, batches=None):
 RULES = ((False, "rejection"), (True, "rejection"), (False, "traversal"), (True, "traversal"), (True, "k-seq"))
 
 
-@pytest.mark.parametrize(("name", "tree", "replacement", "rule"), [
+JOINT_LAWS = (
     ("model", "depth first", True, "traversal"),
-    *(pytest.param(*one, marks=pytest.mark.slow)
-      for one in (("early exit", "2-2-1", False, "rejection"), ("retrieval", "3-2", False, "traversal"),
-                  ("unigram", "2-2-1", True, "k-seq"))),
-])  # fmt: skip
+    ("early exit", "2-2-1", False, "rejection"),
+    ("retrieval", "3-2", False, "traversal"),
+    ("unigram", "2-2-1", True, "k-seq"),
+)
+
+
+@pytest.mark.parametrize(("name", "tree", "replacement", "rule"), by_default(JOINT_LAWS, JOINT_LAWS[:1]))
 def test_three_tokens_have_the_target_joint_law(report, name, tree, replacement, rule):
     check_law(report, name, tree, rule, 8_192, replacement)
 
@@ -96,8 +99,12 @@ def check_dynamic(report, toy, prompts, name, requests, width=3):
     plain = jspec.generate(target, *batch, **options)
     out = drafters.generate(target, dynamic(name, (target, draft), width), batch, accept="coupled", **options)
     different = (out.tokens != plain.tokens).any(1).sum()
-    report(texts=requests, tokens=int(plain.lengths.sum()), different=int(different),
-           tokens_a_round=f"{out.lengths.sum() / out.stats.rounds.sum():.2f}")  # fmt: skip
+    report(
+        texts=requests,
+        tokens=int(plain.lengths.sum()),
+        different=int(different),
+        tokens_a_round=f"{out.lengths.sum() / out.stats.rounds.sum():.2f}",
+    )
     assert different == 0
     np.testing.assert_array_equal(out.lengths, plain.lengths)
     assert out.stats.rounds.sum() < plain.stats.rounds.sum()
@@ -151,10 +158,11 @@ def test_a_request_is_decoded_alone_as_in_a_batch(toy, prompts, accept):
         np.testing.assert_array_equal(alone.stats.accepted_at[0], together.stats.accepted_at[row])
 
 
-@pytest.mark.parametrize(("name", "accept"), [
-    ("model", "rejection"), pytest.param("early exit", "coupled", marks=pytest.mark.slow),
-    *(pytest.param(name, rule, marks=pytest.mark.slow) for name in BRANCHING for rule in ("rejection", "traversal")),
-])  # fmt: skip
+AS_CHAINS = [("model", "rejection"), ("early exit", "coupled")]
+AS_CHAINS_SLOW = [(name, rule) for name in BRANCHING for rule in ("rejection", "traversal")]
+
+
+@pytest.mark.parametrize(("name", "accept"), [*by_default(AS_CHAINS, AS_CHAINS[:1]), *by_default(AS_CHAINS_SLOW, ())])
 def test_a_tree_that_is_a_chain_decodes_as_the_chain(toy, prompts, name, accept):
     """The same tokens, origins and counts: one way of drafting and judging, not two."""
     batch = prompts([4, 1, 7])
@@ -200,8 +208,9 @@ def test_limits_end_of_text_and_what_is_counted(toy, prompts):
     np.testing.assert_array_equal(out.stats.drafted, [2, 4])
     np.testing.assert_array_equal(out.stats.accepted, [1, 2])
     end = int(out.tokens[1, 0])
-    ended = drafters.generate(target, TreeDrafter(target, Tree.branching((2, 1, 2))), batch, max_new_tokens=8,
-                              sampling=jspec.SamplingParams(temperature=0), eos_ids=[[-1], [end]])  # fmt: skip
+    options = {"sampling": jspec.SamplingParams(temperature=0), "eos_ids": [[-1], [end]]}
+    drafter = TreeDrafter(target, Tree.branching((2, 1, 2)))
+    ended = drafters.generate(target, drafter, batch, max_new_tokens=8, **options)
     assert ended.lengths[1] == 1 and ended.stats.drafted[1] == 2 and ended.stats.accepted[1] == 1
 
 
@@ -229,13 +238,19 @@ def test_it_decodes_with_64_bit_types_enabled(toy, prompts):
     tokens, lengths, keys = prompts([4, 1])
     for accept in ("rejection", "coupled"):
         with jax.enable_x64(True):
-            out = drafters.generate(toy(0), TreeDrafter(toy(1), TREES["3-2"]), (tokens.astype(np.int64), lengths, keys),
-                                    max_new_tokens=4, accept=accept)  # fmt: skip
+            out = drafters.generate(
+                toy(0),
+                TreeDrafter(toy(1), TREES["3-2"]),
+                (tokens.astype(np.int64), lengths, keys),
+                max_new_tokens=4,
+                accept=accept,
+            )
         np.testing.assert_array_equal(out.lengths, 4)
 
 
-@pytest.mark.parametrize("accept", ["coupled", *(pytest.param(name, marks=pytest.mark.slow)
-                                                 for name in ("rejection", "traversal", "k-seq"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "accept", ["coupled", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rejection", "traversal", "k-seq"))]
+)
 def test_a_context_without_a_law_ends_the_text_in_a_tree_too(prompts, accept):
     """Whoever reads token 7 gets no law: such a row stops there and says so."""
     model = jax.tree.map(lambda leaf: leaf, MODEL)

@@ -16,25 +16,42 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 MODEL = toys.tiny_llama(0)
 
 
-@pytest.mark.parametrize(("error", "message", "options"), [
-    (ValueError, "num_draft_tokens=4 beside a TreeDrafter, whose tree says", {"num_draft_tokens": 4}),
-    (ValueError, r"accept=Block judges chains only, and TreeDrafter drafts a tree; use one of",
-     {"accept": "block"}),
-    (ValueError, "accept=TopK judges chains only", {"accept": jspec.TopK(2)}),
-    (ValueError, "accept=Threshold judges chains only", {"accept": jspec.Threshold(0.1)}),
-    (ValueError, "accept=Relaxed judges chains only", {"accept": jspec.Relaxed(3, 1.0)}),
-    (ValueError, "accept=KSeq needs children that were drawn independently of each other, and this TreeDrafter draws "
-                 "them without replacement; use replacement=True", {"accept": "k-seq"}),
-    (ValueError, "replacement=True draws children independently", {"accept": "coupled", "replacement": True}),
-    (ValueError, "A node of the tree has 9 children, and the vocabulary only 8 different tokens",
-     {"tree": Tree.branching((9,))}),
-    (ValueError, "The tree is 5000 tokens deep, and the target model has 4096 positions", {"tree": Tree.chain(5000)}),
-    (ValueError, "tree has no guesses", {"tree": Tree(())}),
-    (TypeError, r"tree is of type tuple; pass a jspec\.Tree", {"tree": (0, 0)}),
-    (TypeError, "replacement must be True or False; got 1", {"replacement": 1}),
-    (TypeError, "draft is of type NGramDrafter, which cannot branch", {"draft": NGramDrafter()}),
-    (ValueError, "The draft's vocabulary has 61 tokens and the target's 8", {"draft": "toy"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "num_draft_tokens=4 beside a TreeDrafter, whose tree says", {"num_draft_tokens": 4}),
+        (
+            ValueError,
+            r"accept=Block judges chains only, and TreeDrafter drafts a tree; use one of",
+            {"accept": "block"},
+        ),
+        (ValueError, "accept=TopK judges chains only", {"accept": jspec.TopK(2)}),
+        (ValueError, "accept=Threshold judges chains only", {"accept": jspec.Threshold(0.1)}),
+        (ValueError, "accept=Relaxed judges chains only", {"accept": jspec.Relaxed(3, 1.0)}),
+        (
+            ValueError,
+            "accept=KSeq needs children that were drawn independently of each other, and this TreeDrafter draws "
+            "them without replacement; use replacement=True",
+            {"accept": "k-seq"},
+        ),
+        (ValueError, "replacement=True draws children independently", {"accept": "coupled", "replacement": True}),
+        (
+            ValueError,
+            "A node of the tree has 9 children, and the vocabulary only 8 different tokens",
+            {"tree": Tree.branching((9,))},
+        ),
+        (
+            ValueError,
+            "The tree is 5000 tokens deep, and the target model has 4096 positions",
+            {"tree": Tree.chain(5000)},
+        ),
+        (ValueError, "tree has no guesses", {"tree": Tree(())}),
+        (TypeError, r"tree is of type tuple; pass a jspec\.Tree", {"tree": (0, 0)}),
+        (TypeError, "replacement must be True or False; got 1", {"replacement": 1}),
+        (TypeError, "draft is of type NGramDrafter, which cannot branch", {"draft": NGramDrafter()}),
+        (ValueError, "The draft's vocabulary has 61 tokens and the target's 8", {"draft": "toy"}),
+    ],
+)
 def test_refusals(toy, prompts, error, message, options):
     options = {"draft": MODEL, "tree": Tree.branching((2, 1)), "replacement": False} | options
     draft = toy(0) if options["draft"] == "toy" else options["draft"]
@@ -44,28 +61,35 @@ def test_refusals(toy, prompts, error, message, options):
         jspec.speculative_generate(MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8, **others)
 
 
-@pytest.mark.parametrize(("message", "drafter", "accept"), [
-    ("accept=Rejection would bias the text where a tree depends on what is drawn", (MODEL, 4, 2), "rejection"),
-    ("accept=Traversal would bias", (MODEL, 4, 2), "traversal"),
-    ("num_nodes=30 is more than the 6 that a search of width=2", (MODEL, 30, 2, 2), "coupled"),
-    ("max_depth=5 cannot be reached with num_nodes=4", (MODEL, 4, 5), "coupled"),
-    ("width must be an int of at least 1; got 0", (MODEL, 4, 2, 0), "coupled"),
-    ("num_nodes must be an int of at least 1; got 2.5", (MODEL, 2.5, 2), "coupled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "drafter", "accept"),
+    [
+        ("accept=Rejection would bias the text where a tree depends on what is drawn", (MODEL, 4, 2), "rejection"),
+        ("accept=Traversal would bias", (MODEL, 4, 2), "traversal"),
+        ("num_nodes=30 is more than the 6 that a search of width=2", (MODEL, 30, 2, 2), "coupled"),
+        ("max_depth=5 cannot be reached with num_nodes=4", (MODEL, 4, 5), "coupled"),
+        ("width must be an int of at least 1; got 0", (MODEL, 4, 2, 0), "coupled"),
+        ("num_nodes must be an int of at least 1; got 2.5", (MODEL, 2.5, 2), "coupled"),
+    ],
+)
 def test_refusals_of_dynamic_trees(prompts, message, drafter, accept):
     with pytest.raises(ValueError, match=message):
-        jspec.speculative_generate(MODEL, DynamicTreeDrafter(*drafter), *prompts([3], vocab_size=8), max_new_tokens=8,
-                                   accept=accept)  # fmt: skip
+        jspec.speculative_generate(
+            MODEL, DynamicTreeDrafter(*drafter), *prompts([3], vocab_size=8), max_new_tokens=8, accept=accept
+        )
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: Tree.chain(2.5), "num_draft_tokens must be an int of at least 0; got 2.5"),
-    (lambda: Tree.chain(-1), "num_draft_tokens must be an int of at least 0; got -1"),
-    (lambda: Tree.chain(True), "num_draft_tokens must be an int of at least 0; got True"),
-    (lambda: Tree.branching(3), "children must be a sequence of ints"),
-    (lambda: jspec.theory.tree_yield((0, 0), [0.5]), "tree is of type tuple; pass a jspec"),
-    (lambda: jspec.theory.best_tree(["a"], 3, 2), "must be a list of probabilities"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Tree.chain(2.5), "num_draft_tokens must be an int of at least 0; got 2.5"),
+        (lambda: Tree.chain(-1), "num_draft_tokens must be an int of at least 0; got -1"),
+        (lambda: Tree.chain(True), "num_draft_tokens must be an int of at least 0; got True"),
+        (lambda: Tree.branching(3), "children must be a sequence of ints"),
+        (lambda: jspec.theory.tree_yield((0, 0), [0.5]), "tree is of type tuple; pass a jspec"),
+        (lambda: jspec.theory.best_tree(["a"], 3, 2), "must be a list of probabilities"),
+    ],
+)
 def test_what_is_no_tree_or_number_is_refused_in_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -114,9 +138,11 @@ def test_drafts_of_ones_own(prompts):
     for drafter in (Trie(jnp.zeros(2)), Lawless(jnp.zeros(2))):
         out = drafters.generate(MODEL, drafter, batch, max_new_tokens=6, accept="coupled")
         np.testing.assert_array_equal(out.tokens, plain.tokens)
-    for drafter, message in ((Lawless(jnp.zeros(2)), "Lawless drafts tokens without their laws, by which Rejection"),
-                             (Misshapen(jnp.zeros(2)), r"proposed valid bool\[3\]; expected bool\[2, 4\]"),
-                             (Bare(jnp.zeros(2)), "Bare proposed tokens without laws")):  # fmt: skip
+    for drafter, message in (
+        (Lawless(jnp.zeros(2)), "Lawless drafts tokens without their laws, by which Rejection"),
+        (Misshapen(jnp.zeros(2)), r"proposed valid bool\[3\]; expected bool\[2, 4\]"),
+        (Bare(jnp.zeros(2)), "Bare proposed tokens without laws"),
+    ):
         with pytest.raises(ValueError, match=message):
             jspec.speculative_generate(MODEL, drafter, *batch, max_new_tokens=6)
 

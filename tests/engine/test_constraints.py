@@ -45,8 +45,16 @@ def check_law(report, kind, count):
     settings = ({}, {"top_p": 0.8, "repetition_penalty": 1.3})
     kinds = [(keyed, i) for _ in range(count) for i in range(2) for keyed in (0, 1)]
     keys = iter(jax.random.split(jax.random.key(1), len(kinds)))
-    requests = [Request(PROMPTS[i], NUM_TOKENS, jspec.SamplingParams(**settings[i]), next(keys) if keyed else None,
-                        constraint=NoMultiples) for keyed, i in kinds]  # fmt: skip
+    requests = [
+        Request(
+            PROMPTS[i],
+            NUM_TOKENS,
+            jspec.SamplingParams(**settings[i]),
+            next(keys) if keyed else None,
+            constraint=NoMultiples,
+        )
+        for keyed, i in kinds
+    ]
     counts = np.zeros((2, 2, VOCAB**NUM_TOKENS), np.int64)
     drafts = {"num_draft_tokens": 2} if kind == "chain" else {}
     with Engine(models()[0], drafter_of(kind), slots=32, max_waiting=256, **OPTIONS, **drafts) as engine:

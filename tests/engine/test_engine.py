@@ -86,8 +86,10 @@ def test_a_journal_is_the_run(engine, models):
     """Another runner that is told the same does the same, bit for bit."""
     engine.generate([*made(8, seed=12), *made(4, seed=13, seeded=False)])
     commands = list(engine.device.commands)
-    one, other = (Runner(models[0], engine.device.drafter, engine.device.rule, engine.device.sizes, journal=True)
-                  for _ in range(2))  # fmt: skip
+    one, other = (
+        Runner(models[0], engine.device.drafter, engine.device.rule, engine.device.sizes, journal=True)
+        for _ in range(2)
+    )
     first, second = one.replay(commands), other.replay(commands)
     slots, tokens = range(OPTIONS["slots"]), 0
     calls = [of for name, of in commands if name == "decode_rounds"]
@@ -175,8 +177,10 @@ def test_log_probabilities_of_the_likeliest_and_of_the_prompt(engine, models):
     """Raw, whatever is sampled how beside whom, read from a prefix that is held or not."""
     first = made(10, seed=20)
     counts = [i % 4 * 2 for i in range(10)]
-    requests = [dataclasses.replace(one, top_logprobs=n, prompt_logprobs=i % 3 != 1, eos_ids=())
-                for i, (one, n) in enumerate(zip(first, counts, strict=True))]  # fmt: skip
+    requests = [
+        dataclasses.replace(one, top_logprobs=n, prompt_logprobs=i % 3 != 1, eos_ids=())
+        for i, (one, n) in enumerate(zip(first, counts, strict=True))
+    ]
     engine.generate([dataclasses.replace(one, key=None) for one in first[:4]])
     results = engine.generate(requests)
     check_texts(models[0], requests, results)
@@ -188,8 +192,9 @@ def test_log_probabilities_of_the_likeliest_and_of_the_prompt(engine, models):
         check_likeliest(logits[size - 1 :][: len(result.tokens)], result.tokens, result.raw_logprobs, tops, n)
         if request.prompt_logprobs:
             assert np.isnan(result.prompt_logprobs[0]) and result.prompt_top_logprobs[0] == [] and not result.cached
-            check_likeliest(logits[: size - 1], request.tokens[1:], result.prompt_logprobs[1:],
-                            result.prompt_top_logprobs[1:], n)  # fmt: skip
+            check_likeliest(
+                logits[: size - 1], request.tokens[1:], result.prompt_logprobs[1:], result.prompt_top_logprobs[1:], n
+            )
         else:
             assert result.prompt_logprobs == []
 
@@ -204,8 +209,9 @@ def test_streams_grow_and_end(engine, models):
     async def all_of_them():
         return await asyncio.gather(*map(read, requests))
 
-    for request, sizes, (tokens, _) in zip(requests, asyncio.run(all_of_them()), alone(models[0], requests),
-                                           strict=True):  # fmt: skip
+    for request, sizes, (tokens, _) in zip(
+        requests, asyncio.run(all_of_them()), alone(models[0], requests), strict=True
+    ):
         assert sizes == sorted(sizes) and sizes[-1] == len(tokens), request
 
 
@@ -239,8 +245,10 @@ def test_who_leaves_a_stream_frees_the_slot(engine):
 
 def test_bad_requests_are_refused_at_once(engine):
     for request, message in (
-        (Request((), 3), "nothing to continue"), (Request((VOCAB,), 3), "outside the vocabulary"),
-        (Request((1,), 0), "max_new_tokens"), (Request((1,) * LONGEST, NEW + 1), "use a larger max_length"),
+        (Request((), 3), "nothing to continue"),
+        (Request((VOCAB,), 3), "outside the vocabulary"),
+        (Request((1,), 0), "max_new_tokens"),
+        (Request((1,) * LONGEST, NEW + 1), "use a larger max_length"),
         (Request((1,), 3, jspec.SamplingParams(temperature=-1)), "temperature must be"),
         (Request((1,), 3, eos_ids=(0,) * 9), "at most 8"),
         (Request((1,), 3, eos_ids=(VOCAB,)), "eos_ids holds"),
@@ -248,7 +256,7 @@ def test_bad_requests_are_refused_at_once(engine):
         (Request((1,), 3, jspec.SamplingParams(min_tokens=np.array([2]))), "for one request"),
         (Request((1,), 3, jspec.SamplingParams(temperature=np.array([0.7]))), "for one request"),
         (Request((1,), 3, jspec.SamplingParams(max_tokens=2)), "its max_new_tokens"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             engine.submit(request, print)
     with pytest.raises(TypeError, match="expected an int"):
@@ -277,11 +285,16 @@ def test_what_cannot_be_an_engine_is_refused(models):
     target, draft = models
 
     for options, message in (
-        ({"chunks": ()}, "chunks must be"), ({"chunks": (0, 4)}, "chunks must be"), ({"slots": 0}, "slots must be"),
-        ({"num_draft_tokens": jspec.UpTo(4)}, "pass an int"), ({"num_draft_tokens": "all"}, "pass an int"),
-        ({"num_draft_tokens": 0}, "num_draft_tokens must be"), ({"accept": "owl"}, "not an acceptance rule"),
-        ({"max_length": 10**6}, "positions that the models know"), ({"max_length": 0}, "max_length must be"),
-    ):  # fmt: skip
+        ({"chunks": ()}, "chunks must be"),
+        ({"chunks": (0, 4)}, "chunks must be"),
+        ({"slots": 0}, "slots must be"),
+        ({"num_draft_tokens": jspec.UpTo(4)}, "pass an int"),
+        ({"num_draft_tokens": "all"}, "pass an int"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must be"),
+        ({"accept": "owl"}, "not an acceptance rule"),
+        ({"max_length": 10**6}, "positions that the models know"),
+        ({"max_length": 0}, "max_length must be"),
+    ):
         with pytest.raises((ValueError, TypeError), match=message):
             Engine(target, draft, **(OPTIONS | options))
     with pytest.raises(ValueError, match="vocabulary"):

@@ -56,9 +56,12 @@ def models():
 
 @pytest.mark.parametrize(
     "drafter",
-    [lambda target: target, lambda target: jspec.TreeDrafter(target, jspec.Tree((0, 0))),
-     lambda target: jspec.FallbackDrafter(jspec.NGramDrafter(), target)],
-)  # fmt: skip
+    [
+        lambda target: target,
+        lambda target: jspec.TreeDrafter(target, jspec.Tree((0, 0))),
+        lambda target: jspec.FallbackDrafter(jspec.NGramDrafter(), target),
+    ],
+)
 def test_an_engine_without_a_thread_drafts(models, drafter):
     """Also where it has to learn first what that costs, call by call."""
     engine = Engine(models[0], drafter(models[0]), slots=1, max_length=200)
@@ -162,16 +165,18 @@ def test_a_journal_with_constraints_is_the_run(models):
 
 
 def test_a_constraint_where_there_is_no_cpu_is_refused(models, monkeypatch):
-    monkeypatch.setattr("jspec.engine.engine._has_cpu", lambda: False)
+    monkeypatch.setattr("jspec.engine.validate_request._has_cpu", lambda: False)
     with Engine(*models, **OPTIONS) as engine, pytest.raises(ValueError, match="let JAX_PLATFORMS name it, too"):
         engine.generate([Request((1, VOCAB - 1), NEW, constraint=Anything)])
 
 
 @pytest.mark.parametrize(
     "drafter",
-    [lambda target: jspec.MixtureDrafter(target, target, 0.5),
-     lambda target: jspec.CascadeDrafter(target, jspec.NGramDrafter())],
-)  # fmt: skip
+    [
+        lambda target: jspec.MixtureDrafter(target, target, 0.5),
+        lambda target: jspec.CascadeDrafter(target, jspec.NGramDrafter()),
+    ],
+)
 def test_what_two_drafters_lack_is_read_before_they_draft(models, drafter):
     """Behind rounds without drafts; else what nobody has read would be missing for good."""
     target, sizes = models[0], Sizes(1, 64, 1, (8,), (0, 8), 4)

@@ -61,8 +61,10 @@ class Requests:
     def best(self):
         """Tokens a second of each length, if it is always played."""
         slower = 1 + self.disturbed * (self.by - 1)
-        tokens = {k: sum(self.easy * (k + 1) + (1 - self.easy) * (1 - rate ** (k + 1)) / (1 - rate)
-                         for rate in self.rates) for k in LENGTHS}  # fmt: skip
+        tokens = {
+            k: sum(self.easy * (k + 1) + (1 - self.easy) * (1 - rate ** (k + 1)) / (1 - rate) for rate in self.rates)
+            for k in LENGTHS
+        }
         return {k: tokens[k] / cost / slower for k, cost in self.true.items()}
 
 
@@ -198,13 +200,19 @@ def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
     assert len(round_budget._measurements["kind"]) == 2 and round_budget.costs == {"kind": 1.0}
 
 
-@pytest.mark.parametrize(("num_slots", "variant", "count", "decoded"), [
-    (0, Variant.TEMPERATURE_ONLY, 1, Variant.TEMPERATURE_ONLY),
-    (1, Variant.TEMPERATURE_ONLY, 1, Variant.TEMPERATURE_ONLY), (1, Variant.CONSTRAINED, 1, Variant.CONSTRAINED),
-    (2, Variant.TEMPERATURE_ONLY, 4, Variant.TEMPERATURE_ONLY), (4, Variant.FULL, 4, Variant.FULL),
-    (2, Variant.CONSTRAINED, 8, Variant.CONSTRAINED), (5, Variant.TEMPERATURE_ONLY, 8, Variant.TEMPERATURE_ONLY),
-    (8, Variant.FULL, 8, Variant.FULL),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_slots", "variant", "count", "decoded"),
+    [
+        (0, Variant.TEMPERATURE_ONLY, 1, Variant.TEMPERATURE_ONLY),
+        (1, Variant.TEMPERATURE_ONLY, 1, Variant.TEMPERATURE_ONLY),
+        (1, Variant.CONSTRAINED, 1, Variant.CONSTRAINED),
+        (2, Variant.TEMPERATURE_ONLY, 4, Variant.TEMPERATURE_ONLY),
+        (4, Variant.FULL, 4, Variant.FULL),
+        (2, Variant.CONSTRAINED, 8, Variant.CONSTRAINED),
+        (5, Variant.TEMPERATURE_ONLY, 8, Variant.TEMPERATURE_ONLY),
+        (8, Variant.FULL, 8, Variant.FULL),
+    ],
+)
 def test_no_more_slots_are_decoded_than_programs_for_them_allow(num_slots, variant, count, decoded):
     """Of half of the slots there are none for constrained requests."""
     assert Sizes(8, 64, 1, (8,), (0, 4), 2, small_batch_sizes=(1, 4)).shape(num_slots, variant) == (count, decoded)

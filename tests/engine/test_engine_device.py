@@ -18,9 +18,11 @@ from jspec.engine.slots import Sizes, Variant, neutral_transforms
 from jspec.engine.warmup import warm_up
 from support import drafters, toys
 from support.caches import copies_of_a_cache
+from support.few import by_default
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LENGTHS, NEW, SLOTS, TOP = (1, 5, 40, 17, 2, 3), 20, 3, 2
+NAMES = drafters.NAMES + drafters.TREE_NAMES
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +37,19 @@ def requests(models):
     target, rng = models[0], np.random.default_rng(0)
     prompts = [rng.integers(target.config.vocab_size, size=n).tolist() for n in LENGTHS]
     keys = jax.random.split(jax.random.key(7), len(prompts))
-    alone = [jspec.generate(target, np.array([prompt]), np.array([len(prompt)]), keys[i : i + 1], max_new_tokens=NEW)
-             for i, prompt in enumerate(prompts)]  # fmt: skip
+    alone = [
+        jspec.generate(target, np.array([prompt]), np.array([len(prompt)]), keys[i : i + 1], max_new_tokens=NEW)
+        for i, prompt in enumerate(prompts)
+    ]
     return prompts, keys, jax.device_get(alone)
 
 
 def row(prompt, key, vocab_size, coupled=True, **fields):
     """`RequestParams` of one request, temperature 1."""
     transforms = neutral_transforms(1, vocab_size)
-    asked = RequestParams(key[None], np.array([len(prompt)], np.int32), np.array([NEW], np.int32),
-                          np.array([[-1]], np.int32), transforms, transforms,
-                          *(np.zeros(1, np.int32) for _ in range(3)), np.array([coupled]))  # fmt: skip
+    numbers = (np.array(number, np.int32) for number in ([len(prompt)], [NEW], [[-1]]))
+    zeros = (np.zeros(1, np.int32) for _ in range(3))
+    asked = RequestParams(key[None], *numbers, transforms, transforms, *zeros, np.array([coupled]))
     return dataclasses.replace(asked, **fields)
 
 
@@ -70,8 +74,7 @@ class Host:
         for slot, held in enumerate(self.in_slots):
             if held is None and self.waiting:
                 i = self.last[slot] = self.in_slots[slot] = self.waiting.pop(0)
-                self.runner.assign_slot(slot, row(self.prompts[i], self.keys[i], self.vocab_size),
-                                        len(self.prompts[i]))  # fmt: skip
+                self.runner.assign_slot(slot, row(self.prompts[i], self.keys[i], self.vocab_size), len(self.prompts[i]))
                 self.num_prefilled[slot], self.num_unread[slot] = -1, 9
 
     def tick(self, call):
@@ -81,9 +84,8 @@ class Host:
             for slot, piece in self.runner.prefill_batch(texts).items():
                 self.num_prefilled[slot] = piece.end
         for slot in prefilling[:1] * (call % 2 == 0):
-            self.num_prefilled[slot] = self.runner.prefill(
-                slot, self.prompts[self.in_slots[slot]], max(0, self.num_prefilled[slot])
-            ).end
+            text, start = self.prompts[self.in_slots[slot]], max(0, self.num_prefilled[slot])
+            self.num_prefilled[slot] = self.runner.prefill(slot, text, start).end
         for slot, num_unread in enumerate(self.num_unread):
             if self.runner.reads_separately and num_unread > 2 and call % 3:
                 self.runner.catch_up_drafter(slot, num_unread)
@@ -110,50 +112,38 @@ class Host:
         return self.num_prefilled[slot] == len(self.prompts[self.in_slots[slot]]) - 1
 
 
-def runner(models, name, rule="rejection", **changes):
-    drafter = drafters.make(name, *models)
+def runner(models, name, **changes):
+    """Of that drafter, with a rule for its chains or trees."""
+    drafter, rule = drafters.make(name, *models), "traversal" if name in drafters.TREE_NAMES else "rejection"
     tree = own_tree(drafter)
     sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, 2, 4) if tree is None else (0, tree.max_depth), 2, TOP)
     return Runner(models[0], drafter, RULES[rule], dataclasses.replace(sizes, **changes))
 
 
-# Of each kind one: those that read by themselves, from states of the target, nothing, and several of them in a tree.
-BY_DEFAULT = ("model", "ngram", "eagle", "fallback", "several")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow)
-     for name in drafters.NAMES + drafters.TREE_NAMES],
-)  # fmt: skip
+# By default of each kind one: those that read by themselves, from states of the target, nothing, and several in a tree.
+@pytest.mark.parametrize("name", by_default(NAMES, ("model", "ngram", "eagle", "fallback", "several")))
 def test_a_text_is_that_of_the_request_alone(models, requests, name):
     """Whatever is drafted, how far, by whom, in which slot, and when its draft has read what."""
     prompts, keys, alone = requests
-    host = Host(runner(models, name, "traversal" if name in drafters.TREE_NAMES else "rejection"), prompts, keys,
-                models[0].config.vocab_size)  # fmt: skip
+    host = Host(runner(models, name), prompts, keys, models[0].config.vocab_size)
     host.run()
     for text, out in zip(host.texts, alone, strict=True):
         assert text == out.tokens[0].tolist()
     assert host.accepted
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("model", "eagle", "lookahead") else pytest.param(name, marks=pytest.mark.slow)
-     for name in drafters.NAMES + drafters.TREE_NAMES],
-)  # fmt: skip
+@pytest.mark.parametrize("name", by_default(NAMES, ("model", "eagle", "lookahead")))
 def test_a_text_that_begins_as_another_does(models, requests, name):
     """What a slot has read, and its drafter, are copied while it writes: nobody's text is another one for that."""
     prompts, keys, alone = requests
     prompt, shared = prompts[2], len(prompts[2]) - 7
     asked = row(prompt, keys[2], models[0].config.vocab_size)
-    one = runner(models, name, "traversal" if name in drafters.TREE_NAMES else "rejection")
+    one = runner(models, name)
     k, nobody = one.sizes.num_draft_tokens[-1], np.zeros(SLOTS, bool)
 
     def assign_slot(slot, kept, source):
-        one.assign_slot(
-            slot, dataclasses.replace(asked, coupled=np.array([slot == 2])), len(prompt), kept, source=source
-        )
+        request = dataclasses.replace(asked, coupled=np.array([slot == 2]))
+        one.assign_slot(slot, request, len(prompt), kept, source=source)
         while kept < len(prompt) - 1:
             kept = one.prefill(slot, prompt, kept).end
         for _ in range(4 * one.reads_separately):
@@ -224,16 +214,12 @@ def test_a_drafter_that_reads_texts_as_a_whole(models, requests):
         assert int(one._slots.state.drafter[1][slot]) == sum(prompts[i])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("medusa", "lookahead") else pytest.param(name, marks=pytest.mark.slow)
-     for name in drafters.NAMES + drafters.TREE_NAMES],
-)  # fmt: skip
+@pytest.mark.parametrize("name", by_default(NAMES, ("medusa", "lookahead")))
 def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, requests, name):
     """Under rejection a guess that knew of such a round would be judged by the noise that has made it."""
     prompts, keys, _ = requests
     vocab_size = models[0].config.vocab_size
-    one = runner(models, name, "traversal" if name in drafters.TREE_NAMES else "rejection", slots=2)
+    one = runner(models, name, slots=2)
     k, texts = one.sizes.num_draft_tokens[-1], {}
     for i, between in itertools.product(range(len(prompts)), (0, 1, 2)):
         one.reset()
@@ -282,8 +268,12 @@ def test_a_warm_up_measures_what_rounds_cost(models):
     """Of every kind of call; not of a program's first one, where what it takes to get going counts."""
     one, round_budget, played = runner(models, "model", length=64, small_batch_sizes=(1, 2)), RoundBudget(2, 1.0), []
     decode_rounds = one.decode_rounds
-    one.decode_rounds = lambda *its, rows: (played.append((its[0], its[3], SLOTS if rows is None else len(rows))),
-                                   decode_rounds(*its, rows=rows))[1]  # fmt: skip
+
+    def noted(k, rounds, stop, variant, rows):
+        played.append((k, variant, SLOTS if rows is None else len(rows)))
+        return decode_rounds(k, rounds, stop, variant, rows=rows)
+
+    one.decode_rounds = noted
     warm_up(one, round_budget)
     kinds = {*itertools.product((0, 4), Variant, (1, 2, SLOTS)), (2, Variant.TEMPERATURE_ONLY, SLOTS)}
     kinds = {kind for kind in kinds if kind[1] is not Variant.CONSTRAINED}

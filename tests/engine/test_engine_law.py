@@ -20,11 +20,14 @@ def check_law(report, count):
     asked = [(prompt, settings) for prompt, settings in zip(PROMPTS, SETTINGS, strict=False)]
     counts = np.zeros((2, len(asked), VOCAB**NUM_TOKENS), np.int64)
     keys = jax.random.split(jax.random.key(3), count)
-    with Engine(target, drafter, slots=32, max_length=16, num_draft_tokens=2, chunks=(8,), rounds=4,
-                max_waiting=256) as engine:  # fmt: skip
+    with Engine(
+        target, drafter, slots=32, max_length=16, num_draft_tokens=2, chunks=(8,), rounds=4, max_waiting=256
+    ) as engine:
         kinds = [(seeded, i, n) for n in range(count) for i in range(len(asked)) for seeded in (0, 1)]
-        requests = [Request(asked[i][0], NUM_TOKENS, jspec.SamplingParams(**asked[i][1]), keys[n] if seeded else None)
-                    for seeded, i, n in kinds]  # fmt: skip
+        requests = [
+            Request(asked[i][0], NUM_TOKENS, jspec.SamplingParams(**asked[i][1]), keys[n] if seeded else None)
+            for seeded, i, n in kinds
+        ]
         for (seeded, i, _), result in zip(kinds, engine.generate(requests), strict=True):
             counts[seeded, i, np.ravel_multi_index(result.tokens, (VOCAB,) * NUM_TOKENS)] += 1
     p_values = [oracle.p_value(counts[seeded, i], exact_law(target, *asked[i])) for seeded in (0, 1) for i in range(3)]

@@ -92,8 +92,10 @@ def test_the_slot_that_holds_most_of_a_text_is_taken():
     scheduler = Scheduler(3)
     scheduler.cached_texts = [((1, 2, 3, 4), ""), ((1, 2, 9), ""), ((1, 2, 3, 4, 5, 6), "salt")]
     for tokens, salt, slot, kept in (
-        ((1, 2, 3, 4, 5, 6, 7), "", 0, 3), ((1, 2, 9, 9, 9), "", 1, 2), ((1, 2), "salt", 2, 0),
-    ):  # fmt: skip
+        ((1, 2, 3, 4, 5, 6, 7), "", 0, 3),
+        ((1, 2, 9, 9, 9), "", 1, 2),
+        ((1, 2), "salt", 2, 0),
+    ):
         scheduler.submit(make_active(Request(tokens, 1, salt=salt), print))
         found, active = scheduler.admit()
         assert (found, active.num_prefilled) == (slot, kept)

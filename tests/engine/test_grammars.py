@@ -27,8 +27,12 @@ def schema(rng, depth=0):
     kind = kinds[rng.integers(len(kinds))] if depth else "object"
     if kind == "object":
         names = [str(name) for name in rng.choice(WORDS, rng.integers(1, 4), replace=False)]
-        return {"type": "object", "properties": {name: schema(rng, depth + 1) for name in names},
-                "required": names[: rng.integers(len(names) + 1)], "additionalProperties": False}  # fmt: skip
+        return {
+            "type": "object",
+            "properties": {name: schema(rng, depth + 1) for name in names},
+            "required": names[: rng.integers(len(names) + 1)],
+            "additionalProperties": False,
+        }
     return {
         "array": lambda: {"type": "array", "items": schema(rng, depth + 1), "maxItems": int(rng.integers(1, 4))},
         "integer": lambda: {"type": "integer", "minimum": int(rng.integers(-20, 0)), "maximum": 10**4},
@@ -74,9 +78,17 @@ def check_schemas(pair, grammars, report, count):
     schemas = [schema(rng) for _ in range(count)]
     prompt, ends = tuple(tokenizer("import json\nconfig = ")["input_ids"]), (tokenizer.eos_token_id,)
     sampling = [jspec.SamplingParams(temperature=1.0 - i / 4) for i in range(4)]
-    requests = [Request(prompt, 200, sampling[i % 4], keys[i] if i % 2 else None, ends,
-                        constraint=None if i % 5 == 4 else grammars.json_schema(one))
-                for i, one in enumerate(schemas)]  # fmt: skip
+    requests = [
+        Request(
+            prompt,
+            200,
+            sampling[i % 4],
+            keys[i] if i % 2 else None,
+            ends,
+            constraint=None if i % 5 == 4 else grammars.json_schema(one),
+        )
+        for i, one in enumerate(schemas)
+    ]
     with Engine(target, draft, slots=4, max_length=256, num_draft_tokens=3) as engine:
         results = engine.generate(requests)
     constrained = [i for i in range(count) if requests[i].constraint is not None]
@@ -105,8 +117,10 @@ def test_texts_match_a_regular_expression_or_a_grammar(pair, grammars):
     target, draft, tokenizer = pair
     ends, pattern = (tokenizer.eos_token_id,), r"def [a-z]{3,8}\(self\): return [0-9]{1,3}"
     lark = 'start: "x = " NUMBER ("+" NUMBER)~1..4\nNUMBER: /[0-9]{1,2}/'
-    requests = [Request(tuple(tokenizer("class A:\n")["input_ids"]), 60, eos_ids=ends, constraint=one)
-                for one in (grammars.regex(pattern), grammars.lark(lark))]  # fmt: skip
+    requests = [
+        Request(tuple(tokenizer("class A:\n")["input_ids"]), 60, eos_ids=ends, constraint=one)
+        for one in (grammars.regex(pattern), grammars.lark(lark))
+    ]
     with Engine(target, draft, slots=2, max_length=128, num_draft_tokens=3) as engine:
         first, second = (tokenizer.decode(result.tokens[:-1]) for result in engine.generate(requests))
     assert re.fullmatch(pattern, first) and re.fullmatch(r"x = \d{1,2}(\+\d{1,2}){1,4}", second)
@@ -125,8 +139,14 @@ def test_what_is_no_grammar_is_refused_in_a_sentence(grammars):
 def test_constraints_with_choices_drafts_penalties_and_failures(pair, grammars, monkeypatch):
     """Text by text those of plain decoding, though calls fail, others are cancelled, and one grammar makes several."""
     target, draft, tokenizer = pair
-    make = grammars.json_schema({"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}},
-                                 "required": ["name"], "additionalProperties": False})  # fmt: skip
+    make = grammars.json_schema(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 6}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    )
     prompt, ends = tuple(tokenizer("import json\nconfig = ")["input_ids"]), (tokenizer.eos_token_id,)
     sampling = jspec.SamplingParams(frequency_penalty=0.5, repetition_penalty=1.1)
     requests = [
@@ -156,20 +176,30 @@ def test_min_tokens_that_forbid_the_only_end_are_said(pair, grammars):
     with Engine(target, slots=1, max_length=64) as engine:
         result = engine.generate([request])[0]
     assert result.error_code == "constraint_conflict" and result.is_refused
-    assert result.error == ("No token may follow: logit_bias or min_tokens forbid what the constraint allows; relax "
-                            "one of the two.")  # fmt: skip
+    assert result.error == (
+        "No token may follow: logit_bias or min_tokens forbid what the constraint allows; relax one of the two."
+    )
 
 
 def test_a_dead_end_keeps_the_text_up_to_there(pair, grammars):
     target, draft, tokenizer = pair
     number = {"type": "integer"}
-    make = grammars.json_schema({"type": "object", "properties": {"a": number}, "patternProperties": {"^a$": number},
-                                 "required": ["a"], "additionalProperties": False})  # fmt: skip
+    make = grammars.json_schema(
+        {
+            "type": "object",
+            "properties": {"a": number},
+            "patternProperties": {"^a$": number},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    )
     prompt, ends = tuple(tokenizer("x = ")["input_ids"]), (tokenizer.eos_token_id,)
     bias = np.zeros(target.config.vocab_size, np.float32)
     bias[[i for i in range(len(bias)) if tokenizer.decode([i]).startswith(",")]] = 60
-    requests = [Request(prompt, 30, jspec.SamplingParams(logit_bias=bias), key, ends, constraint=make)
-                for key in jax.random.split(jax.random.key(2), 2)]  # fmt: skip
+    requests = [
+        Request(prompt, 30, jspec.SamplingParams(logit_bias=bias), key, ends, constraint=make)
+        for key in jax.random.split(jax.random.key(2), 2)
+    ]
     for drafts in ((), (draft,)):
         with Engine(target, *drafts, slots=2, max_length=64) as engine:
             for result in engine.generate(requests):

@@ -43,16 +43,31 @@ def test_limits(make, most):
         check_schema(make(most + 1))
 
 
-@pytest.mark.parametrize("schema", [
-    {"$ref": "#"},
-    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-    {"$ref": "#/$defs/none/0/x"}, {"$ref": "https://example.org/schema"}, {"$ref": 7}, {"enum": [{"$ref": None}]},
-    {"properties": {"pattern": {"type": "string"}, "multipleOf": {"const": 1}}},
-    {"multipleOf": True}, {"multipleOf": "x"}, {"multipleOf": 0}, {"multipleOf": -3.5}, {"multipleOf": 0.01},
-    {"multipleOf": 9999.5}, {"multipleOf": 100.0},
-    {"allOf": [{"multipleOf": 0.01}, {"multipleOf": 100}]}, {"allOf": 3}, {"allOf": [True, {}]},
-    {"patternProperties": []}, {"pattern": 3}, {},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"$ref": "#/$defs/none/0/x"},
+        {"$ref": "https://example.org/schema"},
+        {"$ref": 7},
+        {"enum": [{"$ref": None}]},
+        {"properties": {"pattern": {"type": "string"}, "multipleOf": {"const": 1}}},
+        {"multipleOf": True},
+        {"multipleOf": "x"},
+        {"multipleOf": 0},
+        {"multipleOf": -3.5},
+        {"multipleOf": 0.01},
+        {"multipleOf": 9999.5},
+        {"multipleOf": 100.0},
+        {"allOf": [{"multipleOf": 0.01}, {"multipleOf": 100}]},
+        {"allOf": 3},
+        {"allOf": [True, {}]},
+        {"patternProperties": []},
+        {"pattern": 3},
+        {},
+    ],
+)
 def test_what_is_within_the_limits(schema):
     check_schema(schema)
 

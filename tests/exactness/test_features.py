@@ -66,17 +66,33 @@ def beside_another(draft):
 MADE = {
     "chain": (Reader, 3, "rejection", lambda state: state),
     "varying": (Reader, jspec.WhileConfident(3, 0.5), "block", lambda state: state),
-    "tree": (lambda draft: jspec.TreeDrafter(Reader(draft), Tree.branching((2, 1, 2))), 3, "traversal",
-             lambda state: state[0]),
+    "tree": (
+        lambda draft: jspec.TreeDrafter(Reader(draft), Tree.branching((2, 1, 2))),
+        3,
+        "traversal",
+        lambda state: state[0],
+    ),
     "search": (lambda draft: jspec.DynamicTreeDrafter(Reader(draft), 6, 3, 2), 3, "coupled", lambda state: state[0]),
     "beside another": (beside_another, 3, "rejection", lambda state: state[1][1]),
-    "before another": (lambda draft: HorizontalDrafter(Reader(draft), draft, 2), jspec.UpTo(3), "block",
-                       lambda state: state[0]),
-    "of another's path": (lambda draft: jspec.MultiDrafter([NGramDrafter(), Reader(draft), TARGET], 3), 3, "coupled",
-                          lambda state: state[1]),
-    "in a tree": (lambda draft: jspec.TreeDrafter(MixtureDrafter(draft, Reader(draft), 0.5), Tree.branching((2, 1, 2))),
-                  3, "rejection", lambda state: state[0][1]),
-}  # fmt: skip
+    "before another": (
+        lambda draft: HorizontalDrafter(Reader(draft), draft, 2),
+        jspec.UpTo(3),
+        "block",
+        lambda state: state[0],
+    ),
+    "of another's path": (
+        lambda draft: jspec.MultiDrafter([NGramDrafter(), Reader(draft), TARGET], 3),
+        3,
+        "coupled",
+        lambda state: state[1],
+    ),
+    "in a tree": (
+        lambda draft: jspec.TreeDrafter(MixtureDrafter(draft, Reader(draft), 0.5), Tree.branching((2, 1, 2))),
+        3,
+        "rejection",
+        lambda state: state[0][1],
+    ),
+}
 
 
 def states(tokens):

@@ -41,8 +41,14 @@ def _check_same(report, ours, theirs, gaps, **figures):
     first = _first_difference(ours, theirs)
     wrong = first < ours.shape[1]
     tied = np.array([gaps[row, column] < ROUNDING for row, column in enumerate(first * wrong)]) & wrong
-    report(**figures, texts=len(ours), tokens=ours.size, identical=f"{1 - wrong.mean():.1%}", near_ties=tied.sum(),
-           unexplained=(wrong & ~tied).sum())  # fmt: skip
+    report(
+        **figures,
+        texts=len(ours),
+        tokens=ours.size,
+        identical=f"{1 - wrong.mean():.1%}",
+        near_ties=tied.sum(),
+        unexplained=(wrong & ~tied).sum(),
+    )
     assert not (wrong & ~tied).any()
     assert tied.sum() <= 1
 
@@ -59,8 +65,11 @@ def case(toy, prompts):
 
 def test_the_toy_text_is_worth_comparing(case, report):
     _, _, plain, gaps = case
-    report(distinct_texts=len(np.unique(plain, axis=0)), distinct_tokens=len(np.unique(plain)),
-           smallest_gap=f"{gaps.min():.1e}")  # fmt: skip
+    report(
+        distinct_texts=len(np.unique(plain, axis=0)),
+        distinct_tokens=len(np.unique(plain)),
+        smallest_gap=f"{gaps.min():.1e}",
+    )
     assert len(np.unique(plain, axis=0)) > PROMPTS - 5  # one-token prompts may coincide
     assert len(np.unique(plain)) > 40
 
@@ -91,8 +100,8 @@ def _hf_greedy(model, tokens, lengths, new):
         ids[row, width - length :] = tokens[row, :length]
         mask[row, width - length :] = 1
     with torch.no_grad():
-        out = model.generate(torch.tensor(ids), attention_mask=torch.tensor(mask), do_sample=False,
-                             max_new_tokens=new, eos_token_id=None, pad_token_id=0)  # fmt: skip
+        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(torch.tensor(ids), attention_mask=torch.tensor(mask), **options)
     return out[:, width:].numpy()
 
 
@@ -101,13 +110,17 @@ def _hf_twin(target):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = target.config
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")  # fmt: skip
-    twin = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**{name: getattr(config, name) for name in sizes}, tie_word_embeddings=False)
-    ).eval()
-    state = {"lm_head.weight": target.lm_head.weight, "model.norm.weight": target.norm.weight,
-             "model.embed_tokens.weight": target.embed_tokens.weight}  # fmt: skip
+    sizes = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
+    )
+    fields = {name: getattr(config, name) for name in sizes}
+    twin = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, tie_word_embeddings=False)).eval()
+    state = {
+        "lm_head.weight": target.lm_head.weight,
+        "model.norm.weight": target.norm.weight,
+        "model.embed_tokens.weight": target.embed_tokens.weight,
+    }
     heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     for i, layer in enumerate(target.layers):
         prefix = f"model.layers.{i}."
@@ -116,8 +129,8 @@ def _hf_twin(target):
         parts = np.split(layer.self_attn.qkv_proj.weight[...], np.array([heads, heads + groups]) * size, axis=1)
         parts += np.split(layer.mlp.gate_up_proj.weight[...], 2, axis=1)
         parts += [layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight]
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
-                 "self_attn.o_proj", "mlp.down_proj")  # fmt: skip
+        names = [f"self_attn.{one}_proj" for one in "qkv"]
+        names += ["mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj", "mlp.down_proj"]
         state |= {f"{prefix}{name}.weight": part for name, part in zip(names, parts, strict=True)}
     twin.load_state_dict({name: torch.tensor(np.array(weight[...]).T.copy()) for name, weight in state.items()})
     return twin

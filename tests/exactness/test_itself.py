@@ -60,8 +60,10 @@ class Reader:
 def reader(kind=Reader):
     """One whose laws are far from uniform."""
     rng = np.random.default_rng(0)
-    return kind(jnp.asarray(rng.integers(-9, 9, (VOCAB, FEATURES)), jnp.float32),
-                jnp.asarray(2 * rng.normal(size=(FEATURES, VOCAB)), jnp.float32))  # fmt: skip
+    return kind(
+        jnp.asarray(rng.integers(-9, 9, (VOCAB, FEATURES)), jnp.float32),
+        jnp.asarray(2 * rng.normal(size=(FEATURES, VOCAB)), jnp.float32),
+    )
 
 
 @pytree
@@ -81,8 +83,11 @@ DRAFTERS = {
     "fallback": lambda target: FallbackDrafter(NowAndThen(target), ModelDrafter(target)),
 }
 LENGTHS = (jspec.WhileConfident(K, 0.4), K, jspec.UpTo(K), jspec.Heuristic(K), jspec.ByAcceptance(K, 0.3))
-BATCH = (np.random.default_rng(1).integers(VOCAB, size=(4, 6)), np.array([6, 1, 4, 3]),
-         jax.random.split(jax.random.key(1), 4))  # fmt: skip
+BATCH = (
+    np.random.default_rng(1).integers(VOCAB, size=(4, 6)),
+    np.array([6, 1, 4, 3]),
+    jax.random.split(jax.random.key(1), 4),
+)
 POSSIBLE = [
     (name, length, rule)
     for name, length, rule in itertools.product(DRAFTERS, LENGTHS, RULES)
@@ -90,18 +95,20 @@ POSSIBLE = [
 ]
 # Every pair of drafter and length, of drafter and rule, and of length and rule.
 COVERING = [
-    combination for combination in POSSIBLE
+    combination
+    for combination in POSSIBLE
     if (list(DRAFTERS).index(combination[0]) + LENGTHS.index(combination[1])) % 3 == list(RULES).index(combination[2])
-]  # fmt: skip
+]
 
 
 def judged(name, length, rule):
     """How many drafts were judged, of which none is refused; rows of other settings, and of limits in mid-round."""
     target = reader()
-    sampling = jspec.SamplingParams(temperature=[1.0, 0.0, 0.7, 1.5], frequency_penalty=[0.0, 0.5, 0.3, 0.0],
-                                    max_tokens=[0, 0, 18, 0])  # fmt: skip
-    out = drafters.generate(target, DRAFTERS[name](target), BATCH, max_new_tokens=NEW, num_draft_tokens=length,
-                            accept=rule, sampling=sampling)  # fmt: skip
+    sampling = jspec.SamplingParams(
+        temperature=[1.0, 0.0, 0.7, 1.5], frequency_penalty=[0.0, 0.5, 0.3, 0.0], max_tokens=[0, 0, 18, 0]
+    )
+    options = {"max_new_tokens": NEW, "num_draft_tokens": length, "accept": rule, "sampling": sampling}
+    out = drafters.generate(target, DRAFTERS[name](target), BATCH, **options)
     np.testing.assert_array_equal(out.stats.acceptance_rate, 1)
     np.testing.assert_array_equal(out.stats.accepted_at, out.stats.judged_at)
     assert set(np.unique(out.origins)) <= {ACCEPTED, BONUS, PADDING}

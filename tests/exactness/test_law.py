@@ -78,9 +78,15 @@ def check_round_law(report, draws):
         later = [oracle.chi_square(row, law) for table in counts[1:] for row, law in zip(table, p, strict=True)]
         p_values[k, name, "later tokens"] = oracle.p_of(*np.sum(later, axis=0))
     worst = min(p_values, key=p_values.get)
-    report(settings=len(p_values) // 2, rounds_each=draws, p_values=len(p_values), min_p=f"{p_values[worst]:.2g}",
-           alpha_over_all=ALPHA, power=POWER,
-           first_token_sees_tv=f"{oracle.detectable(draws, 7, ALPHA / len(p_values)):.4f}")  # fmt: skip
+    report(
+        settings=len(p_values) // 2,
+        rounds_each=draws,
+        p_values=len(p_values),
+        min_p=f"{p_values[worst]:.2g}",
+        alpha_over_all=ALPHA,
+        power=POWER,
+        first_token_sees_tv=f"{oracle.detectable(draws, 7, ALPHA / len(p_values)):.4f}",
+    )
     assert p_values[worst] * len(p_values) > ALPHA
 
 
@@ -120,8 +126,14 @@ def test_acceptance_is_the_overlap_of_the_laws_at_length(report):
 # Joint law of 3 tokens: (K, B, which draft). Every row of a batch has its own prompt and settings, which take turns, so
 # that the few batches meet every setting, too.
 FEW_BATCHES = ((1, 4, "related"), (2, 5, "unrelated"), (4, 1, "related"), (8, 1, "unrelated"))
-BATCHES = ((1, 8, "unrelated"), (1, 8, "related"), (2, 8, "related"), (4, 1, "related"), (4, 1, "unrelated"),
-           (8, 3, "unrelated"))  # fmt: skip
+BATCHES = (
+    (1, 8, "unrelated"),
+    (1, 8, "related"),
+    (2, 8, "related"),
+    (4, 1, "related"),
+    (4, 1, "unrelated"),
+    (8, 3, "unrelated"),
+)
 BIAS = np.array([0.7, -0.4, 0, 0, 1.1, -np.inf, 0, -1.0], np.float32)
 ROW_SETTINGS = (
     {"temperature": 0.5},
@@ -153,13 +165,17 @@ def batch_p_values(batches, index, draws, chunk):
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = jnp.asarray([len(prompt) for prompt in prompts])
-    columns = {name: np.array([row.get(name, default(name, row)) for row in settings], np.float32)
-               for name in COLUMNS if any(name in row for row in settings)}  # fmt: skip
+    columns = {
+        name: np.array([row.get(name, default(name, row)) for row in settings], np.float32)
+        for name in COLUMNS
+        if any(name in row for row in settings)
+    }
     keys = jax.random.split(jax.random.key(100 + index), (draws // chunk, chunk, batch))
     counts = np.zeros((batch, VOCAB**NUM_TOKENS), np.int64)
     for part in keys:
-        counts += np.asarray(text_counts(target, drafts[which], tokens, lengths, part, SamplingParams(**columns),
-                                         "rejection", k))  # fmt: skip
+        counts += np.asarray(
+            text_counts(target, drafts[which], tokens, lengths, part, SamplingParams(**columns), "rejection", k)
+        )
     laws = [exact_law(target, *row) for row in zip(prompts, settings, strict=True)]
     return [oracle.p_value(*pair) for pair in zip(counts, laws, strict=True)]
 
@@ -168,8 +184,15 @@ def check_joint_law(report, batches, draws, chunk=1024):
     draws -= draws % chunk
     p_values = np.concatenate([batch_p_values(batches, i, draws, chunk) for i in range(len(batches))])
     sees = oracle.detectable(draws, VOCAB**NUM_TOKENS - 1, ALPHA / len(p_values))
-    report(settings=len(p_values), texts_each=draws, bins=VOCAB**NUM_TOKENS, min_p=f"{p_values.min():.2g}",
-           alpha_over_all=ALPHA, sees_tv=f"{sees:.4f}", power=POWER)  # fmt: skip
+    report(
+        settings=len(p_values),
+        texts_each=draws,
+        bins=VOCAB**NUM_TOKENS,
+        min_p=f"{p_values.min():.2g}",
+        alpha_over_all=ALPHA,
+        sees_tv=f"{sees:.4f}",
+        power=POWER,
+    )
     assert p_values.min() * len(p_values) > ALPHA
 
 
@@ -187,10 +210,9 @@ def test_a_draft_equal_to_the_target_is_always_accepted(report):
     batch, rounds, k = 50, 20, 4
     target, _ = llama_pair()
     tokens = np.random.default_rng(20).integers(VOCAB, size=(batch, 7), dtype=np.int32)
-    lengths = jnp.arange(batch) % 7 + 1
-    out = jspec.speculative_generate(
-        target, target, tokens, lengths, jax.random.split(jax.random.key(21), batch), num_draft_tokens=k,
-        max_new_tokens=rounds * (k + 1), sampling=SamplingParams(temperature=jnp.arange(batch) % 2))  # fmt: skip
+    asked = tokens, jnp.arange(batch) % 7 + 1, jax.random.split(jax.random.key(21), batch)
+    options = {"max_new_tokens": rounds * (k + 1), "sampling": SamplingParams(temperature=jnp.arange(batch) % 2)}
+    out = jspec.speculative_generate(target, target, *asked, num_draft_tokens=k, **options)
     total, accepted = int(out.stats.rounds.sum()), int(out.stats.accepted.sum())
     report(rounds=total, drafted=int(out.stats.drafted.sum()), accepted=accepted)
     np.testing.assert_array_equal(out.stats.rounds, rounds)
@@ -205,8 +227,9 @@ def test_no_key_is_used_twice(monkeypatch):
 
     def run(seed):
         keys, transforms = jax.random.split(jax.random.key(seed), 2), toys.both_transforms(SamplingParams(), 2)
-        return toys.decode(target, ModelDrafter(draft), tokens, lengths, keys, transforms, max_new_tokens=5,
-                           num_draft_tokens=2)  # fmt: skip
+        return toys.decode(
+            target, ModelDrafter(draft), tokens, lengths, keys, transforms, max_new_tokens=5, num_draft_tokens=2
+        )
 
     with jax.debug_key_reuse(True):
         np.testing.assert_array_equal(run(22).lengths, 5)

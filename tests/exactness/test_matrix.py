@@ -62,12 +62,23 @@ def check_coupled(report, toy, prompts, name, requests, lengths, alone=()):
         accepted.append(out.stats.accepted.sum() / out.stats.drafted.sum())
         for row in alone:
             rows = slice(row, row + 1)
-            one = drafters.generate(target, drafter, [part[rows] for part in (tokens, sizes, keys)],
-                                    num_draft_tokens=k, **common, **drafters.of_rows(options, rows))  # fmt: skip
+            one = drafters.generate(
+                target,
+                drafter,
+                [part[rows] for part in (tokens, sizes, keys)],
+                num_draft_tokens=k,
+                **common,
+                **drafters.of_rows(options, rows),
+            )
             np.testing.assert_array_equal(one.tokens[0], out.tokens[row])
             np.testing.assert_array_equal(one.stats.accepted_at[0], out.stats.accepted_at[row])
-    report(texts=requests * len(lengths), tokens=int(plain.lengths.sum()) * len(lengths), different=different,
-           alone=len(alone), accepted=[f"{rate:.2f}" for rate in accepted])  # fmt: skip
+    report(
+        texts=requests * len(lengths),
+        tokens=int(plain.lengths.sum()) * len(lengths),
+        different=different,
+        alone=len(alone),
+        accepted=[f"{rate:.2f}" for rate in accepted],
+    )
     assert different == 0
     assert min(accepted) > 0
 
@@ -102,10 +113,13 @@ def test_alone_as_in_a_batch(report, toy, prompts, name):
 CONTAINING = ("ngram", "unigram", "retrieval", "fallback", "mixture", "nested cascade", "cascade of exits")
 
 
-@pytest.mark.parametrize(("name", "rule"), [
-    *(pytest.param(name, "block", marks=[] if name in CONTAINING else pytest.mark.slow) for name in drafters.NAMES),
-    ("model", jspec.Lenient(0.5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *(pytest.param(name, "block", marks=[] if name in CONTAINING else pytest.mark.slow) for name in drafters.NAMES),
+        ("model", jspec.Lenient(0.5)),
+    ],
+)
 def test_it_keeps_the_contract_with_64_bit_types_enabled(toy, prompts, name, rule):
     tokens, lengths, keys = prompts([4, 1])
     target = toy(0, num_hidden_layers=2)

@@ -96,9 +96,17 @@ def reach_of_the_noise():
 
 
 MUTANTS = {
-    law: (mutants.shared_noise, mutants.raw_q, mutants.bonus_from_q, mutants.temperature_on_one_side,
-          mutants.verified_one_position_off, mutants.one_key_for_all_rows, mutants.top_p_after_the_residual,
-          mutants.penalty_not_advanced_in_verify, mutants.eos_ignored),
+    law: (
+        mutants.shared_noise,
+        mutants.raw_q,
+        mutants.bonus_from_q,
+        mutants.temperature_on_one_side,
+        mutants.verified_one_position_off,
+        mutants.one_key_for_all_rows,
+        mutants.top_p_after_the_residual,
+        mutants.penalty_not_advanced_in_verify,
+        mutants.eos_ignored,
+    ),
     block_law: (mutants.unclamped_residual, mutants.weight_left_out, mutants.weight_not_carried),
     law_without_filters: (mutants.temperature_forgotten_alone,),
     law_of_fallbacks: (mutants.picked_by_position,),
@@ -108,14 +116,25 @@ MUTANTS = {
     repetition_penalty: (mutants.repetition_forgotten,),
     presence_penalty: (mutants.presence_forgotten,),
     frequency_penalty: (mutants.frequency_forgotten,),
-    streams: (mutants.streams_begin_anew_after_512, mutants.two_purposes_with_one_number,
-              mutants.stride_below_the_number_of_purposes, mutants.trials_with_the_keys_of_texts),
+    streams: (
+        mutants.streams_begin_anew_after_512,
+        mutants.two_purposes_with_one_number,
+        mutants.stride_below_the_number_of_purposes,
+        mutants.trials_with_the_keys_of_texts,
+    ),
     draws_of_a_large_vocabulary: (mutants.masses_rounded_to_bfloat16, mutants.tokens_in_16_bits),
     reach_of_the_noise: (mutants.gumbel_of_low_mode,),
-}  # fmt: skip
+}
 # The others pass in the files they are from.
-TEXTS = (law, block_law, law_without_filters, block_law_without_filters, law_of_fallbacks, impossible_texts,
-         acceptance_of_itself)  # fmt: skip
+TEXTS = (
+    law,
+    block_law,
+    law_without_filters,
+    block_law_without_filters,
+    law_of_fallbacks,
+    impossible_texts,
+    acceptance_of_itself,
+)
 PLANTED = [(judge, mutant) for judge, planted in MUTANTS.items() for mutant in planted]
 
 

@@ -87,8 +87,14 @@ def text(drafter, rule, draft_length, penalties):
     if drafter is None:
         out = jspec.generate(target, *batch, **options)
     else:
-        out = jspec.speculative_generate(target, drafters.make(drafter, target, draft), *batch,
-                                         num_draft_tokens=draft_length, accept=RULES[rule], **options)  # fmt: skip
+        out = jspec.speculative_generate(
+            target,
+            drafters.make(drafter, target, draft),
+            *batch,
+            num_draft_tokens=draft_length,
+            accept=RULES[rule],
+            **options,
+        )
     out = jax.device_get(out)
     stats = {name: value.tolist() for name, value in vars(out.stats).items()}
     return {
@@ -138,7 +144,9 @@ def record(part):
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["--record"] or len(sys.argv) > 3:
-        sys.exit("To record texts anew, all or those of which the name has PART: "
-                 "PYTHONPATH=tests python tests/exactness/test_recorded.py --record [PART]")  # fmt: skip
+        sys.exit(
+            "To record texts anew, all or those of which the name has PART: "
+            "PYTHONPATH=tests python tests/exactness/test_recorded.py --record [PART]"
+        )
     jax.config.update("jax_disable_most_optimizations", True)  # as `quick_compile`
     record("".join(sys.argv[2:]))

@@ -55,8 +55,12 @@ def check_coupled(report, toy, prompts, name, requests, alone):
     options |= {"accept": "coupled"}
     out = drafters.generate(models[0], drafters.make(name, *models), batch, **options)
     different = int((out.tokens != plain.tokens).any(1).sum())
-    report(texts=requests, tokens=int(plain.lengths.sum()), different=different,
-           tokens_a_round=f"{out.lengths.sum() / out.stats.rounds.sum():.2f}")  # fmt: skip
+    report(
+        texts=requests,
+        tokens=int(plain.lengths.sum()),
+        different=different,
+        tokens_a_round=f"{out.lengths.sum() / out.stats.rounds.sum():.2f}",
+    )
     assert different == 0
     assert out.stats.rounds.sum() < plain.stats.rounds.sum()
     check_alone(name, models, batch, out, alone, options)

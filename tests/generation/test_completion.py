@@ -39,10 +39,17 @@ def test_it_is_what_the_functions_decode(pair, complete, drafted):
     batch, keys = encode(TOKENIZER, PROMPTS), text.request_keys(7, 3)
     options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=[0.0, 0.7, 1.0]), "eos_ids": (0,)}
     request = batch.tokens, batch.lengths, keys
-    out = (jspec.speculative_generate(*pair, *request, accept="coupled", **options) if drafted
-           else jspec.generate(pair[0], *request, **options))  # fmt: skip
-    found = complete(draft=pair[1] if drafted else None, seed=7, sampling=options["sampling"],
-                     **{"accept": "coupled"} if drafted else {})  # fmt: skip
+    out = (
+        jspec.speculative_generate(*pair, *request, accept="coupled", **options)
+        if drafted
+        else jspec.generate(pair[0], *request, **options)
+    )
+    found = complete(
+        draft=pair[1] if drafted else None,
+        seed=7,
+        sampling=options["sampling"],
+        **{"accept": "coupled"} if drafted else {},
+    )
     for i, done in enumerate(found):
         size = out.lengths[i]
         assert done.prompt == PROMPTS[i] and done.tokens == out.tokens[i, :size].tolist() and size > 0

@@ -35,8 +35,10 @@ def pair(sources):
 
 def joined(parts):
     """What complete says, of the parts."""
-    fields = {name: [*itertools.chain(*(getattr(part, name) for part in parts))]
-              for name in ("pieces", "tokens", "logprobs", "origins")}  # fmt: skip
+    fields = {
+        name: [*itertools.chain(*(getattr(part, name) for part in parts))]
+        for name in ("pieces", "tokens", "logprobs", "origins")
+    }
     return fields | {"finish_reason": parts[-1].finish_reason}
 
 
@@ -57,8 +59,12 @@ def check(parts, done):
 @pytest.mark.parametrize("drafter", ["model", "lookup", "tree", "none"])
 def test_parts_are_the_text_of_plain_decoding(pair, drafter, kind):
     target, draft, tokenizer = pair
-    draft = {"model": draft, "lookup": jspec.NGramDrafter(), "tree": jspec.TreeDrafter(draft, jspec.Tree([0, 0, 1])),
-             "none": None}[drafter]  # fmt: skip
+    draft = {
+        "model": draft,
+        "lookup": jspec.NGramDrafter(),
+        "tree": jspec.TreeDrafter(draft, jspec.Tree([0, 0, 1])),
+        "none": None,
+    }[drafter]
     options = {"max_new_tokens": 30} | KINDS[kind]
     (done,) = jspec.complete(target, None, tokenizer, PROMPT, **options)
     parts = [*jspec.stream(target, draft, tokenizer, PROMPT, **options)]
@@ -128,8 +134,10 @@ def test_texts_of_one_engine_in_turns(pair):
     target, draft, _ = pair
     keys = jax.random.split(jax.random.key(0), 3)
     requests = [Request((5, 6, 7 + i), 20, key=keys[i]) for i in range(3)]
-    alone = [jspec.generate(target, np.array([one.tokens]), np.array([3]), one.key[None], max_new_tokens=20)
-             for one in requests]  # fmt: skip
+    alone = [
+        jspec.generate(target, np.array([one.tokens]), np.array([3]), one.key[None], max_new_tokens=20)
+        for one in requests
+    ]
     engine = Engine(target, draft, slots=2, max_length=64, num_draft_tokens=3)
     first, second, third = map(engine.stream_sync, requests)
     next(first)

@@ -20,8 +20,15 @@ TREE = jspec.Tree.branching((2, 1))
 
 def test_prefixes_are_of_some_lengths_up_to_all():
     found = {slots: _prefixes(slots) for slots in (8, SMALL, 384, 385, LARGE, 1072, 4096)}
-    assert found == {8: [8], SMALL: [SMALL], 384: [384], 385: [256, 385], LARGE: [256, LARGE],
-                     1072: [256, 512, 1072], 4096: [256, 512, 1024, 2048, 4096]}  # fmt: skip
+    assert found == {
+        8: [8],
+        SMALL: [SMALL],
+        384: [384],
+        385: [256, 385],
+        LARGE: [256, LARGE],
+        1072: [256, 512, 1072],
+        4096: [256, 512, 1024, 2048, 4096],
+    }
 
 
 @jax.jit
@@ -48,8 +55,11 @@ def test_a_longer_cache_changes_nothing(kind, report):
 
         def mixed(length, start=start, slots=slots, x=x, held=held, own=own):
             cache = held[0][..., :length], held[1][:, :, :length]
-            return attend(layer, x, own, slots, (*cache, None, start), None) if kind == "past" else \
-                attend(layer, x, cache, slots, None, branches)  # fmt: skip
+            return (
+                attend(layer, x, own, slots, (*cache, None, start), None)
+                if kind == "past"
+                else attend(layer, x, cache, slots, None, branches)
+            )
 
         found, expected = np.asarray(mixed(LARGE)), np.asarray(mixed(SMALL))
         assert np.isfinite(expected).all()
@@ -61,9 +71,11 @@ def test_a_longer_cache_changes_nothing(kind, report):
 @pytest.mark.parametrize("name", ["model", "tree", "kangaroo"])
 def test_texts_that_outgrow_a_prefix_are_those_of_plain_decoding(name, prompts, report):
     """Rows of other lengths beside them, which read more than they need for the longest one's sake."""
-    drafter = {"model": lambda: drafters.make("model", TARGET, toys.tiny_llama(1, 1, related_to=TARGET)),
-               "tree": lambda: jspec.TreeDrafter(jspec.ModelDrafter(toys.tiny_llama(1, 1, related_to=TARGET)), TREE),
-               "kangaroo": lambda: heads.kangaroo(TARGET)}[name]()  # fmt: skip
+    drafter = {
+        "model": lambda: drafters.make("model", TARGET, toys.tiny_llama(1, 1, related_to=TARGET)),
+        "tree": lambda: jspec.TreeDrafter(jspec.ModelDrafter(toys.tiny_llama(1, 1, related_to=TARGET)), TREE),
+        "kangaroo": lambda: heads.kangaroo(TARGET),
+    }[name]()
     tokens, lengths, keys = prompts([1, 170, 9], vocab_size=TARGET.config.vocab_size)
     new = 240
     together = jspec.speculative_generate(TARGET, drafter, tokens, lengths, keys, max_new_tokens=new, accept="coupled")

@@ -111,8 +111,14 @@ def test_both_caches_equal_a_fresh_reading_after_every_round(toy, prompts, num_d
                 upto = np.asarray(state.lengths) - lag
                 differences[which].append(np.abs(_valid(cache, upto) - _valid(fresh, upto)))
     target, draft = (np.concatenate(all_of) for all_of in differences.values())
-    report(rounds=rounds, rows=len(LENGTHS), values=target.size + draft.size, not_bitwise_target=(target > 0).sum(),
-           not_bitwise_draft=(draft > 0).sum(), max_difference=f"{max(target.max(), draft.max()):.1e}")  # fmt: skip
+    report(
+        rounds=rounds,
+        rows=len(LENGTHS),
+        values=target.size + draft.size,
+        not_bitwise_target=(target > 0).sum(),
+        not_bitwise_draft=(draft > 0).sum(),
+        max_difference=f"{max(target.max(), draft.max()):.1e}",
+    )
     assert accepted == set(range(num_draft_tokens + 1))
     assert (target == 0).all()
     assert (draft <= 1e-5).all()

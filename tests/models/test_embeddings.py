@@ -108,13 +108,19 @@ def test_texts_are_those_without(prompts, how):
     assert out.stats.accepted.sum() and not out.record.fates[:, :, 2:].any()
 
 
-@pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: LookAhead(jnp.zeros((2, 5))), ValueError, r"of LookAhead are a \w+ of shape \[2, 5\]; expected an"),
-    (lambda: LookAhead(jnp.zeros(8)), ValueError, r"of shape \[8\]; expected an array \[M, 16\], the target's hidden"),
-    (lambda: LookAhead([[0.0] * 16]), ValueError, r"are a list of shape \[\]; expected an array"),
-
-    (lambda: FallbackDrafter(NGramDrafter(), drafter()), TypeError, "which drafts a tree"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: LookAhead(jnp.zeros((2, 5))), ValueError, r"of LookAhead are a \w+ of shape \[2, 5\]; expected an"),
+        (
+            lambda: LookAhead(jnp.zeros(8)),
+            ValueError,
+            r"of shape \[8\]; expected an array \[M, 16\], the target's hidden",
+        ),
+        (lambda: LookAhead([[0.0] * 16]), ValueError, r"are a list of shape \[\]; expected an array"),
+        (lambda: FallbackDrafter(NGramDrafter(), drafter()), TypeError, "which drafts a tree"),
+    ],
+)
 def test_refusals(prompts, make, error, message):
     with pytest.raises(error, match=message):
         jspec.speculative_generate(TARGET, make(), *prompts([3], vocab_size=V), max_new_tokens=8)
@@ -123,16 +129,23 @@ def test_refusals(prompts, make, error, message):
 def test_what_stands_behind_the_guesses_must_be_read(prompts):
     chain = Chain(drafter().embeddings)
     with pytest.raises(ValueError, match="Chain has embeddings, which are read in drafts of one length only; use a"):
-        jspec.speculative_generate(TARGET, chain, *prompts([3], vocab_size=V), max_new_tokens=8,
-                                   num_draft_tokens=jspec.UpTo(3))  # fmt: skip
+        jspec.speculative_generate(
+            TARGET, chain, *prompts([3], vocab_size=V), max_new_tokens=8, num_draft_tokens=jspec.UpTo(3)
+        )
 
 
 @pytest.mark.parametrize(("checks", "error"), [(False, ValueError), (True, jax.errors.JaxRuntimeError)])
 def test_vectors_are_no_guesses(prompts, checks, error):
     """Whoever says that they are hears of it, in debug mode as well."""
     with jax.enable_checks(checks), pytest.raises(error, match="outside the vocabulary of 8 tokens"):
-        out = jspec.speculative_generate(TARGET, Chain(drafter().embeddings), *prompts([3], vocab_size=V),
-                                         max_new_tokens=8, num_draft_tokens=2, accept="coupled")  # fmt: skip
+        out = jspec.speculative_generate(
+            TARGET,
+            Chain(drafter().embeddings),
+            *prompts([3], vocab_size=V),
+            max_new_tokens=8,
+            num_draft_tokens=2,
+            accept="coupled",
+        )
         jax.block_until_ready(out)
 
 

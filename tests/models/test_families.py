@@ -28,15 +28,16 @@ SHAPES = {
     "qwen2, no group shared": QWEN2 | {"num_key_value_heads": 4, "head_dim": ..., "sliding_window": 4},
     "qwen2, tied, one group": QWEN2 | OLD | {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen2, a window as long as the text": QWEN2 | SIZES | WINDOW,
-    "qwen2, yarn as before": QWEN2 | OLD | {"rope_scaling": {"type": "yarn", "factor": 8.0} | {
-        "original_max_position_embeddings": 16}},
+    "qwen2, yarn as before": QWEN2
+    | OLD
+    | {"rope_scaling": {"type": "yarn", "factor": 8.0} | {"original_max_position_embeddings": 16}},
     "qwen3": QWEN3 | SIZES,
     "qwen3, biases, tied": QWEN3 | SIZES | {"attention_bias": True, "tie_word_embeddings": True},
     "qwen3, one group": QWEN3 | OLD | {"num_key_value_heads": 1, "rms_norm_eps": 1e-2},
     "qwen3, no group shared": QWEN3 | SIZES | {"num_key_value_heads": 4},
     "qwen3, yarn": QWEN3 | {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
     "llama, yarn": {"rope_parameters": YARN | {"attention_factor": 1.7, "beta_fast": 8, "beta_slow": 2}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -64,10 +65,9 @@ def test_greedy_text_is_that_of_transformers(family, tmp_path, quick_compile, re
     new, folder = 16, checkpoint(tmp_path / "hf", **SHAPES[family])
     model, theirs = jspec.load(folder, dtype=np.float32), twin(folder)
     tokens, lengths = np.random.default_rng(2).integers(0, 83, (3, 7)).astype(np.int32), np.array([7, 4, 1])
-    out = jspec.speculative_generate(
-        model, DRAFTERS[family](folder), tokens, lengths, jax.random.split(jax.random.key(0), 3), max_new_tokens=new,
-        num_draft_tokens=3, sampling=jspec.SamplingParams(temperature=0),
-    )  # fmt: skip
+    options = {"max_new_tokens": new, "num_draft_tokens": 3, "sampling": jspec.SamplingParams(temperature=0)}
+    batch = tokens, lengths, jax.random.split(jax.random.key(0), 3)
+    out = jspec.speculative_generate(model, DRAFTERS[family](folder), *batch, **options)
     for row, length, text in zip(tokens, lengths, np.asarray(out.tokens), strict=True):
         expected = list(row[:length])
         for _ in range(new):
@@ -105,11 +105,20 @@ def yarn_sections():
     """Random ones, with each optional field now and then."""
     rng = np.random.default_rng(5)
     for _ in range(200):
-        section = {"rope_type": "yarn", "rope_theta": float(10 ** rng.uniform(1, 7)), "factor": rng.uniform(0.5, 40),
-                   "original_max_position_embeddings": int(rng.integers(1, 5000))}  # fmt: skip
-        optional = {"attention_factor": rng.uniform(0.5, 2), "mscale": rng.uniform(0.1, 2), "truncate": False,
-                    "mscale_all_dim": rng.uniform(0.1, 2), "beta_fast": rng.uniform(8, 64),
-                    "beta_slow": rng.uniform(0.1, 8)}  # fmt: skip
+        section = {
+            "rope_type": "yarn",
+            "rope_theta": float(10 ** rng.uniform(1, 7)),
+            "factor": rng.uniform(0.5, 40),
+            "original_max_position_embeddings": int(rng.integers(1, 5000)),
+        }
+        optional = {
+            "attention_factor": rng.uniform(0.5, 2),
+            "mscale": rng.uniform(0.1, 2),
+            "truncate": False,
+            "mscale_all_dim": rng.uniform(0.1, 2),
+            "beta_fast": rng.uniform(8, 64),
+            "beta_slow": rng.uniform(0.1, 8),
+        }
         section |= {name: value for name, value in optional.items() if rng.random() < 0.5}
         if rng.random() < 0.2:
             del section["original_max_position_embeddings"]
@@ -139,33 +148,90 @@ def test_frequencies_and_scale_of_yarn_are_those_of_transformers(report):
 # ---- config.json
 
 # As published, but for the sizes.
-SHRUNK = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2,
-          "num_key_value_heads": 2, "vocab_size": 97}  # fmt: skip
-COMMON = SHRUNK | {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True,
-                   "torch_dtype": "bfloat16"}  # fmt: skip
+SHRUNK = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+}
+COMMON = SHRUNK | {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+}
 QWEN = COMMON | {"rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "use_sliding_window": False, "bos_token_id": 151643}
 QWEN25 = QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "transformers_version": "4.40.1"}
-QWEN3_REAL = QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
-                     "head_dim": 128, "max_position_embeddings": 40960, "rope_scaling": None, "sliding_window": None,
-                     "transformers_version": "4.51.0", "eos_token_id": 151645}  # fmt: skip
-MISTRAL_REAL = COMMON | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "bos_token_id": 1,
-                         "eos_token_id": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05,
-                         "tie_word_embeddings": False}  # fmt: skip
+QWEN3_REAL = QWEN | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "transformers_version": "4.51.0",
+    "eos_token_id": 151645,
+}
+MISTRAL_REAL = COMMON | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+}
 PUBLISHED = {
-    "Mistral-7B-v0.1": (MISTRAL_REAL | {"rope_theta": 10000.0, "sliding_window": 4096,
-                                        "transformers_version": "4.34.0.dev0"}, 4096),
-    "Mistral-7B-v0.3": (MISTRAL_REAL | {"rope_theta": 1000000.0, "sliding_window": None,
-                                        "transformers_version": "4.42.0.dev0"}, 32768),
-    "Qwen2.5-0.5B": (QWEN25 | {"max_position_embeddings": 32768, "max_window_layers": 24, "sliding_window": 32768,
-                               "tie_word_embeddings": True, "use_mrope": False, "eos_token_id": 151643}, 32768),
-    "Qwen2.5-7B": (QWEN25 | {"max_position_embeddings": 131072, "max_window_layers": 28, "sliding_window": 131072,
-                             "tie_word_embeddings": False, "use_mrope": False, "eos_token_id": 151643}, 131072),
-    "Qwen2.5-7B-Instruct, long": (QWEN25 | {
-        "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 131072, "eos_token_id": 151645,
-        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}, 131072),
+    "Mistral-7B-v0.1": (
+        MISTRAL_REAL | {"rope_theta": 10000.0, "sliding_window": 4096, "transformers_version": "4.34.0.dev0"},
+        4096,
+    ),
+    "Mistral-7B-v0.3": (
+        MISTRAL_REAL | {"rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
+        32768,
+    ),
+    "Qwen2.5-0.5B": (
+        QWEN25
+        | {
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_mrope": False,
+            "eos_token_id": 151643,
+        },
+        32768,
+    ),
+    "Qwen2.5-7B": (
+        QWEN25
+        | {
+            "max_position_embeddings": 131072,
+            "max_window_layers": 28,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "use_mrope": False,
+            "eos_token_id": 151643,
+        },
+        131072,
+    ),
+    "Qwen2.5-7B-Instruct, long": (
+        QWEN25
+        | {
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "sliding_window": 131072,
+            "eos_token_id": 151645,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        },
+        131072,
+    ),
     "Qwen3-0.6B": (QWEN3_REAL | {"max_window_layers": 28, "tie_word_embeddings": True}, 40960),
     "Qwen3-8B": (QWEN3_REAL | {"max_window_layers": 36, "tie_word_embeddings": False}, 40960),
-}  # fmt: skip
+}
 LEFT_OUT = {
     "mistral": ("head_dim", "num_key_value_heads", "tie_word_embeddings", "sliding_window", "rope_parameters"),
     "qwen2": ("head_dim", "num_key_value_heads", "tie_word_embeddings", "use_sliding_window", "rope_parameters"),
@@ -216,26 +282,34 @@ REFUSED = {
     "no window": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; expected a positive integer"),
     "text for a window": (QWEN2 | WINDOW | {"sliding_window": "8"}, "sliding_window is '8'"),
     "text for a flag": (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window is 'no'"),
-    **{f"a sliding layer of {raw['model_type']}": (raw | {"layer_types": SLIDING}, "layer_types is .*sliding_attention")
-       for raw in ({"model_type": "llama"}, MISTRAL, QWEN2, QWEN3)},
+    **{
+        f"a sliding layer of {raw['model_type']}": (
+            raw | {"layer_types": SLIDING},
+            "layer_types is .*sliding_attention",
+        )
+        for raw in ({"model_type": "llama"}, MISTRAL, QWEN2, QWEN3)
+    },
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "in each of the 2 layers"),
     "text for layer types": (QWEN3 | {"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
     "positions in three axes": (QWEN2 | {"use_mrope": True}, "use_mrope is True"),
     "uneven groups": (QWEN2 | {"num_key_value_heads": ...}, "no multiple of num_key_value_heads 32"),
     "odd heads": (QWEN3 | {"head_dim": 15}, "head_dim is 15"),
     "no norm": (QWEN3 | {"rms_norm_eps": ...}, "rms_norm_eps is missing"),
-    **{f"yarn, {name} {value!r}": ({"rope_parameters": YARN | {name: value}}, message) for name, value, message in (
-        ("factor", "4", "factor is '4'"),
-        ("attention_factor", 0, "attention_factor is 0; expected a positive number"),
-        ("mscale", -1.0, "mscale is -1.0"),
-        ("beta_fast", True, "beta_fast is True"),
-        ("beta_slow", 33, "beta_fast must not be less than beta_slow"),
-        ("truncate", "no", "truncate is 'no'; expected true or false"),
-        ("original_max_position_embeddings", 8.5, "original_max_position_embeddings is 8.5"),
-        ("rope_theta", 1.0, "rope_theta is 1.0; yarn needs more than 1"),
-    )},
+    **{
+        f"yarn, {name} {value!r}": ({"rope_parameters": YARN | {name: value}}, message)
+        for name, value, message in (
+            ("factor", "4", "factor is '4'"),
+            ("attention_factor", 0, "attention_factor is 0; expected a positive number"),
+            ("mscale", -1.0, "mscale is -1.0"),
+            ("beta_fast", True, "beta_fast is True"),
+            ("beta_slow", 33, "beta_fast must not be less than beta_slow"),
+            ("truncate", "no", "truncate is 'no'; expected true or false"),
+            ("original_max_position_embeddings", 8.5, "original_max_position_embeddings is 8.5"),
+            ("rope_theta", 1.0, "rope_theta is 1.0; yarn needs more than 1"),
+        )
+    },
     "yarn, two lengths": ({"rope_parameters": YARN, "original_max_position_embeddings": 32}, r"given as \[16, 32\]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -246,12 +320,15 @@ def test_refused(name):
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("one", "other", "message"), [
-    (QWEN2, MISTRAL, r"unexpected model\.layers\.0\.self_attn\.k_proj\.bias"),
-    (MISTRAL, QWEN2, r"lacks model\.layers\.0\.self_attn\.k_proj\.bias"),
-    (QWEN3, MISTRAL | {"head_dim": 16}, r"unexpected model\.layers\.0\.self_attn\.k_norm"),
-    (QWEN2 | {"head_dim": 16}, QWEN3, r"lacks .*self_attn\.k_norm\.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (QWEN2, MISTRAL, r"unexpected model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (MISTRAL, QWEN2, r"lacks model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (QWEN3, MISTRAL | {"head_dim": 16}, r"unexpected model\.layers\.0\.self_attn\.k_norm"),
+        (QWEN2 | {"head_dim": 16}, QWEN3, r"lacks .*self_attn\.k_norm\.weight"),
+    ],
+)
 def test_weights_of_another_family_are_refused(one, other, message, tmp_path):
     folder = checkpoint(tmp_path / "hf", **one)
     (folder / "config.json").write_text(json.dumps(raw_config(**other)), encoding="utf-8")

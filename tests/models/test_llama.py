@@ -93,8 +93,12 @@ def _compare(report, logits, expected):
     logits, expected = np.asarray(logits)[real], expected[real]
     difference = np.abs(logits - expected).max()
     agree = (logits.argmax(-1) == expected.argmax(-1)).mean()
-    report(positions=len(logits), max_difference=f"{difference:.1e}", argmax=f"{agree:.1%}",
-           logits_std=f"{expected.std():.2f}")  # fmt: skip
+    report(
+        positions=len(logits),
+        max_difference=f"{difference:.1e}",
+        argmax=f"{agree:.1%}",
+        logits_std=f"{expected.std():.2f}",
+    )
     assert logits.dtype == np.float32
     assert difference <= 1e-4
     assert agree == 1
@@ -168,11 +172,17 @@ def test_a_product_in_bfloat16_is_rounded_once(shape):
     x, given = (jnp.asarray(rng.normal(size=(*shape, size)), jnp.bfloat16) for size in (24, 40))
     linear = layers.Linear(24, 40, False, jnp.bfloat16, nnx.Rngs(0))
     weight = linear.weight[...]
-    found, back = jax.jit(lambda x, weight, given: (lambda y, vjp: (y, vjp(given)))(
-        *jax.vjp(lambda x, w: layers._project(w, None, x), x, weight)))(x, weight, given)  # fmt: skip
+    found, back = jax.jit(
+        lambda x, weight, given: (lambda y, vjp: (y, vjp(given)))(
+            *jax.vjp(lambda x, w: layers._project(w, None, x), x, weight)
+        )
+    )(x, weight, given)
     wide_x, wide_w, wide_given = (np.asarray(part, np.float64) for part in (x, weight, given))
-    for got, exact in ((found, wide_x @ wide_w), (back[0], wide_given @ wide_w.T),
-                       (back[1], np.einsum("bsi,bso->io", wide_x, wide_given))):  # fmt: skip
+    for got, exact in (
+        (found, wide_x @ wide_w),
+        (back[0], wide_given @ wide_w.T),
+        (back[1], np.einsum("bsi,bso->io", wide_x, wide_given)),
+    ):
         assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2.0**-8, atol=1e-6)
     np.testing.assert_allclose(layers._project(weight, None, x, jnp.float32), wide_x @ wide_w, rtol=1e-5, atol=1e-6)

@@ -99,8 +99,13 @@ def test_what_is_not_supported_is_named(caplog):
     with caplog.at_level(logging.INFO, "jspec"):
         assert [model_sampling.recommended(target) for _ in range(2)] == [jspec.SamplingParams(temperature=0.5)] * 2
     assert caplog.record_tuples == [
-        ("jspec", logging.WARNING, "Sampling defaults recommended by the model: temperature 0.5; "
-         "typical_p, num_beams, suppress_tokens ignored, because not supported")]  # fmt: skip
+        (
+            "jspec",
+            logging.WARNING,
+            "Sampling defaults recommended by the model: temperature 0.5; "
+            "typical_p, num_beams, suppress_tokens ignored, because not supported",
+        )
+    ]
 
 
 def test_it_is_kept_wherever_the_model_goes(tmp_path):
@@ -114,8 +119,12 @@ def test_it_is_kept_wherever_the_model_goes(tmp_path):
 
 
 def test_a_gguf_file_recommends_too(tmp_path):
-    keys = {"general.sampling.temp": np.float32(0.6), "general.sampling.top_k": 20,
-            "general.sampling.penalty_repeat": np.float32(1.05), "general.sampling.mirostat": 2}  # fmt: skip
+    keys = {
+        "general.sampling.temp": np.float32(0.6),
+        "general.sampling.top_k": 20,
+        "general.sampling.penalty_repeat": np.float32(1.05),
+        "general.sampling.mirostat": 2,
+    }
     file = gguf_files.model(tmp_path / "x.gguf", keys)[0]
     found = convert.read_config(file).sampling
     assert found.values() == pytest.approx({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05})

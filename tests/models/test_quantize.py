@@ -152,8 +152,14 @@ def test_an_int8_draft_leaves_the_law_of_the_target(report, draws=32_768, chunk=
     laws = [law.exact_law(target, *row) for row in zip(LAW_PROMPTS, LAW_SETTINGS, strict=True)]
     p_values = [oracle.p_value(*pair) for pair in zip(counts, laws, strict=True)]
     sees = oracle.detectable(draws, counts.shape[1] - 1)
-    report(rows=3, texts_each=draws, min_p=f"{min(p_values):.2g}", alpha_over_all=oracle.ALPHA, sees_tv=f"{sees:.4f}",
-           power=oracle.POWER)  # fmt: skip
+    report(
+        rows=3,
+        texts_each=draws,
+        min_p=f"{min(p_values):.2g}",
+        alpha_over_all=oracle.ALPHA,
+        sees_tv=f"{sees:.4f}",
+        power=oracle.POWER,
+    )
     assert min(p_values) * len(p_values) > oracle.ALPHA
 
 

@@ -28,9 +28,16 @@ H100 = devices.DEVICES["h100"]
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA L4", "l4"),
-     ("Tesla T4", "t4"), ("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e")],
-)  # fmt: skip
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v6 lite", "v6e"),
+    ],
+)
 def test_the_device_that_is_here(monkeypatch, kind, name):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
     assert devices.find() is devices.DEVICES[name] is devices.find(name)
@@ -89,8 +96,8 @@ def oracle(target, draft, device, batch, length, acceptance, quantized):
 def test_seconds_are_counted_out(name, batch, length, acceptance, quantized):
     """Of shapes that wait for memory and of such that wait for products."""
     device = devices.DEVICES[name]
-    found = jspec.plan(BIG, SMALL, device=name, batch=batch, length=length, acceptance=acceptance,
-                       quantize="int8" if quantized else None)  # fmt: skip
+    options = {"batch": batch, "length": length, "acceptance": acceptance, "quantize": "int8" if quantized else None}
+    found = jspec.plan(BIG, SMALL, device=name, **options)
     plain, rounds, tokens = oracle(BIG, SMALL, device, batch, length, acceptance, quantized)
     assert found.plain_seconds == pytest.approx(plain, rel=1e-12)
     assert found.draft.round_seconds == pytest.approx(rounds, rel=1e-12)

@@ -17,8 +17,10 @@ from jspec.cli.app import app
 from support import gguf_files
 from support.places import ROOT
 
-PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
-         for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}  # fmt: skip
+PAGES = {
+    str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 # Run by test_sharding.py, on several devices, and by test_drafters.py.
 ELSEWHERE = {"docs/sharding.md", "docs/drafters.md"}
 COMMANDS = {"jspec": app, "python -m bench": bench.__main__.app}
@@ -113,8 +115,12 @@ def test_every_public_name_is_in_the_reference():
 
 def test_sizes():
     assert len(PAGES["README.md"].splitlines()) <= 120
-    long = [(page, line) for page, text in PAGES.items() for line in text.splitlines()
-            if len(line) > 120 and (page == "README.md" or not line.startswith("|"))]  # fmt: skip
+    long = [
+        (page, line)
+        for page, text in PAGES.items()
+        for line in text.splitlines()
+        if len(line) > 120 and (page == "README.md" or not line.startswith("|"))
+    ]
     assert not long
 
 
@@ -128,6 +134,8 @@ def test_the_picture_is_that_of_a_run(quick_compile):
     assert spec is not None and spec.loader is not None
     picture = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(picture)
-    fresh, committed = ([html.unescape(one) for one in re.findall(r"<text[^>]*>([^<]*)", svg)]
-                        for svg in (picture.picture(), picture.FILE.read_text(encoding="utf-8")))  # fmt: skip
+    fresh, committed = (
+        [html.unescape(one) for one in re.findall(r"<text[^>]*>([^<]*)", svg)]
+        for svg in (picture.picture(), picture.FILE.read_text(encoding="utf-8"))
+    )
     assert fresh == committed

@@ -29,9 +29,12 @@ def drawn(**data):
 
 def notebook(*outputs, tags=()):
     """One code cell with `outputs`, behind a cell of text."""
-    return {"cells": [{"cell_type": "markdown", "metadata": {}, "source": ""},
-                      {"cell_type": "code", "metadata": {"tags": [*tags]}, "outputs": [*outputs],
-                       "execution_count": None}]}  # fmt: skip
+    return {
+        "cells": [
+            {"cell_type": "markdown", "metadata": {}, "source": ""},
+            {"cell_type": "code", "metadata": {"tags": [*tags]}, "outputs": [*outputs], "execution_count": None},
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,8 +68,11 @@ def test_what_is_chance_is_not_stale(old, new):
 def test_where_numbers_vary_words_and_shape_do_not():
     table = "┏━━━━┓\n┃ K  ┃\n│ {} │\n"
     old = notebook(printed(table.format("9.5 ms ")), tags=["varies"])
-    for text, stale in ((table.format("10.25 ms").replace("━━━━", "━━━━━"), False), (table.format("9.5 s"), True),
-                        (table.format("9.5 ms ") * 2, True)):  # fmt: skip
+    for text, stale in (
+        (table.format("10.25 ms").replace("━━━━", "━━━━━"), False),
+        (table.format("9.5 s"), True),
+        (table.format("9.5 ms ") * 2, True),
+    ):
         new = notebook(printed(text), tags=["varies"])
         assert bool(check.differences(old, new)) == stale
         assert check.differences(notebook(printed("9.5")), notebook(printed("9.6")))
@@ -131,8 +137,9 @@ class UsageError(Exception):
 @pytest.fixture(params=NOTEBOOKS)
 def install(monkeypatch, request):
     """``install(jspec=None, code=0)``: the arguments of pip, which exits with `code`, if the cell finds `jspec`."""
-    (source,) = (text for cell in NOTEBOOKS[request.param]["cells"]
-                 if "Install jspec" in (text := "".join(cell["source"])))  # fmt: skip
+    (source,) = (
+        text for cell in NOTEBOOKS[request.param]["cells"] if "Install jspec" in (text := "".join(cell["source"]))
+    )
 
     def execute(jspec=None, code=0):
         commands = []

@@ -87,9 +87,14 @@ def greedy(model, prompt):
 
     with torch.no_grad():
         out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, output_logits=True,
-            return_dict_in_generate=True, eos_token_id=2, pad_token_id=2,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            eos_token_id=2,
+            pad_token_id=2,
+        )
     best = torch.cat(out.logits).topk(2).values.numpy()
     return out.sequences[0, len(prompt) :].tolist(), best[:, 0] - best[:, 1]
 

@@ -298,8 +298,10 @@ def test_response_formats(complete, chat):
     properties = {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["x", "th"]}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
     asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
-    for each in (chat(n=3, max_completion_tokens=60, response_format=asked),
-                 complete(n=3, max_tokens=60, extra_body={"response_format": asked})):  # fmt: skip
+    for each in (
+        chat(n=3, max_completion_tokens=60, response_format=asked),
+        complete(n=3, max_tokens=60, extra_body={"response_format": asked}),
+    ):
         for choice in each.choices:
             found = json.loads(choice.message.content if hasattr(choice, "message") else choice.text)
             assert choice.finish_reason == "stop" and set(found) == {"a", "b"} and 0 <= found["a"] <= 99

@@ -14,9 +14,11 @@ from jspec.serve.hosts import origin_of
 from support import servers
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-PREFLIGHT = {"Access-Control-Request-Method": "POST",
-             "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
-             "Access-Control-Request-Private-Network": "true"}  # fmt: skip
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    "Access-Control-Request-Private-Network": "true",
+}
 
 
 def asked(headers, access=None, *, has_key=False, method="POST", path="/v1/completions"):
@@ -40,13 +42,17 @@ def asked(headers, access=None, *, has_key=False, method="POST", path="/v1/compl
     return sent[0]["status"], httpx.Headers(sent[0]["headers"]), body and body != b"OK" and json.loads(body)["error"]
 
 
-OWN = ["localhost:8000", "localhost", "LOCALHOST:8000", "localhost.:8000", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000",
-       "[::1]", "[::ffff:127.0.0.1]:8000", "localhost:9999", "localhost:", "127.0.0.1."]  # fmt: skip
-FOREIGN = ["evil.example:8000", "evil.example", "EVIL.example.", "localhost.evil.example", "evillocalhost", "",
-           "localhost@evil.example", "evil.example@localhost", "evil.example:80@localhost:8000", "localhost:8000:1",
-           "127.0.0.1.nip.io", "[::1", "[evil.example]", "::1", "0.0.0.0:8000", "192.168.1.5:8000",
-           "[fe80::1]", "xn--lcalhost-d4a", "localhost/evil.example", "localhost evil.example", "a" * 300,
-           "http://localhost:8000", "localhost:port", "[2001:db8::1]:8000"]  # fmt: skip
+OWN = [
+    *("localhost:8000", "localhost", "LOCALHOST:8000", "localhost.:8000", "127.0.0.1:8000", "127.0.0.2"),
+    *("[::1]:8000", "[::1]", "[::ffff:127.0.0.1]:8000", "localhost:9999", "localhost:", "127.0.0.1."),
+]
+FOREIGN = [
+    *("evil.example:8000", "evil.example", "EVIL.example.", "localhost.evil.example", "evillocalhost", ""),
+    *("localhost@evil.example", "evil.example@localhost", "evil.example:80@localhost:8000"),
+    *("localhost:8000:1", "127.0.0.1.nip.io", "[::1", "[evil.example]", "::1", "0.0.0.0:8000"),
+    *("192.168.1.5:8000", "[fe80::1]", "xn--lcalhost-d4a", "localhost/evil.example"),
+    *("localhost evil.example", "a" * 300, "http://localhost:8000", "localhost:port", "[2001:db8::1]:8000"),
+]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/metrics", "/version", "/", "/none"])
@@ -60,8 +66,9 @@ def test_a_foreign_host_is_refused(path):
 
 def test_what_the_refusal_says():
     said = asked([("Host", "evil.example:8000")])[2]["message"]
-    assert said == ("This server has no name 'evil.example:8000'; start it with --allow-host for that name, or with "
-                    "an API key.")  # fmt: skip
+    assert said == (
+        "This server has no name 'evil.example:8000'; start it with --allow-host for that name, or with an API key."
+    )
     assert asked([])[2]["message"] == "The request names no host; send the header Host."
     said = asked([("Host", "localhost"), ("Origin", "https://a.org")])[2]["message"]
     assert said == "Pages of 'https://a.org' may not use this server; start it with --allow-origin for them."
@@ -84,7 +91,7 @@ def test_a_request_of_two_hosts_is_foreign_if_one_is():
         ("fe80::1%eth0", ["[fe80::1]:8000", "localhost"], ["[fe80::2]", "192.168.1.5"]),
         ("here.example", ["here.example:8000", "Here.Example."], ["there.example", "192.168.1.5"]),
     ],
-)  # fmt: skip
+)
 def test_names_depend_on_the_address(listens, own, foreign):
     for host in own:
         assert asked([("Host", host)], Access(listens))[0] == 200, host
@@ -219,8 +226,11 @@ def test_nothing_is_computed_for_foreigners(running, monkeypatch):
     """Over the wire, where the body has not come yet."""
     monkeypatch.setattr(running.server, "_enter", lambda _: pytest.fail("it went on"))
     length = b"Content-Length: 100\r\nConnection: close\r\n\r\n"
-    for head in (b"Host: evil.example:8000\r\nOrigin: http://evil.example:8000\r\n",
-                 b"Host: localhost\r\nOrigin: http://localhost:3000\r\n", b"Host: \r\n"):  # fmt: skip
+    for head in (
+        b"Host: evil.example:8000\r\nOrigin: http://evil.example:8000\r\n",
+        b"Host: localhost\r\nOrigin: http://localhost:3000\r\n",
+        b"Host: \r\n",
+    ):
         assert raw(running.url, b"POST /v1/completions HTTP/1.1\r\n" + head + length).startswith(b"HTTP/1.1 403 ")
     assert raw(running.url, b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403 ")
     whole = b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -247,8 +257,12 @@ def test_answers_errors_and_streams_can_be_read_by_a_page(guarded):
     page = {"Origin": "https://a.org", "Sec-Fetch-Site": "cross-site"}
     url, body = f"{guarded.url}/v1/completions", {"model": servers.NAME, "prompt": "in a", "max_tokens": 2}
     assert httpx.options(url, headers=page | PREFLIGHT).status_code == 200
-    for key, more, status in (("secret", {}, 200), ("secret", {"stream": True}, 200), ("secret", {"n": "x"}, 400),
-                              ("wrong", {}, 401)):  # fmt: skip
+    for key, more, status in (
+        ("secret", {}, 200),
+        ("secret", {"stream": True}, 200),
+        ("secret", {"n": "x"}, 400),
+        ("wrong", {}, 401),
+    ):
         answer = httpx.post(url, json=body | more, headers=page | {"Authorization": f"Bearer {key}"}, timeout=60)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, "https://a.org")
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(openai.APIError):

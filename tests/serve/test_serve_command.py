@@ -26,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def started(*options, command=("-m", "jspec", "serve")):
     """A server process that says where it is."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    command = [sys.executable, *map(str, command), "--port", "0", "--slots", "2", "--max-length", "128",
-               *map(str, options)]  # fmt: skip
+    options = "--port", 0, "--slots", 2, "--max-length", 128, *options
+    command = [sys.executable, *map(str, command), *map(str, options)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     lines = [process.stderr.readline(), process.stderr.readline()]
-    if not re.fullmatch(r"Compiling: minutes the first time, then kept and seconds\n"
-                        r"Serving here at http://127.0.0.1:\d+\n", "".join(lines)):  # fmt: skip
+    ready = r"Compiling: minutes the first time, then kept and seconds\nServing here at http://127.0.0.1:\d+\n"
+    if not re.fullmatch(ready, "".join(lines)):
         process.kill()  # else the rest of what it says has no end
         pytest.fail("".join(lines) + process.stderr.read())
     return process, lines[1].split()[-1]
@@ -39,8 +39,9 @@ def started(*options, command=("-m", "jspec", "serve")):
 
 def test_sigterm_loses_nothing(sources):
     """The command, from its start to its end; new requests are refused meanwhile, and the status is 0."""
-    process, url = started(sources[0], "--draft", sources[1], "--name", "here",
-                           "--metrics-prefix", "vllm:", "--api-key", "secret")  # fmt: skip
+    process, url = started(
+        sources[0], "--draft", sources[1], "--name", "here", "--metrics-prefix", "vllm:", "--api-key", "secret"
+    )
     try:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         body = {"model": "here", "prompt": "in a", "max_tokens": 120, "logit_bias": {"0": -100}, "seed": 1}
@@ -66,8 +67,8 @@ def test_sigterm_loses_nothing(sources):
 def test_sigterm_waits_for_streams_that_are_slowly_read(sources):
     """The engine is done with them long before; of what fits between server and client nothing would be lost anyway."""
     process, url = started(sources[0], "--draft", sources[1], "--name", "here")
-    body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logprobs": 20, "logit_bias": {"0": -100},
-            "return_token_ids": True, "return_origins": True}  # fmt: skip
+    body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logprobs": 20, "logit_bias": {"0": -100}}
+    body |= {"return_token_ids": True, "return_origins": True}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -187,8 +188,8 @@ def test_a_block_that_does_not_end_ends_the_process():
 def test_a_second_start_compiles_nothing(sources, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    command = [sys.executable, "-c", SERVE, "serve", str(sources[0]), "--draft", str(sources[1]), "--port", "0",
-               "--slots", "2", "--max-length", "64"]  # fmt: skip
+    command = [sys.executable, "-c", SERVE, "serve", str(sources[0]), "--draft", str(sources[1])]
+    command += ["--port", "0", "--slots", "2", "--max-length", "64"]
 
     def start():
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

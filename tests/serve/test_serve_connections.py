@@ -240,8 +240,13 @@ def test_a_thousand_idle_connections(sources, report):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["tests", os.getcwd()])}
-    process = subprocess.Popen([sys.executable, "-c", CROWD, str(sources[0])], env=environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", CROWD, str(sources[0])],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         address = "127.0.0.1", int(process.stdout.readline())
         ask_health(address)  # it has started

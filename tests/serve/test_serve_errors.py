@@ -17,107 +17,9 @@ from jspec.serve.app import Server
 from jspec.serve.schemas import ChatBody
 from jspec.serve.sse import dump, dump_pieces
 from support import servers
+from support.bad_bodies import CHAT, TEXT, bodies
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-TEXT, CHAT = (
-    {"model": servers.NAME, "prompt": "the"},
-    {"model": servers.NAME, "messages": [{"role": "user", "content": "x"}]},
-)
-HUGE = 10**30
-NUMBERS = {  # what is not one of these, by field
-    "max_tokens": ["4", 1.5, True, -1, HUGE, [1], {}],
-    "temperature": ["1", -0.1, 101, True, [], 1e300],
-    "top_p": ["1", 0, -1, 1.1, {}],
-    "top_k": ["1", -2, 1.5, HUGE],
-    "min_p": ["0", -0.1, 1.1],
-    "presence_penalty": ["0", -2.1, 2.1],
-    "frequency_penalty": ["0", -2.1, 2.1],
-    "repetition_penalty": ["1", 0, -1, 101],
-    "seed": ["1", -1, 2**32, 1.5, True],
-    "n": ["1", 0, -1, 1.5, 129, HUGE],
-    "min_tokens": ["1", -1, 17],
-    "stop": ["", [""], 1, [1], ["a", None], {"a": 1}, ["a"] * 17, ["a" * 1001]],
-    "stop_token_ids": [1, ["a"], [-1], [1.5], [True], [261], [HUGE], [*range(1, 9)], [1] * 65],
-    "logit_bias": [[], {"a": 1}, {"1": "x"}, {"1": 101}, {"261": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"²": 1},
-                   {"1" * 40: 1}],
-    "stream": ["true", 1],
-    "stream_options": [1, {"include_usage": True}, {"other": True}],
-    "ignore_eos": ["yes", 1],
-    "user": [1, ["me"]],
-    "cache_salt": [1, "x" * 257],
-    "model": [1, [], {}],
-    "return_token_ids": [1],
-    "response_format": ["json", {}, {"type": "owl"}, {"type": "json_schema"}, {"type": "regex"},
-                        {"type": "text", "regex": "a"}, {"type": "regex", "regex": "[a"},
-                        {"type": "regex", "regex": 1}, {"type": "json_object", "a": 1},
-                        {"type": "json_schema", "json_schema": {"name": "x"}},
-                        {"type": "json_schema", "json_schema": {"schema": {"type": "owl"}}},
-                        {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x/y"}}},
-                        {"type": "json_schema", "json_schema": {"schema": [1]}}],
-}  # fmt: skip
-OF_TEXTS = {
-    "prompt": ["", [], [[]], 1, {}, [1, "a"], ["a", 1], [[1], "a"], [1.5], [True], [-1], [261], [HUGE], [[1], [261]],
-               "x" * 500, [1] * 200, [["a"]], [None], ["a", ""], "\ud800", ["a"] * 50],
-    "logprobs": [-1, 21, True, "1", 1.5],
-    "best_of": [2, 0, "1"],
-    "suffix": ["end"],
-    "echo": [1, "yes"],
-    "messages": [[{"role": "user", "content": "x"}]],
-    "\ud800": [1],
-}  # fmt: skip
-OF_CHATS = {
-    "messages": [[], "x", {}, [1], ["x"], [{}], [{"role": "user"}], [{"content": "x"}], [{"role": 1, "content": "x"}],
-                 [{"role": "user", "content": 1}], [{"role": "user", "content": [1]}],
-                 [{"role": "owl", "content": "x"}],
-                 [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
-                 [{"role": "user", "content": "x", "tool_calls": [1]}], [{"role": "assistant", "content": "x"}],
-                 [{"role": "user", "content": "x" * 500}], [{"role": "user", "content": "\ud800"}], [[]],
-                 [{"role": "tool", "content": "x"}, {"role": "user", "content": "x"}]],
-    "logprobs": [1, "true"],
-    "top_logprobs": [1, -1, 21, True],
-    "max_completion_tokens": [0, -1, "1", HUGE],
-    "tools": [[{"type": "function"}], []],
-    "tool_choice": ["auto"],
-    "functions": [[]],
-    "modalities": [["audio"]],
-    "prompt": ["x"],
-    "chat_template": ["x"],
-}  # fmt: skip
-TOGETHER = [
-    {"max_tokens": 0}, {"max_tokens": 5, "min_tokens": 6}, {"stream_options": {"include_usage": True}},
-    {"max_tokens": 128}, {"prompt": ["a", "b", "c"], "n": 3}, {"stream": True, "prompt": "x" * 500},
-    {"stream": True, "stream_options": {"x": 1}}, {str(i): 1 for i in range(70_000)},
-    {"logit_bias": {str(i): "x" for i in range(70_000)}}, {"response_format": {str(i): 1 for i in range(70_000)}},
-]  # fmt: skip
-RAW = [
-    b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b'{"model": "tiny", "prompt": "\xff"}', b'{"a": NaN}',
-    b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
-    b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
-    b"[" * 100_000, b'{"a":' * 100_000, b'{"model": "tiny", "prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", b"1" * 5000,
-    b'{"model": "tiny", "prompt": "x", "seed": ' + b"1" * 5000 + b"}", b'{"model": "tiny"} {}',
-    b"model=tiny", b'{"model": "tiny", "prompt": "\\ud800"}', b"\x00" * 10, b'\xef\xbb\xbf{"model": "tiny"}',
-]  # fmt: skip
-
-
-def bodies():
-    for path, usual, tables in (
-        ("completions", TEXT, (NUMBERS, OF_TEXTS)),
-        ("chat/completions", CHAT, (NUMBERS, OF_CHATS)),
-    ):
-        for name, value in ((name, value) for table in tables for name, values in table.items() for value in values):
-            if (path, name, value) != ("chat/completions", "min_tokens", 17):  # chats have no limit of 16
-                yield path, json.dumps(usual | {name: value}).encode(), name
-        yield path, json.dumps(usual | {"unheard_of": 1}).encode(), "unheard_of"
-        for messages in (
-            [1] * 200_000,
-            [{"role": "user", "content": [1] * 200_000}],
-            [{str(i): 1 for i in range(70_000)}],
-        ):
-            yield path, json.dumps(CHAT | {"messages": messages}).encode(), None
-        yield path, json.dumps({}).encode(), "model"
-        yield path, json.dumps({"model": servers.NAME}).encode(), "messages" if "chat" in path else "prompt"
-    yield from (("completions", json.dumps(TEXT | fields).encode(), None) for fields in TOGETHER)
-    yield from (("completions", raw, None) for raw in RAW)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +34,13 @@ def server(sources):
             yield Server(engine, servers.tokenizer(), servers.NAME, max_waiting=servers.WAITING, max_body=2**20)
 
 
+def client_of(server):
+    return TestClient(server.app, raise_server_exceptions=False, base_url="http://localhost")
+
+
 @pytest.fixture(scope="module")
 def client(server):
-    return TestClient(server.app, raise_server_exceptions=False, base_url="http://localhost")
+    return client_of(server)
 
 
 def refused(answer, status):
@@ -163,6 +69,9 @@ def test_bad_bodies(client, server, report):
     report(bodies=len(cases))
 
 
+TOO_LONG = "and texts have at most 128 tokens here; shorten one of the two."
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -171,26 +80,28 @@ def test_bad_bodies(client, server, report):
         ({"foo": 1}, "foo is not a field that this server knows; leave it out."),
         ({"suffix": "x"}, "suffix is not supported by this server; leave it out."),
         ({"best_of": 3, "n": 2}, "best_of must be n, for no choice is thrown away; leave it out."),
-        ({"prompt": "x" * 120}, "The prompt and max_tokens are 120 and 16 tokens, and texts have at most 128 tokens "
-                                "here; shorten one of the two."),
-        ({"max_tokens": 200}, "The prompt and max_tokens are 1 and 200 tokens, and texts have at most 128 tokens "
-                              "here; shorten one of the two."),
+        ({"prompt": "x" * 120}, f"The prompt and max_tokens are 120 and 16 tokens, {TOO_LONG}"),
+        ({"max_tokens": 200}, f"The prompt and max_tokens are 1 and 200 tokens, {TOO_LONG}"),
         ({"stream_options": 1}, "stream_options is 1; expected an object."),
         ({"stop": ["a"] * 17}, "stop should have at most 16 items, not 17."),
         ({"user": "\ud800"}, "The body has '\\ud800', which is half a character."),
-        ({"prompt": "x" * 10**5}, "There are 100000 characters in prompt, and texts have at most 128 tokens here; "
-                                  "shorten it."),
+        (
+            {"prompt": "x" * 10**5},
+            "There are 100000 characters in prompt, and texts have at most 128 tokens here; shorten it.",
+        ),
         ({"temperature": float("nan")}, "The body is no JSON that can be read: NaN is no number of JSON."),
         ({"prompt": [261]}, "prompt holds the id 261, outside the vocabulary of 261 tokens."),
         ({"stop_token_ids": [300]}, "stop_token_ids holds 300, outside the vocabulary of 261 tokens."),
         ({"prompt": [1] * 128}, "There are 128 tokens in prompt, and texts have at most 128 tokens here; shorten it."),
         ({"temperature": {str(i): 1 for i in range(60)}}, "temperature is {...}; expected a valid number."),
         ({"response_format": {"type": "regex"}}, "in response_format regex goes with type 'regex', and with no other."),
-        ({"response_format": {"type": "owl"}}, "response_format.type is 'owl'; expected 'text', 'json_object', "
-                                               "'json_schema' or 'regex'."),
+        (
+            {"response_format": {"type": "owl"}},
+            "response_format.type is 'owl'; expected 'text', 'json_object', 'json_schema' or 'regex'.",
+        ),
         ({"n": 100}, "The request has 100 choices in all, and the server takes 8; send fewer."),
     ],
-)  # fmt: skip
+)
 def test_sentences(client, fields, sentence):
     body = json.dumps(TEXT | fields)
     assert refused(client.post("/v1/completions", content=body), 400)["message"] == sentence
@@ -246,8 +157,12 @@ def test_what_the_parser_says_is_not_passed_on_whole(server, schema):
 
 
 @settings(deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False,
-                    allow_infinity=False), lambda part: st.lists(part) | st.dictionaries(st.text(), part)))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
+        lambda part: st.lists(part) | st.dictionaries(st.text(), part),
+    )
+)
 def test_an_answer_in_pieces_is_the_answer(value):
     for whole in (value, {"choices": [{"logprobs": {"content": [value] * 150}}] * 2, "ids": [1] * 150}):
         assert "".join(dump_pieces(whole)) == dump(whole)
@@ -259,7 +174,7 @@ def test_an_answer_in_pieces_is_the_answer(value):
 )
 def test_keys(server, header):
     guarded = Server(server._served.engine, servers.tokenizer(), servers.NAME, api_key="secret")
-    client = TestClient(guarded.app, raise_server_exceptions=False, base_url="http://localhost")
+    client = client_of(guarded)
     headers = {} if header is None else {"Authorization": header}
     for answer in (
         client.post("/v1/completions", json=TEXT, headers=headers),
@@ -282,11 +197,7 @@ def test_what_a_template_refuses(server):
         (None, "no chat template"),
     ):
         words.chat_template = template
-        client = TestClient(
-            Server(server._served.engine, words, servers.NAME).app,
-            raise_server_exceptions=False,
-            base_url="http://localhost",
-        )
+        client = client_of(Server(server._served.engine, words, servers.NAME))
         assert said in refused(client.post("/v1/chat/completions", json=CHAT), 400)["message"]
 
 
@@ -296,10 +207,14 @@ def test_bugs_are_nobody_else_s_business(server, client, monkeypatch):
     assert "secret" not in error["message"]
 
 
-@pytest.mark.parametrize("body", [
-    b"[" * 4_000_000, b"[" + b"[]," * 1_000_000 + b"[]]", b"[" + b"1," * 2_000_000 + b"1]", b'{"a":' * 70_000,
-    b"9" * 4_000_000,
-], ids=("brackets", "lists", "numbers", "objects", "digits"))  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"[" * 4_000_000, b"[" + b"[]," * 1_000_000 + b"[]]", b"[" + b"1," * 2_000_000 + b"1]"),
+        *(b'{"a":' * 70_000, b"9" * 4_000_000),
+    ],
+    ids=("brackets", "lists", "numbers", "objects", "digits"),
+)
 def test_bodies_of_many_small_things_hold_nobody_up(running, body):
     begun = time.monotonic()
     answer = httpx.post(f"{running.url}/v1/completions", content=body, timeout=60)

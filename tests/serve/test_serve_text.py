@@ -105,7 +105,8 @@ def test_names_of_tokens():
 )
 def test_names_of_sentencepiece_s_tokens(raw, text, utf8):
     inner = Tokenizer(models.BPE({"<unk>": 0, raw: 1}, [], unk_token="<unk>"))
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                       decoders.Strip(" ", 1, 0)])  # fmt: skip
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     names = Names(PreTrainedTokenizerFast(tokenizer_object=inner))
     assert (names.text(1), names.utf8(1)) == (text, list(utf8))

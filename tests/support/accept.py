@@ -95,8 +95,10 @@ def degenerate_rows(rng, rows, k=2, vocab_size=8):
     ]
     kind = np.arange(rows) % len(kinds)
     with np.errstate(invalid="ignore"):
-        p, q = (np.select([kind[:, None, None] == i for i in range(len(kinds))], laws)
-                for laws in zip(*[make() for _, make in kinds], strict=True))  # fmt: skip
+        p, q = (
+            np.select([kind[:, None, None] == i for i in range(len(kinds))], laws)
+            for laws in zip(*[make() for _, make in kinds], strict=True)
+        )
     draft = Draft(jnp.asarray(tokens, jnp.int32), jnp.asarray(q, jnp.float32))
     return [kinds[i][0] for i in kind], draft, jnp.asarray(p, jnp.float32)
 

@@ -36,8 +36,10 @@ def expected(name):
     texts = np.full((ROWS, 0), PROMPT[-1])
     for i in range(NEW):
         last = texts[:, -1] if i else np.full(ROWS, PROMPT[-1])
-        laws = [oracle.sampling_law(table[token], prompt=PROMPT, generated=text, **{name: ALONE[name]})
-                for token, text in zip(last, texts, strict=True)]  # fmt: skip
+        laws = [
+            oracle.sampling_law(table[token], prompt=PROMPT, generated=text, **{name: ALONE[name]})
+            for token, text in zip(last, texts, strict=True)
+        ]
         texts = np.column_stack([texts, oracle.sample_with_noise(noise()[:, i], np.stack(laws))])
     return texts
 

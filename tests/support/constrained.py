@@ -46,8 +46,17 @@ def models():
 
 def requests(count=6):
     keys = jax.random.split(jax.random.key(2), count)
-    return [Request(PROMPTS[i % 5], 24, jspec.SamplingParams(temperature=1 + i % 2), keys[i], eos_ids=(7,),
-                    constraint=NoMultiples if i % 3 else None) for i in range(count)]  # fmt: skip
+    return [
+        Request(
+            PROMPTS[i % 5],
+            24,
+            jspec.SamplingParams(temperature=1 + i % 2),
+            keys[i],
+            eos_ids=(7,),
+            constraint=NoMultiples if i % 3 else None,
+        )
+        for i in range(count)
+    ]
 
 
 def texts(results):

@@ -17,14 +17,26 @@ RULE_OBJECTS = (
 )
 LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3), jspec.ByConfidence(3))
 # Of drafters that branch, each with a rule or two.
-TREES = [(f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
-         for i, (kind, name, rule) in enumerate((
-             ("tree", "model", "rejection"), ("tree", "early exit", "coupled"), ("tree", "retrieval", "traversal"),
-             ("tree", "bigram", "k-seq"),
-             ("search", "model", "coupled"), ("search", "early exit", "coupled"), ("search", "retrieval", "coupled")))
-         ] + [("lookup tree", RULES["rejection"], 2, False, 8), ("recycling", RULES["traversal"], 2, False, 1),
-              ("lookahead", RULES["rejection"], 2, False, 8), ("several", RULES["coupled"], 2, True, 8),
-              ("vectors", RULES["traversal"], 2, False, 1)]  # fmt: skip
+TREES = [
+    (f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
+    for i, (kind, name, rule) in enumerate(
+        (
+            ("tree", "model", "rejection"),
+            ("tree", "early exit", "coupled"),
+            ("tree", "retrieval", "traversal"),
+            ("tree", "bigram", "k-seq"),
+            ("search", "model", "coupled"),
+            ("search", "early exit", "coupled"),
+            ("search", "retrieval", "coupled"),
+        )
+    )
+] + [
+    ("lookup tree", RULES["rejection"], 2, False, 8),
+    ("recycling", RULES["traversal"], 2, False, 1),
+    ("lookahead", RULES["rejection"], 2, False, 8),
+    ("several", RULES["coupled"], 2, True, 8),
+    ("vectors", RULES["traversal"], 2, False, 1),
+]
 CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
 
 

@@ -95,16 +95,21 @@ def compare(models, request, options, *place, **how):
     out = jax.device_get(compiled(*arguments))
     pairs = list(zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True))
     off = max(np.max(np.abs(one - other)) for one, other in pairs if one.dtype == np.float32)
-    return {"same": all(np.array_equal(*pair) for pair in pairs if pair[0].dtype != np.float32), "off": float(off),
-            "invalid": out.stats.invalid.tolist(), "accepted": int(out.stats.accepted.sum()),
-            "exchanges": dict(collections.Counter(re.findall(EXCHANGES, compiled.as_text())))}  # fmt: skip
+    return {
+        "same": all(np.array_equal(*pair) for pair in pairs if pair[0].dtype != np.float32),
+        "off": float(off),
+        "invalid": out.stats.invalid.tolist(),
+        "accepted": int(out.stats.accepted.sum()),
+        "exchanges": dict(collections.Counter(re.findall(EXCHANGES, compiled.as_text()))),
+    }
 
 
 def traced(name):
     """Under `jax.shard_map` the loops of this drafter close; `UpTo` makes more of them than a number."""
     drafter = Fresh() if name == "fresh" else drafters.make(name, TARGET, DRAFT)
-    run, *arguments = program((TARGET, drafter), request(),
-                              {"num_draft_tokens": jspec.UpTo(K)}, (2, 1), AUTO, manual=True)  # fmt: skip
+    run, *arguments = program(
+        (TARGET, drafter), request(), {"num_draft_tokens": jspec.UpTo(K)}, (2, 1), AUTO, manual=True
+    )
     run.trace(*arguments)
 
 
@@ -227,11 +232,22 @@ QUICK = {
     "text: automatic, rows, plain": functools.partial(compare, *PLAIN, (2, 1), AUTO),
     "text: automatic, weights, plain": functools.partial(compare, *PLAIN, (1, 2), AUTO, tensor=True),
     "text: explicit, rows, tree": functools.partial(
-        compare, (lawless(), TREE), request(rich=True), {"num_draft_tokens": DEFAULT, "accept": "traversal"}, (2, 1),
-        EXPLICIT),
+        compare,
+        (lawless(), TREE),
+        request(rich=True),
+        {"num_draft_tokens": DEFAULT, "accept": "traversal"},
+        (2, 1),
+        EXPLICIT,
+    ),
     "text: shard_map, dynamic tree": functools.partial(
-        compare, (lawless(), SEARCH), request(rich=True), {"num_draft_tokens": DEFAULT, "accept": "coupled"}, (2, 1),
-        AUTO, manual=True),
+        compare,
+        (lawless(), SEARCH),
+        request(rich=True),
+        {"num_draft_tokens": DEFAULT, "accept": "coupled"},
+        (2, 1),
+        AUTO,
+        manual=True,
+    ),
     "text: shard_map": functools.partial(compare, *RICH, (2, 1), AUTO, manual=True),
     **{f"traced: {name}": functools.partial(traced, name) for name in (*drafters.NAMES, "fresh")},
     "traced: keys alone": keys_alone,
@@ -246,7 +262,7 @@ QUICK = {
     "refused: uneven": lambda: refused(jspec.tensor_parallel(mesh_of((1, 3), AUTO))),
     "refused: part of a mesh": partly_manual,
     "documented: text": documented,
-}  # fmt: skip
+}
 
 
 def every_program():
@@ -265,17 +281,24 @@ def every_program():
 
 SLOW = {
     **{f"explicit, {name}": functools.partial(compare, *what, (2, 1), EXPLICIT) for name, what in every_program()},
-    **{f"shard_map, {name}": functools.partial(compare, *what, (2, 1), EXPLICIT, manual=True)
-       for name, what in every_program()},
-    **{f"weights, {name}": functools.partial(compare, *what, (1, 2), EXPLICIT, tensor=True)
-       for name, what in every_program()},
+    **{
+        f"shard_map, {name}": functools.partial(compare, *what, (2, 1), EXPLICIT, manual=True)
+        for name, what in every_program()
+    },
+    **{
+        f"weights, {name}": functools.partial(compare, *what, (1, 2), EXPLICIT, tensor=True)
+        for name, what in every_program()
+    },
     "half precision": half,
-    **{f"vmap, {kind}, {place}": functools.partial(vmapped, kind, *place)
-       for kind in (EXPLICIT, AUTO) for place in (("data",), (None, "data"))},
+    **{
+        f"vmap, {kind}, {place}": functools.partial(vmapped, kind, *place)
+        for kind in (EXPLICIT, AUTO)
+        for place in (("data",), (None, "data"))
+    },
     "tuned": tuned,
     "called": called,
     "documented": lambda: len({str(text) for text in documented(small=False)}) == 1,
-}  # fmt: skip
+}
 
 
 def play(case):

@@ -90,12 +90,18 @@ def every_parameter(batch, vocab_size):
         return np.resize(np.array(values), batch)
 
     sampling = SamplingParams(
-        temperature=turns(1.0, 0.7, 0.0, 1.3, 1.0), top_k=turns(0, 0, 9), top_p=turns(1.0, 0.9, 1.0, 0.8),
-        min_p=turns(0.0, 0.0, 0.0, 0.05), repetition_penalty=turns(1.3, 1.0, 1.2, 1.0, 1.0, 0.8),
-        presence_penalty=turns(0.0, 0.5, 0.0, 0.0, -0.3), frequency_penalty=turns(0.0, 0.0, 0.2, 0.0, 0.4, 0.0, 0.0),
-        draft_temperature=turns(1.0, 0.0, 1.0, 0.5, 2.0), draft_top_p=turns(0.5, 1.0, 1.0),
-        max_tokens=turns(0, 0, 0, 7, 0, 0, 11), min_tokens=turns(0, 9, 0, 0, 0),
-    )  # fmt: skip
+        temperature=turns(1.0, 0.7, 0.0, 1.3, 1.0),
+        top_k=turns(0, 0, 9),
+        top_p=turns(1.0, 0.9, 1.0, 0.8),
+        min_p=turns(0.0, 0.0, 0.0, 0.05),
+        repetition_penalty=turns(1.3, 1.0, 1.2, 1.0, 1.0, 0.8),
+        presence_penalty=turns(0.0, 0.5, 0.0, 0.0, -0.3),
+        frequency_penalty=turns(0.0, 0.0, 0.2, 0.0, 0.4, 0.0, 0.0),
+        draft_temperature=turns(1.0, 0.0, 1.0, 0.5, 2.0),
+        draft_top_p=turns(0.5, 1.0, 1.0),
+        max_tokens=turns(0, 0, 0, 7, 0, 0, 11),
+        min_tokens=turns(0, 9, 0, 0, 0),
+    )
     eos_ids = np.where(np.arange(batch) % 4 == 1, np.arange(batch) % vocab_size, -1)[:, None]
     return {"sampling": sampling, "eos_ids": eos_ids}
 
@@ -103,8 +109,11 @@ def every_parameter(batch, vocab_size):
 def of_rows(options, rows):
     """`every_parameter` of the given slice of rows."""
     sampling = options["sampling"]
-    kept = {field.name: getattr(sampling, field.name)[rows] for field in dataclasses.fields(sampling)
-            if np.ndim(getattr(sampling, field.name))}  # fmt: skip
+    kept = {
+        field.name: getattr(sampling, field.name)[rows]
+        for field in dataclasses.fields(sampling)
+        if np.ndim(getattr(sampling, field.name))
+    }
     return {"sampling": dataclasses.replace(sampling, **kept), "eos_ids": options["eos_ids"][rows]}
 
 

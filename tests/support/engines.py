@@ -18,11 +18,15 @@ OPTIONS = {"slots": 4, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tok
 def turns(i):
     """Other sampling parameters for every request; some have none beside a temperature."""
     return [
-        {}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5, "presence_penalty": 0.5},
-        {"top_p": 0.8, "repetition_penalty": 1.3}, {"temperature": 0.6}, {"min_p": 0.05, "frequency_penalty": 0.3},
+        {},
+        {"temperature": 0.0},
+        {"temperature": 1.3, "top_k": 5, "presence_penalty": 0.5},
+        {"top_p": 0.8, "repetition_penalty": 1.3},
+        {"temperature": 0.6},
+        {"min_p": 0.05, "frequency_penalty": 0.3},
         {"logit_bias": np.where(np.arange(VOCAB) == i % VOCAB, 1.5, 0.0).astype(np.float32)},
         {"min_tokens": 6, "temperature": 1.5},
-    ][i % 8]  # fmt: skip
+    ][i % 8]
 
 
 def made(count, seed=0, seeded=True):
@@ -30,10 +34,15 @@ def made(count, seed=0, seeded=True):
     rng = np.random.default_rng(seed)
     keys = jax.random.split(jax.random.key(seed), count)
     return [
-        Request(tuple(rng.integers(VOCAB, size=rng.integers(1, LONGEST + 1)).tolist()), int(rng.integers(1, NEW + 1)),
-                jspec.SamplingParams(**turns(i)), keys[i] if seeded else None, (i % VOCAB,) if i % 3 == 0 else ())
+        Request(
+            tuple(rng.integers(VOCAB, size=rng.integers(1, LONGEST + 1)).tolist()),
+            int(rng.integers(1, NEW + 1)),
+            jspec.SamplingParams(**turns(i)),
+            keys[i] if seeded else None,
+            (i % VOCAB,) if i % 3 == 0 else (),
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def alone(target, requests):
@@ -42,10 +51,9 @@ def alone(target, requests):
     for request in requests:
         tokens = np.zeros((1, LONGEST + NEW), np.int32)
         tokens[0, : len(request.tokens)] = request.tokens
+        batch, eos_ids = (tokens, np.array([len(request.tokens)]), request.key[None]), request.eos_ids or (-1,)
         sampling = dataclasses.replace(request.sampling, max_tokens=request.max_new_tokens)
-        eos_ids = request.eos_ids or (-1,)
-        out = jspec.generate(target, tokens, np.array([len(request.tokens)]), request.key[None], max_new_tokens=NEW,
-                             sampling=sampling, eos_ids=np.array([eos_ids]))  # fmt: skip
+        out = jspec.generate(target, *batch, max_new_tokens=NEW, sampling=sampling, eos_ids=np.array([eos_ids]))
         texts.append((out.tokens[0, : int(out.lengths[0])].tolist(), out.raw_logprobs[0, : int(out.lengths[0])]))
     return texts
 

@@ -17,9 +17,15 @@ LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [text_pair.END, *LETTERS, *(first + second for first, second in text_pair.MERGES), "<|tool|>"]
 # Wide enough for every quantisation's blocks.
 RAW = checkpoints.raw_config(
-    hidden_size=256, head_dim=64, intermediate_size=256, num_hidden_layers=4, vocab_size=len(TOKENS),
-    bos_token_id=None, eos_token_id=0, rms_norm_eps=1e-5,
-)  # fmt: skip
+    hidden_size=256,
+    head_dim=64,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    vocab_size=len(TOKENS),
+    bos_token_id=None,
+    eos_token_id=0,
+    rms_norm_eps=1e-5,
+)
 TEMPLATE = "{% for m in messages %}<|end|>{{ m['role'] }}\n{{ m['content'] | trim }}{% endfor %}{{ bos_token }}"
 
 

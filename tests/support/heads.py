@@ -96,7 +96,8 @@ def check_always_right(target, drafter, temperature, num_draft_tokens=3, accept=
     tokens, keys = (3 * np.arange(4) + [[0], [5]]) % 8, jax.random.split(jax.random.key(0), 2)
     sampling = jspec.SamplingParams(temperature=temperature)
     length = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
-    out = jspec.speculative_generate(target, drafter, tokens, [4, 3], keys, max_new_tokens=24, sampling=sampling,
-                                     accept=accept, **length)  # fmt: skip
+    out = jspec.speculative_generate(
+        target, drafter, tokens, [4, 3], keys, max_new_tokens=24, sampling=sampling, accept=accept, **length
+    )
     assert out.stats.judged.sum() and (out.stats.acceptance_rate == 1).all()
     assert out.stats.rounds.tolist() == [6, 6]

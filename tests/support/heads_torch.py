@@ -64,8 +64,10 @@ def kangaroo(adapter, x):
     config, attention, x = adapter.config, adapter.self_attn, torch.tensor(np.array(x))
     heads_, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv = norm(x, adapter.input_layernorm) @ torch.tensor(np.array(attention.qkv_proj.weight[...]))
-    q, k, v = (part.reshape(*x.shape[:2], -1, size).transpose(1, 2)
-               for part in qkv.split([heads_ * size, groups * size, groups * size], -1))  # fmt: skip
+    q, k, v = (
+        part.reshape(*x.shape[:2], -1, size).transpose(1, 2)
+        for part in qkv.split([heads_ * size, groups * size, groups * size], -1)
+    )
     k, v = (part.repeat_interleave(heads_ // groups, 1) for part in (rotated(k), v))
     scores = rotated(q) @ k.transpose(2, 3) / math.sqrt(size)
     scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)

@@ -20,8 +20,10 @@ def repeated_streams():
     own = jax.random.split(jax.random.key(4), 1)
     streams = [keys.stream(own, jnp.asarray(POSITIONS)[None], purpose)[0] for purpose in keys.Purpose]
     # A round draws from keys made of such a stream in turn.
-    rounds = [keys.stream(streams[purpose][:64], jnp.arange(64)[:, None] + jnp.arange(4), purpose).ravel()
-              for purpose in (keys.Purpose.DRAFT, keys.Purpose.ACCEPT)]  # fmt: skip
+    rounds = [
+        keys.stream(streams[purpose][:64], jnp.arange(64)[:, None] + jnp.arange(4), purpose).ravel()
+        for purpose in (keys.Purpose.DRAFT, keys.Purpose.ACCEPT)
+    ]
     trials = [keys.trial_keys(own, number) for number in range(TRIALS)]
     # Siblings and cousins in a tree, of a request and of such a round.
     grid = jnp.broadcast_to(jnp.arange(64), (64, 64))

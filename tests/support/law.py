@@ -66,9 +66,9 @@ def text_counts(target, drafter, tokens, lengths, keys, sampling, rule, k):
     def copies(part):
         return jnp.tile(part, (len(keys), *[1] * (part.ndim - 1))) if np.ndim(part) else part
 
-    out = jspec.speculative_generate(target, drafter, copies(tokens), copies(lengths), keys.ravel(),
-                                     max_new_tokens=NUM_TOKENS, num_draft_tokens=k, accept=rule,
-                                     sampling=jax.tree.map(copies, sampling))  # fmt: skip
+    batch, sampling = (copies(tokens), copies(lengths), keys.ravel()), jax.tree.map(copies, sampling)
+    options = {"max_new_tokens": NUM_TOKENS, "num_draft_tokens": k, "accept": rule, "sampling": sampling}
+    out = jspec.speculative_generate(target, drafter, *batch, **options)
     texts = (out.tokens @ jnp.asarray([VOCAB**2, VOCAB, 1])).reshape(keys.shape)
     rows = jnp.broadcast_to(jnp.arange(keys.shape[1]), texts.shape)
     return jnp.zeros((keys.shape[1], VOCAB**NUM_TOKENS), jnp.int32).at[rows, texts].add(1)

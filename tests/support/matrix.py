@@ -37,8 +37,9 @@ def text_p_values(drafter, rule, draws, k, batches=None):
             row[: len(prompt)] = prompt
         # Arrays, and no fields but these: few programs, and small ones. Of the filters it is the one that costs least.
         off = {"temperature": 1, "min_p": 0, "repetition_penalty": 1}
-        sampling = SamplingParams(**{name: np.array([row.get(name, off[name]) for row in settings], np.float32)
-                                     for name in off})  # fmt: skip
+        sampling = SamplingParams(
+            **{name: np.array([row.get(name, off[name]) for row in settings], np.float32) for name in off}
+        )
         keys = jax.random.split(jax.random.key(number), (draws, len(prompts)))
         counts = text_counts(target, drafter, tokens, np.array([len(p) for p in prompts]), keys, sampling, rule, k)
         for i, row in enumerate(zip(prompts, settings, strict=True)):
@@ -49,6 +50,12 @@ def text_p_values(drafter, rule, draws, k, batches=None):
 def check_texts(report, p_values, draws, tests):
     """Report the smallest of `p_values`; `tests` such checks share ALPHA."""
     worst, alpha = min(p_values, key=p_values.get), ALPHA / len(p_values) / tests
-    report(settings=len(p_values), texts_each=draws, min_p=f"{p_values[worst]:.2g}", at=worst, alpha_over_all=ALPHA,
-           sees_tv=f"{oracle.detectable(draws, VOCAB**NUM_TOKENS - 1, alpha):.3f}")  # fmt: skip
+    report(
+        settings=len(p_values),
+        texts_each=draws,
+        min_p=f"{p_values[worst]:.2g}",
+        at=worst,
+        alpha_over_all=ALPHA,
+        sees_tv=f"{oracle.detectable(draws, VOCAB**NUM_TOKENS - 1, alpha):.3f}",
+    )
     assert p_values[worst] > alpha

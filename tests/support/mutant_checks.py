@@ -14,8 +14,8 @@ from support.oracle import ALPHA
 DRAWS, VOCAB, NUM_TOKENS, EOS, PROMPT = 20_000, 8, 3, 5, (3, 6)
 
 
-SETTINGS = {"temperature": 0.7, "top_p": 0.85, "repetition_penalty": 1.2, "presence_penalty": 0.6,
-            "frequency_penalty": 0.4}  # fmt: skip
+SETTINGS = {"temperature": 0.7, "top_p": 0.85}
+SETTINGS |= {"repetition_penalty": 1.2, "presence_penalty": 0.6, "frequency_penalty": 0.4}
 
 
 def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRAWS):
@@ -24,10 +24,9 @@ def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRA
     fields = {name: jnp.float32(value) for name, value in sampling_settings.items()}
     transforms = toys.both_transforms(sampling.SamplingParams(**fields), draws)
     tokens = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (draws, len(PROMPT)))
-    keys = jax.random.split(jax.random.key(8), draws)
-    return toys.decode(target, drafter or ModelDrafter(other), tokens, jnp.full(draws, len(PROMPT)), keys, transforms,
-                       max_new_tokens=NUM_TOKENS, num_draft_tokens=length, eos_ids=(EOS,),
-                       rule=RULES[rule])  # fmt: skip
+    batch = tokens, jnp.full(draws, len(PROMPT)), jax.random.split(jax.random.key(8), draws), transforms
+    options = {"max_new_tokens": NUM_TOKENS, "num_draft_tokens": length, "eos_ids": (EOS,), "rule": RULES[rule]}
+    return toys.decode(target, drafter or ModelDrafter(other), *batch, **options)
 
 
 def law(settings=SETTINGS, **options):

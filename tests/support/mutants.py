@@ -160,8 +160,11 @@ def penalty_not_advanced_in_draft(patch):
 
 def eos_ignored(patch):
     stop = rounds._stop
-    patch(rounds, "_stop", lambda params, *rest: stop(
-        dataclasses.replace(params, eos_ids=jnp.full_like(params.eos_ids, -1)), *rest))  # fmt: skip
+    patch(
+        rounds,
+        "_stop",
+        lambda params, *rest: stop(dataclasses.replace(params, eos_ids=jnp.full_like(params.eos_ids, -1)), *rest),
+    )
 
 
 def picked_by_position(patch):
@@ -174,8 +177,10 @@ def picked_by_position(patch):
         first = base.as_draft(self.first, first, context, num_draft_tokens)
         second = base.as_draft(self.second, second, context, num_draft_tokens)
         guessed = first.probs.sum(-1) > 0
-        draft = Draft(jnp.where(guessed[:, :1], first.tokens, second.tokens),
-                      jnp.where(guessed[..., None], first.probs, second.probs))  # fmt: skip
+        draft = Draft(
+            jnp.where(guessed[:, :1], first.tokens, second.tokens),
+            jnp.where(guessed[..., None], first.probs, second.probs),
+        )
         return draft, (first_state, second_state)
 
     patch(FallbackDrafter, "propose", propose)

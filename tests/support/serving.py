@@ -15,8 +15,9 @@ def alone(running, prompt, seed, index, count=12, **sampling):
     """The tokens that `jspec.generate` gives for choice `index`, and their log-probabilities."""
     ids = prompt if isinstance(prompt, list) else running.tokenizer(prompt)["input_ids"]
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
-    out = jspec.generate(running.engine.device.target, np.array([ids]), np.array([len(ids)]), key[None],
-                         max_new_tokens=count, eos_ids=(0,), sampling=jspec.SamplingParams(**sampling))  # fmt: skip
+    batch, sampling = (np.array([ids]), np.array([len(ids)]), key[None]), jspec.SamplingParams(**sampling)
+    target = running.engine.device.target
+    out = jspec.generate(target, *batch, max_new_tokens=count, eos_ids=(0,), sampling=sampling)
     tokens = out.tokens[0, : int(out.lengths[0])].tolist()
     return tokens, "".join(pieces(running.tokenizer, ids, tokens)), np.asarray(out.raw_logprobs)[0, : len(tokens)]
 
@@ -24,7 +25,10 @@ def alone(running, prompt, seed, index, count=12, **sampling):
 def metrics(running):
     """Every counter, with its labels but for the model's name."""
     families = text_string_to_metric_families(httpx.get(f"{running.url}/metrics").text)
-    return Counter({
-        (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): sample.value
-        for family in families for sample in family.samples
-    })  # fmt: skip
+    return Counter(
+        {
+            (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): sample.value
+            for family in families
+            for sample in family.samples
+        }
+    )

@@ -64,6 +64,8 @@ def connected(running, body, header="Connection: close"):
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect((host, int(port)))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
-                           b"Content-Length: %d\r\n\r\n%s" % (header.encode(), len(sent), sent))  # fmt: skip
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (header.encode(), len(sent), sent)
+        )
         yield connection

@@ -20,8 +20,10 @@ from jspec.drafters.draft_length import Fixed, as_draft_length
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import Llama
 
-SPREAD_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-                 "frequency_penalty", "draft_temperature")  # fmt: skip
+SPREAD_PARAMS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "draft_temperature"),
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
@@ -121,14 +123,16 @@ def first_round(target, drafter, tokens, lengths, keys, transforms, num_draft_to
     return program(target, drafter, tokens, lengths, keys, transforms)
 
 
-def decode(target, drafter, tokens, lengths, keys, transforms, *, max_new_tokens, num_draft_tokens, eos_ids=(-1,),
-           rule=RULES["rejection"]):  # fmt: skip
-    """The shipped program, compiled anew at every call, so that a patched function is never hidden by a cache."""
+def decode(target, drafter, *batch, max_new_tokens, num_draft_tokens, eos_ids=(-1,), rule=RULES["rejection"]):
+    """The shipped program, compiled anew at every call, so that a patched function is never hidden by a cache.
+
+    `batch` is tokens, lengths, keys and transforms.
+    """
     eos_ids = jnp.asarray(eos_ids, jnp.int32)
+    options = {"max_new_tokens": max_new_tokens, "draft_length": as_draft_length(num_draft_tokens), "rule": rule}
 
     def program(target, drafter, tokens, lengths, keys, transforms):
-        return decode_program.__wrapped__(
-            target, drafter, tokens, lengths, keys, *transforms, 0, None, eos_ids, 0, max_new_tokens=max_new_tokens,
-            draft_length=as_draft_length(num_draft_tokens), rule=rule)[0]  # fmt: skip
+        request = tokens, lengths, keys, *transforms, 0, None, eos_ids, 0
+        return decode_program.__wrapped__(target, drafter, *request, **options)[0]
 
-    return jax.jit(program)(target, drafter, tokens, lengths, keys, transforms)
+    return jax.jit(program)(target, drafter, *batch)

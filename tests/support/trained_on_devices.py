@@ -23,8 +23,9 @@ def main(folder, data, stop, kind):
 
     target = toys.tiny_llama(0, 3, vocab_size=261)
     try:
-        drafter = jspec.train_drafter(target, chatty(), kind, data, folder=folder, steps=6, depth=2, step_tokens=512,
-                                      draft_vocab=200, say=say)  # fmt: skip
+        drafter = jspec.train_drafter(
+            target, chatty(), kind, data, folder=folder, steps=6, depth=2, step_tokens=512, draft_vocab=200, say=say
+        )
     except Stopped:
         drafter = None
     sums = [float(np.abs(np.asarray(leaf, np.float64)).sum()) for leaf in jax.tree.leaves(drafter)]

@@ -19,8 +19,10 @@ def some_rows(count, size=12, seed=0):
 
 
 def chats(file, count=24):
-    lines = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "the the " * 4}]}
-             for i in range(count)]  # fmt: skip
+    lines = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "the the " * 4}]}
+        for i in range(count)
+    ]
     file.write_text("\n".join(map(json.dumps, lines)))
     return file
 

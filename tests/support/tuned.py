@@ -18,6 +18,7 @@ def made(rows, k):
         [[sum(n + (end == "c") > depth for n, end in rounds) for depth in range(k)] for rounds in rows]
     )
     lengths, rounds = np.array([len(t) for t in texts]), np.array([len(r) for r in rows])
-    stats = Stats(rounds, rounds * k, accepted_at.sum(1), accepted_at, judged_at, np.zeros(len(rows), bool),
-                  np.zeros(len(rows)))  # fmt: skip
+    stats = Stats(
+        rounds, rounds * k, accepted_at.sum(1), accepted_at, judged_at, np.zeros(len(rows), bool), np.zeros(len(rows))
+    )
     return Output(origins * 0, lengths, origins * 0.0, origins * 0.0, origins, stats)

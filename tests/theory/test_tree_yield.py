@@ -59,15 +59,18 @@ def test_published_acceptance_gives_known_shapes():
     assert large.size == 64 and theory.tree_yield(large, SEQUOIA) > theory.tree_yield(Tree.chain(8), SEQUOIA[:1]) + 0.5
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (((0.5, 0.6), 3, 2), "sum to at most 1"),
-    (((), 3, 2), "must be a list of probabilities"),
-    (((-0.1,), 3, 2), "must be a list of probabilities"),
-    ((0.5, 3, 2), "must be a list of probabilities"),
-    (((np.nan,), 3, 2), "must be a list of probabilities"),
-    (((0.5,), 0, 2), "num_nodes must be an int of at least 1; got 0"),
-    (((0.5,), 3, 1.5), "max_depth must be an int of at least 1; got 1.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((0.5, 0.6), 3, 2), "sum to at most 1"),
+        (((), 3, 2), "must be a list of probabilities"),
+        (((-0.1,), 3, 2), "must be a list of probabilities"),
+        ((0.5, 3, 2), "must be a list of probabilities"),
+        (((np.nan,), 3, 2), "must be a list of probabilities"),
+        (((0.5,), 0, 2), "num_nodes must be an int of at least 1; got 0"),
+        (((0.5,), 3, 1.5), "max_depth must be an int of at least 1; got 1.5"),
+    ],
+)
 def test_impossible_numbers_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         theory.best_tree(*arguments)

@@ -149,8 +149,9 @@ def test_every_row_is_learned_from_once_an_epoch():
     texts = [rows.of_answer([1], [2] * size) for size in (5, 70, 70, 100, 200, 9, 8, 64)]
     plan = batches.Plan(texts, 256, seed=1)
     seen = [plan.batch(step) for step in range(2 * plan.steps)]
-    numbers = [sorted(n for one in half for n in one.numbers if n >= 0) for half in (seen[: plan.steps],
-                                                                                    seen[plan.steps :])]  # fmt: skip
+    numbers = [
+        sorted(n for one in half for n in one.numbers if n >= 0) for half in (seen[: plan.steps], seen[plan.steps :])
+    ]
     assert numbers == [list(range(8))] * 2
     assert [one.numbers.tolist() for one in seen] == [plan.batch(s).numbers.tolist() for s in range(len(seen))]
     for devices in (3, 4):  # the same steps, with rows of padding
@@ -215,8 +216,11 @@ def test_heads_of_one_layer_are_unrolled_deep_at_last(tmp_path, monkeypatch, kin
 @pytest.mark.slow
 def test_each_of_several_models_learns_where_those_before_it_are_wrong(tmp_path, prompts, monkeypatch):
     asked = []
-    monkeypatch.setattr(train, "fit", lambda trainee, target, source, *rest: asked.append(source) or fit.fit(
-        trainee, target, source, *rest))  # fmt: skip
+    monkeypatch.setattr(
+        train,
+        "fit",
+        lambda trainee, target, source, *rest: asked.append(source) or fit.fit(trainee, target, source, *rest),
+    )
     data, recipe = chats(tmp_path / "chats.jsonl"), {"steps": 2, "depth": 2, "step_tokens": 512, "boost": 2}
     several = jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "run", **recipe)
     first, second = ({row.tokens.tobytes(): row for row in source.plan.rows} for source in asked)
@@ -255,10 +259,12 @@ def test_several_models_go_on_where_they_stopped(tmp_path):
 def test_a_trained_drafter_guesses_better_and_leaves_the_text_alone(tmp_path, prompts):
     looks, data = [], chats(tmp_path / "chats.jsonl")
     options = {"depth": 3, "step_tokens": 512, "draft_vocab": 200, "rate": 0.02}
-    drafter = jspec.train_drafter(LONG, chatty(), data=data, folder=tmp_path / "run", steps=40, say=looks.append,
-                                  **options)  # fmt: skip
-    untrained = jspec.train_drafter(LONG, chatty(), data=data, folder=tmp_path / "none", steps=1, store_states=False,
-                                    **options)  # fmt: skip
+    drafter = jspec.train_drafter(
+        LONG, chatty(), data=data, folder=tmp_path / "run", steps=40, say=looks.append, **options
+    )
+    untrained = jspec.train_drafter(
+        LONG, chatty(), data=data, folder=tmp_path / "none", steps=1, store_states=False, **options
+    )
     first, last = next(fit.read_log(tmp_path / "none")), looks[-1]
     assert [one for one in looks if isinstance(one, int)] == list(range(1, 41))
     assert last.acceptance[0] > first.acceptance[0] + 0.2

@@ -18,8 +18,9 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
     turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
     file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
     (row,) = rows.read(file, tokenizer, 512, 512)
-    text = "".join(tokenizer.decode([i]) if learned else "." for i, learned in
-                   zip(row.tokens, row.learned, strict=True))  # fmt: skip
+    text = "".join(
+        tokenizer.decode([i]) if learned else "." for i, learned in zip(row.tokens, row.learned, strict=True)
+    )
     assert text.strip(".").startswith("b<|end|>.") and text.endswith(".the end<|end|>")
     assert tokenizer.decode(row.tokens) == "user:a?<|end|>assistant:b<|end|>user:c?<|end|>assistant:the end<|end|>"
 

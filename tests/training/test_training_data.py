@@ -80,9 +80,9 @@ def test_the_target_writes_chats(tmp_path):
         assert 0 not in answer[:-1]
     again = writing.write_chats(TARGET, tokenizer, 3, batch=6, answer_tokens=12, temperatures=(0.0, 1.0))
     assert found == again
-    tokens = np.array([found[0][0]])
-    greedy = jspec.generate(TARGET, tokens, [tokens.shape[1]], jspec.text.request_keys(0, 1), max_new_tokens=12,
-                            sampling=jspec.SamplingParams(temperature=0.0), eos_ids=0)  # fmt: skip
+    tokens, keys = np.array([found[0][0]]), jspec.text.request_keys(0, 1)
+    options = {"max_new_tokens": 12, "sampling": jspec.SamplingParams(temperature=0.0), "eos_ids": 0}
+    greedy = jspec.generate(TARGET, tokens, [tokens.shape[1]], keys, **options)
     assert np.asarray(greedy.tokens)[0, : len(found[0][1])].tolist() == found[0][1]
 
 
@@ -201,8 +201,12 @@ def test_what_an_earlier_training_wrote_is_data(tmp_path, monkeypatch):
 
 def test_what_rows_and_targets_are_told_apart_by():
     some = [rows.of_answer([1], [2, 3]), rows.of_answer([4], [5])]
-    others = [some[:1], some[::-1], [rows.of_answer([1, 2], [3]), some[1]],
-              [rows.of_answer([1], [2]), rows.of_answer([3, 4], [5])]]  # fmt: skip
+    others = [
+        some[:1],
+        some[::-1],
+        [rows.of_answer([1, 2], [3]), some[1]],
+        [rows.of_answer([1], [2]), rows.of_answer([3, 4], [5])],
+    ]
     assert len({rows.digest(one) for one in [some, *others]}) == 5
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET)
     merged = toys.tiny_llama(0, 1, vocab_size=261)
@@ -232,12 +236,17 @@ def test_data_that_is_none(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"kind": "owl"}, "kind is 'owl'; expected one of eagle, med"), ({"loss": "l2"}, "loss is 'l2'; expected one of"),
-     ({"steps": 0}, "steps must be"), ({"length": 5000}, "length is 5000, and the target has 4096 positions"),
-     ({"length": 2}, "length is 2; expected at least 6, two tokens more than"),
-     ({"rate": 2}, "rate is 2; expected a number above 0"), ({"seed": 2**32}, "seed must be an int from 0 to "),
-     ({"data": []}, "data names no file; give at least one")],
-)  # fmt: skip
+    [
+        ({"kind": "owl"}, "kind is 'owl'; expected one of eagle, med"),
+        ({"loss": "l2"}, "loss is 'l2'; expected one of"),
+        ({"steps": 0}, "steps must be"),
+        ({"length": 5000}, "length is 5000, and the target has 4096 positions"),
+        ({"length": 2}, "length is 2; expected at least 6, two tokens more than"),
+        ({"rate": 2}, "rate is 2; expected a number above 0"),
+        ({"seed": 2**32}, "seed must be an int from 0 to "),
+        ({"data": []}, "data names no file; give at least one"),
+    ],
+)
 def test_recipes_that_are_none(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         jspec.train_drafter(TARGET, chatty(), folder=tmp_path / "run", **change)

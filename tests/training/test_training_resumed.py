@@ -29,8 +29,9 @@ def run(folder, steps, stop_at=None, stored=False):
         if progress == stop_at:
             raise KeyboardInterrupt
 
-    return fit.fit(trainee, TARGET, source, fit.Source(held), fit.Schedule(steps, 2, rate=0.02, save_every=3), folder,
-                   say)  # fmt: skip
+    return fit.fit(
+        trainee, TARGET, source, fit.Source(held), fit.Schedule(steps, 2, rate=0.02, save_every=3), folder, say
+    )
 
 
 def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):

@@ -27,20 +27,34 @@ def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("start", "options", "message"),
-    [(lambda: LONG, {}, "start is of type ModelDrafter, and kind is 'eagle'; use kind='model'"),
-     (lambda: jspec.NGramDrafter(), {}, "NGramDrafter, and kind is 'eagle'; use one of type EagleDrafter"),
-     (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, and with start a training is of that drafter"),
-     (lambda: jspec.HydraDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)), {"kind": "hydra"},
-      "HydraDrafter has 2 heads, and a draft of 4 tokens in a row needs as many"),
-     (lambda: jspec.PassDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)), {"kind": "pass"},
-      "PassDrafter has 2 vectors, and depth is 4"),
-     (lambda: jspec.quantize(LONG), {"kind": "model"}, "The drafter is int8, and would not learn"),
-     (lambda: toys.tiny_llama(0, 1, vocab_size=261, max_position_embeddings=256), {"kind": "model"},
-      "start has 256 positions, and length is 512; use at most as many"),
-     (lambda: EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 3, vocab_size=261, hidden_size=32))), {},
-      "was made for a target whose hidden size is 32"),
-     (lambda: TARGET, {"kind": "model"}, "The draft's vocabulary has 8 tokens and the target's 261")],
-)  # fmt: skip
+    [
+        (lambda: LONG, {}, "start is of type ModelDrafter, and kind is 'eagle'; use kind='model'"),
+        (lambda: jspec.NGramDrafter(), {}, "NGramDrafter, and kind is 'eagle'; use one of type EagleDrafter"),
+        (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, and with start a training is of that drafter"),
+        (
+            lambda: jspec.HydraDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)),
+            {"kind": "hydra"},
+            "HydraDrafter has 2 heads, and a draft of 4 tokens in a row needs as many",
+        ),
+        (
+            lambda: jspec.PassDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)),
+            {"kind": "pass"},
+            "PassDrafter has 2 vectors, and depth is 4",
+        ),
+        (lambda: jspec.quantize(LONG), {"kind": "model"}, "The drafter is int8, and would not learn"),
+        (
+            lambda: toys.tiny_llama(0, 1, vocab_size=261, max_position_embeddings=256),
+            {"kind": "model"},
+            "start has 256 positions, and length is 512; use at most as many",
+        ),
+        (
+            lambda: EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 3, vocab_size=261, hidden_size=32))),
+            {},
+            "was made for a target whose hidden size is 32",
+        ),
+        (lambda: TARGET, {"kind": "model"}, "The draft's vocabulary has 8 tokens and the target's 261"),
+    ],
+)
 def test_what_a_training_cannot_go_on_with(tmp_path, start, options, message):
     with pytest.raises(ValueError, match=message):
         jspec.train_drafter(LONG, chatty(), data="none.txt", folder=tmp_path / "run", start=start(), **options)

@@ -28,8 +28,12 @@ def test_scores_are_those_of_plain_passes(report):
         target, CHOICES, jnp.asarray(texts), jnp.asarray(lengths), own, drafts, block=block, blocks=blocks
     )
 
-    seen = [(row, length + number * block + at) for row, length in enumerate(lengths) for number in range(blocks)
-            for at in range(block)]  # fmt: skip
+    seen = [
+        (row, length + number * block + at)
+        for row, length in enumerate(lengths)
+        for number in range(blocks)
+        for at in range(block)
+    ]
     counts = TokenCounts(
         jnp.array([np.bincount(texts[row, : lengths[row]], minlength=8) > 0 for row, _ in seen]),
         jnp.array([np.bincount(texts[row, lengths[row] : end], minlength=8) for row, end in seen], jnp.int32),
@@ -61,13 +65,14 @@ def test_scores_are_those_of_drafting(report):
     """The share of one-token drafts that is accepted, on other texts."""
     target, rows, new = toys.tiny_llama(10, 4), 64, 64
     batch = np.ones((rows, 1), int), np.ones(rows, int), jax.random.split(jax.random.key(0), rows)
-    out = jspec.speculative_generate(target, jspec.EarlyExitDrafter(4, (1,)), *batch, max_new_tokens=new,
-                                     num_draft_tokens=1)  # fmt: skip
+    out = jspec.speculative_generate(
+        target, jspec.EarlyExitDrafter(4, (1,)), *batch, max_new_tokens=new, num_draft_tokens=1
+    )
     measured = np.asarray(out.stats.acceptance_rate)
     texts = jspec.generate(target, *batch[:2], jax.random.split(jax.random.key(1), rows), max_new_tokens=new).tokens
     own, drafts, *_ = traced(jspec.SamplingParams(), (), 0)
-    found = exit_tuning.acceptance_rates(target, CHOICES[2:3], jnp.pad(texts, ((0, 0), (1, 0)), constant_values=1),
-                                         batch[1], own, drafts, block=1, blocks=new)[:, 0]  # fmt: skip
+    asked = jnp.pad(texts, ((0, 0), (1, 0)), constant_values=1), batch[1], own, drafts
+    found = exit_tuning.acceptance_rates(target, CHOICES[2:3], *asked, block=1, blocks=new)[:, 0]
     error = (measured.var(ddof=1) / rows + np.var(found, ddof=1) / rows) ** 0.5
     report(measured=f"{measured.mean():.3f}", scored=f"{found.mean():.3f}", error=f"{error:.4f}")
     assert abs(measured.mean() - found.mean()) < 4 * error
@@ -115,14 +120,26 @@ def test_layers_that_do_nothing_are_left_out():
 def test_mistakes_are_named(toy, prompts):
     target = toys.tiny_llama(0, 2)
     for error, message, call in (
-        (TypeError, "jspec.best_exit runs layers of a jspec.Llama, and MarkovModel has no `layers`",
-         lambda: jspec.best_exit(toys.markov_pair(0)[0], *prompts([3]))),
-        (ValueError, "target has one layer, so that none can be left out",
-         lambda: jspec.best_exit(toy(0), *prompts([3]))),
-        (ValueError, "max_new_tokens=20 is too short a text to measure 8",
-         lambda: jspec.best_exit(target, *prompts([3], vocab_size=8), max_new_tokens=20)),
-        (ValueError, "jspec.best_exit .* cannot be done inside jax.jit",
-         lambda: jax.jit(lambda *batch: jspec.best_exit(target, *batch).num_layers)(*prompts([3], vocab_size=8))),
-    ):  # fmt: skip
+        (
+            TypeError,
+            "jspec.best_exit runs layers of a jspec.Llama, and MarkovModel has no `layers`",
+            lambda: jspec.best_exit(toys.markov_pair(0)[0], *prompts([3])),
+        ),
+        (
+            ValueError,
+            "target has one layer, so that none can be left out",
+            lambda: jspec.best_exit(toy(0), *prompts([3])),
+        ),
+        (
+            ValueError,
+            "max_new_tokens=20 is too short a text to measure 8",
+            lambda: jspec.best_exit(target, *prompts([3], vocab_size=8), max_new_tokens=20),
+        ),
+        (
+            ValueError,
+            "jspec.best_exit .* cannot be done inside jax.jit",
+            lambda: jax.jit(lambda *batch: jspec.best_exit(target, *batch).num_layers)(*prompts([3], vocab_size=8)),
+        ),
+    ):
         with pytest.raises(error, match=message):
             call()

@@ -125,8 +125,14 @@ def test_trees_are_decoded(rule, monkeypatch):
     target, _ = toys.markov_pair(0)
     played = []
     monkeypatch.setattr(tuning, "TRIALS", 1)
-    monkeypatch.setattr(auto, "run_program", lambda *arguments, run=auto.run_program, **options: (
-        played.append((arguments[1], options["rule"])), run(*arguments, **options))[1])  # fmt: skip
+    monkeypatch.setattr(
+        auto,
+        "run_program",
+        lambda *arguments, run=auto.run_program, **options: (
+            played.append((arguments[1], options["rule"])),
+            run(*arguments, **options),
+        )[1],
+    )
     batch = np.zeros((2, 3), int), np.array([3, 1]), jax.random.split(jax.random.key(0), 2)
     found = jspec.tune(target, jspec.ModelDrafter(target), *batch, max_new_tokens=24, max_draft_tokens=2, accept=rule)
     assert found.expected_tokens == (2, 3)
@@ -172,8 +178,9 @@ def test_where_only_chains_are_tried(draft, options, monkeypatch):
     target, other = toys.markov_pair(0)
     monkeypatch.setattr(auto, "with_trees", lambda *_: pytest.fail("trees are tried"))
     batch = np.zeros((1, 3), int), np.array([3]), jax.random.split(jax.random.key(0), 1)
-    found = jspec.tune(target, draft or jspec.ModelDrafter(other), *batch, max_new_tokens=16, max_draft_tokens=1,
-                       **options)  # fmt: skip
+    found = jspec.tune(
+        target, draft or jspec.ModelDrafter(other), *batch, max_new_tokens=16, max_draft_tokens=1, **options
+    )
     assert found.tree is None
 
 

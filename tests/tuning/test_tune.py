@@ -241,8 +241,14 @@ def test_what_is_measured_anew(toy, prompts, answers, only_lengths):
 
     def news(draft=draft, lengths=(4, 2), seed=0, max_new_tokens=8, **sampling):
         before, batch = len(calls), prompts(lengths, seed)
-        k = jspec.speculative_generate(target, draft, *batch, max_new_tokens=max_new_tokens, num_draft_tokens="auto",
-                                       sampling=jspec.SamplingParams(**sampling))  # fmt: skip
+        k = jspec.speculative_generate(
+            target,
+            draft,
+            *batch,
+            max_new_tokens=max_new_tokens,
+            num_draft_tokens="auto",
+            sampling=jspec.SamplingParams(**sampling),
+        )
         assert k == 1
         return len(calls) - before
 
@@ -292,11 +298,14 @@ def test_too_little_room_to_measure_is_plain_decoding(toy, prompts, answers, onl
 
 @pytest.mark.parametrize(
     ("around", "most"),
-    [(lambda heads: heads, 3), (lambda heads: jspec.FallbackDrafter(jspec.NGramDrafter(), heads), 8),
-     (lambda heads: jspec.MixtureDrafter(heads, jspec.EarlyExitDrafter(1), 0.5), 3),
-     (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=2), 8),
-     (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=4), 3)],
-)  # fmt: skip
+    [
+        (lambda heads: heads, 3),
+        (lambda heads: jspec.FallbackDrafter(jspec.NGramDrafter(), heads), 8),
+        (lambda heads: jspec.MixtureDrafter(heads, jspec.EarlyExitDrafter(1), 0.5), 3),
+        (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=2), 8),
+        (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=4), 3),
+    ],
+)
 def test_heads_are_asked_for_no_more_tokens_than_they_guess(toy, prompts, answers, only_lengths, around, most):
     heads, calls = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0)), answers(1)
     jspec.speculative_generate(toy(0), around(heads), *prompts([4]), max_new_tokens=64, num_draft_tokens="auto")
@@ -316,8 +325,11 @@ def test_nothing_is_measured_inside_a_transformation(toy, prompts, answers):
     def auto(*batch):
         return jspec.speculative_generate(*models, *batch, max_new_tokens=8, num_draft_tokens="auto")
 
-    for call in (lambda: jax.jit(auto)(*batch), lambda: jax.jit(lambda: auto(*batch))(),
-                 lambda: jax.jit(jspec.tune)(*models, *batch)):  # fmt: skip
+    for call in (
+        lambda: jax.jit(auto)(*batch),
+        lambda: jax.jit(lambda: auto(*batch))(),
+        lambda: jax.jit(jspec.tune)(*models, *batch),
+    ):
         with pytest.raises(ValueError, match=r"cannot be done inside jax.jit .* call jspec.tune beforehand and pass"):
             call()
     assert not calls

@@ -16,18 +16,35 @@ _SPECULATORS = {"eagle3": "speculators", "eagle": FUSION}
 _ARCHITECTURES = {
     "speculators": {"Eagle3Speculator", "Eagle3DraftModel", "Eagle3LlamaForCausalLM"},
     "sglang": {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
-    "eagle": {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM",
-              "MistralForCausalLM"},
+    "eagle": {
+        "LlamaForCausalLMEagle",
+        "EagleLlamaForCausalLM",
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "MistralForCausalLM",
+    },
     FUSION: {"EagleSpeculator", "LlamaDecoderLayer"},
-}  # fmt: skip
+}
 _FAMILIES = {1: ("llama", "mistral", "qwen2"), 3: ("llama", "qwen3")}
 # Optional fields with one supported value. They belong to parallel drafting, HASS and legacy SGLang.
-_FIXED = {"mask_token_id": None, "parallel_drafting": False, "add_para_norm": False, "use_aux_norm": False,
-          "logit_scale": 1.0, "layernorms": False}  # fmt: skip
+_FIXED = {
+    "mask_token_id": None,
+    "parallel_drafting": False,
+    "add_para_norm": False,
+    "use_aux_norm": False,
+    "logit_scale": 1.0,
+    "layernorms": False,
+}
 _FIXED_3 = {"bias": False, "qkv_bias": False}
-_FIXED_NVIDIA = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-                 "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
-                 "has_lm_head": True}  # fmt: skip
+_FIXED_NVIDIA = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "has_lm_head": True,
+}
 _UNUSED_NVIDIA = {"parallel_draft_heads_num_layers"}
 
 
@@ -53,8 +70,10 @@ def layout_of(raw: Fields, names: Collection[str]) -> str:
         layout = "eagle" if "fc.weight" in names or any("Eagle" in str(one) for one in architectures) else None
     if layout is None or not set(map(str, architectures)) <= _ARCHITECTURES[layout]:
         said = f"speculators_model_type {kind!r} and " if kind is not None else ""
-        raise CheckpointError(f"it has {said}architectures {architectures}, which is no EAGLE head of one Llama layer; "
-                              "load what belongs to EAGLE-1, EAGLE-3 or 3.1 of a Llama, Mistral or Qwen.")  # fmt: skip
+        raise CheckpointError(
+            f"it has {said}architectures {architectures}, which is no EAGLE head of one Llama layer; "
+            "load what belongs to EAGLE-1, EAGLE-3 or 3.1 of a Llama, Mistral or Qwen."
+        )
     return layout
 
 
@@ -80,8 +99,10 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleC
     inner = _nvidia(raw)
     flags = {name: _flag(raw, inner, name) for name in FLAGS}
     if layout == "speculators" and raw.get(FLAGS[0]) is None:
-        raise CheckpointError(f"{FLAGS[0]} is missing, which vLLM takes for true and speculators for false; add the "
-                              "value with which the head was trained.")  # fmt: skip
+        raise CheckpointError(
+            f"{FLAGS[0]} is missing, which vLLM takes for true and speculators for false; add the "
+            "value with which the head was trained."
+        )
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise CheckpointError("norm_before_fc and fc_norm are both true; a head has one of them: keep its own.")
     target_size = integer(raw, "target_hidden_size", layer.hidden_size)
@@ -100,19 +121,25 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
         if raw.get("transformer_layer_architecture") != "auto":
             check_supported(raw, {"transformer_layer_architecture": "LlamaDecoderLayer"})
     elif flag(raw, "tie_word_embeddings"):
-        raise CheckpointError("tie_word_embeddings is true, which SGLang reads and others do not; set it to false if "
-                              "the head's output is not its embedding.")  # fmt: skip
+        raise CheckpointError(
+            "tie_word_embeddings is true, which SGLang reads and others do not; set it to false if "
+            "the head's output is not its embedding."
+        )
     known = _FAMILIES[generation]
     if fields.get("model_type") not in known:
-        raise CheckpointError(f"model_type of its layer is {fields.get('model_type')!r}; expected one of "
-                              f"{', '.join(known)}: choose a head made of such a layer.")  # fmt: skip
+        raise CheckpointError(
+            f"model_type of its layer is {fields.get('model_type')!r}; expected one of "
+            f"{', '.join(known)}: choose a head made of such a layer."
+        )
     if fields["model_type"] == "llama":
         check_supported(fields, {"sliding_window": None})
-    layer = parse_config({key: value for key, value in fields.items() if key != "architectures"}
-                         | {"tie_word_embeddings": False})  # fmt: skip
+    layer = parse_config(
+        {key: value for key, value in fields.items() if key != "architectures"} | {"tie_word_embeddings": False}
+    )
     if layer.num_hidden_layers != 1:
-        raise CheckpointError(f"num_hidden_layers is {layer.num_hidden_layers}; heads of one layer are supported: "
-                              "choose such a head.")  # fmt: skip
+        raise CheckpointError(
+            f"num_hidden_layers is {layer.num_hidden_layers}; heads of one layer are supported: choose such a head."
+        )
     return dataclasses.replace(layer, qkv_bias=generation == 1 and flag(fields, "qkv_bias"))
 
 
@@ -123,8 +150,9 @@ def _nvidia(raw: Fields) -> Fields:
     known = {IDS, *FLAGS, *_FIXED_NVIDIA, *_UNUSED_NVIDIA}
     if not isinstance(inner, dict) or set(inner) - known:
         found = listing(set(inner) - known) if isinstance(inner, dict) else repr(inner)
-        raise CheckpointError(f"{NVIDIA} has unknown {found}; expected an object of {listing(known, 20)}: choose a "
-                              "head without it.")  # fmt: skip
+        raise CheckpointError(
+            f"{NVIDIA} has unknown {found}; expected an object of {listing(known, 20)}: choose a head without it."
+        )
     check_supported(inner, _FIXED_NVIDIA)
     return inner
 
@@ -142,8 +170,9 @@ def _flag(raw: Fields, inner: Fields, name: str) -> bool:
 def _draft_vocab(raw: Fields, layer: LlamaConfig, names: Collection[str]) -> int | None:
     count = integer(raw, "draft_vocab_size", layer.vocab_size)
     if count > layer.vocab_size:
-        raise CheckpointError(f"draft_vocab_size {count} is more than vocab_size {layer.vocab_size}; restore the "
-                              "head's own config.json.")  # fmt: skip
+        raise CheckpointError(
+            f"draft_vocab_size {count} is more than vocab_size {layer.vocab_size}; restore the head's own config.json."
+        )
     return count if count < layer.vocab_size or TARGET_IDS in names else None
 
 
@@ -155,13 +184,16 @@ def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, 
     """
     found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
     if len(found) > 1:
-        raise CheckpointError(f"{IDS} are {raw[IDS]} and, in {NVIDIA}, {inner[IDS]}; the latter name what leaves a "
-                              "layer and so must be one less: keep the head's own.")  # fmt: skip
+        raise CheckpointError(
+            f"{IDS} are {raw[IDS]} and, in {NVIDIA}, {inner[IDS]}; the latter name what leaves a "
+            "layer and so must be one less: keep the head's own."
+        )
     features = found.pop() if found else _usual_features(num_layers)
     count = integer(raw, "num_aux_hidden_states", len(features))
     if count != len(features):
-        raise CheckpointError(f"num_aux_hidden_states is {count} and {IDS} name {len(features)} states; keep the "
-                              "head's own.")  # fmt: skip
+        raise CheckpointError(
+            f"num_aux_hidden_states is {count} and {IDS} name {len(features)} states; keep the head's own."
+        )
     return features
 
 
@@ -169,18 +201,24 @@ def _ids(place: Fields) -> list[int]:
     ids = place[IDS]
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
     if not whole or sorted(set(ids)) != ids:
-        raise CheckpointError(f"{IDS} is {ids!r}; expected layers in ascending order, none twice, as they are read: "
-                              "restore the head's own config.json.")  # fmt: skip
+        raise CheckpointError(
+            f"{IDS} is {ids!r}; expected layers in ascending order, none twice, as they are read: "
+            "restore the head's own config.json."
+        )
     return ids
 
 
 def _usual_features(num_layers: int | None) -> tuple[int, ...]:
     """Return the features that Li et al. 2025 use: the inputs of layers 2, L // 2 and L - 3."""
     if num_layers is None:
-        raise CheckpointError(f"config.json has no {IDS}, and which layers are usual depends on the target; pass the "
-                              "target, as in load(path, target).")  # fmt: skip
+        raise CheckpointError(
+            f"config.json has no {IDS}, and which layers are usual depends on the target; pass the "
+            "target, as in load(path, target)."
+        )
     features = 2, num_layers // 2, num_layers - 3
     if sorted(set(features)) != list(features):
-        raise CheckpointError(f"config.json has no {IDS}, and the usual {list(features)} of a target of {num_layers} "
-                              "layers are not three in ascending order; add those it was trained with.")  # fmt: skip
+        raise CheckpointError(
+            f"config.json has no {IDS}, and the usual {list(features)} of a target of {num_layers} "
+            "layers are not three in ascending order; add those it was trained with."
+        )
     return features

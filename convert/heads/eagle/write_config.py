@@ -22,19 +22,27 @@ def check_format(config: EagleConfig, layout: str) -> None:
     generation = LAYOUTS[layout].generation
     if config.generation != generation:
         fitting = [name for name in FORMATS if LAYOUTS[name].generation == config.generation]
-        raise CheckpointError(f"{layout} files hold heads of generation {generation} and this is of generation "
-                              f"{config.generation}; choose {' or '.join(fitting)}.")  # fmt: skip
+        raise CheckpointError(
+            f"{layout} files hold heads of generation {generation} and this is of generation "
+            f"{config.generation}; choose {' or '.join(fitting)}."
+        )
     if config.generation == 1 and (config.draft_vocab_size is not None or config.own_head):
-        raise CheckpointError("eagle files have no output head, for it is the target's; this head has one of its own, "
-                              "which only a head of generation 3 can be saved with.")  # fmt: skip
+        raise CheckpointError(
+            "eagle files have no output head, for it is the target's; this head has one of its own, "
+            "which only a head of generation 3 can be saved with."
+        )
     if config.generation == 3 and (sorted(set(config.features)) != list(config.features) or config.features[0] < 0):
-        raise CheckpointError(f"features is {config.features}; {layout} files name layers in ascending order, none "
-                              "twice: make a head with such features.")  # fmt: skip
+        raise CheckpointError(
+            f"features is {config.features}; {layout} files name layers in ascending order, none "
+            "twice: make a head with such features."
+        )
     if config.norm_before_fc and config.fc_norm:
         raise CheckpointError("norm_before_fc and fc_norm are both true, which no program reads; use one of them.")
     if unread := [name for name, wanted in _unread(config, layout).items() if wanted]:
-        raise CheckpointError(f"programs that read {layout} files do not read {', '.join(unread)} and would compute "
-                              "something else; choose another format or a head without that.")  # fmt: skip
+        raise CheckpointError(
+            f"programs that read {layout} files do not read {', '.join(unread)} and would compute "
+            "something else; choose another format or a head without that."
+        )
 
 
 def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
@@ -43,12 +51,18 @@ def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
     alone = layer.qkv_bias and not layer.attention_bias
     if layout == "speculators":
         return {"biases on q, k and v alone": alone}
-    both = {"attention_bias": layer.attention_bias, "mlp_bias": layer.mlp_bias,
-            "the norms of queries and keys": layer.qk_norm}  # fmt: skip
+    both = {
+        "attention_bias": layer.attention_bias,
+        "mlp_bias": layer.mlp_bias,
+        "the norms of queries and keys": layer.qk_norm,
+    }
     if layout == "eagle":
         return both
-    return both | {"biases on q, k and v alone": alone, "norm_before_residual": config.norm_before_residual,
-                   "features that begin with what enters layer 0": config.features[0] == 0}  # fmt: skip
+    return both | {
+        "biases on q, k and v alone": alone,
+        "norm_before_residual": config.norm_before_residual,
+        "features that begin with what enters layer 0": config.features[0] == 0,
+    }
 
 
 def describe(
@@ -86,8 +100,10 @@ def _means(raw: Fields, config: EagleConfig, names: Collection[str]) -> bool:
 
 def _merged(made: Fields, kept: Fields) -> Fields:
     """Return `made` updated with the fields of `kept`; sections are merged field by field."""
-    both = {key: _merged(made[key], value) if isinstance(made.get(key), dict) and isinstance(value, dict) else value
-            for key, value in kept.items()}  # fmt: skip
+    both = {
+        key: _merged(made[key], value) if isinstance(made.get(key), dict) and isinstance(value, dict) else value
+        for key, value in kept.items()
+    }
     return {**made, **both}
 
 
@@ -126,12 +142,24 @@ def _flat(config: EagleConfig, layout: str) -> Fields:
     """Return a Llama's fields with the head's fields at the same level."""
     layer = _layer(config)
     if layout == "eagle":
-        return {"architectures": ["LlamaForCausalLM"], **layer, "bias": config.fc_bias,
-                "qkv_bias": config.layer.qkv_bias}  # fmt: skip
-    inner = {IDS: [i - 1 for i in config.features], "use_aux_hidden_state": True,
-             "norm_before_fc": config.norm_before_fc}  # fmt: skip
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            **layer,
+            "bias": config.fc_bias,
+            "qkv_bias": config.layer.qkv_bias,
+        }
+    inner = {
+        IDS: [i - 1 for i in config.features],
+        "use_aux_hidden_state": True,
+        "norm_before_fc": config.norm_before_fc,
+    }
     flags = _flags(config)
     if config.draft_vocab_size is None and not config.own_head:
         flags["draft_vocab_size"] = None  # SGLang then shares the target's head; with a number it makes a random one
-    return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **flags,
-            "num_aux_hidden_states": len(config.features), NVIDIA: inner}  # fmt: skip
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer,
+        **flags,
+        "num_aux_hidden_states": len(config.features),
+        NVIDIA: inner,
+    }

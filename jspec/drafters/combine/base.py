@@ -60,16 +60,20 @@ class PairDrafter:
         self, state: tuple[Any, Any], tokens: Array, start: Array, count: Array, **target_signals: Any
     ) -> tuple[Any, Any]:
         """Prefill the next piece with both. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
-        first, second = (prefill_chunk(part, own, tokens, start, count, **self._signals_for(part, target_signals))
-                         for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
+        first, second = (
+            prefill_chunk(part, own, tokens, start, count, **self._signals_for(part, target_signals))
+            for part, own in zip((self.first, self.second), state, strict=True)
+        )
         return first, second
 
     def commit(
         self, state: tuple[Any, Any], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
     ) -> tuple[Any, Any]:
         """Pass the verified draft to both, regardless of which one proposed it."""
-        first, second = (part.commit(own, draft, verdict, hidden, **self._signals_for(part, target_signals))
-                         for part, own in zip((self.first, self.second), state, strict=True))  # fmt: skip
+        first, second = (
+            part.commit(own, draft, verdict, hidden, **self._signals_for(part, target_signals))
+            for part, own in zip((self.first, self.second), state, strict=True)
+        )
         return first, second
 
     def _signals_for(self, part: Any, target_signals: dict[str, Any]) -> dict[str, Any]:

@@ -122,10 +122,15 @@ class CascadeDrafter:
         lengths = context.lengths + counts
         noise = slice_rows(context.noise, counts, k + 1)
         # The tokens that the target may have added since the last draft are followed by one that `middle` has added.
-        inner = dataclasses.replace(context, tokens=progress.tokens, lengths=lengths, noise=noise,
-                                    token_counts=progress.token_counts,
-                                    target=TargetView(self.middle, progress.cache, context.unread),
-                                    unread=context.unread + 1)  # fmt: skip
+        inner = dataclasses.replace(
+            context,
+            tokens=progress.tokens,
+            lengths=lengths,
+            noise=noise,
+            token_counts=progress.token_counts,
+            target=TargetView(self.middle, progress.cache, context.unread),
+            unread=context.unread + 1,
+        )
         guess, small = self.small.propose(progress.small, inner, k)
         guess = as_draft(self.small, guess, inner, k)
         tokens = write_rows(progress.tokens, guess.tokens, lengths)

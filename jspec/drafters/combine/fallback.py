@@ -66,7 +66,9 @@ def _propose_padded(part: Any, state: Any, context: Context, num_draft_tokens: i
     draft, state = part.propose(state, part_context, count)
     draft, missing = as_draft(part, draft, part_context, count), num_draft_tokens - count
     if draft.probs is None:
-        raise ValueError(f"{type(part).__name__} drafts tokens without their laws, and a FallbackDrafter tells by laws "
-                         "which part has a guess; give probs.")  # fmt: skip
+        raise ValueError(
+            f"{type(part).__name__} drafts tokens without their laws, and a FallbackDrafter tells by laws "
+            "which part has a guess; give probs."
+        )
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, missing)))
     return Draft(tokens, jnp.pad(draft.probs, ((0, 0), (0, missing), (0, 0)))), state

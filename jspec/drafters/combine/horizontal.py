@@ -36,8 +36,10 @@ class HorizontalDrafter(PairDrafter):
         super().__post_init__()
         check_count("at", self.at)
         if features_of(self.second):
-            raise TypeError(f"second is of type {type(self.second).__name__}, which reads states of the target, and of "
-                            "what first drafts it has none; use it as first.")  # fmt: skip
+            raise TypeError(
+                f"second is of type {type(self.second).__name__}, which reads states of the target, and of "
+                "what first drafts it has none; use it as first."
+            )
 
     @property
     def max_chain_length(self) -> float:

@@ -38,9 +38,11 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[A
         for name in ("first", "second"):
             part = getattr(self, name)
             if hasattr(part, "propose") and not hasattr(part, "extend"):
-                raise TypeError(f"{name} is of type {type(part).__name__}, which does not give its law token by token, "
-                                "as a mixture needs it; use a jspec.drafters.AutoregressiveDrafter, or "
-                                "FallbackDrafter.")  # fmt: skip
+                raise TypeError(
+                    f"{name} is of type {type(part).__name__}, which does not give its law token by token, "
+                    "as a mixture needs it; use a jspec.drafters.AutoregressiveDrafter, or "
+                    "FallbackDrafter."
+                )
         if isinstance(self.weight, numbers.Real | str):
             _check_weight(self.weight)
             object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program

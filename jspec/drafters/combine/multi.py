@@ -78,8 +78,10 @@ class MultiDrafter:
         fields = {"num_drafts": len(self.drafts), "num_draft_tokens": self.num_draft_tokens}
         for draft in self.drafts:
             if not isinstance(draft, ModelDrafter):
-                raise TypeError(f"Of several drafters only models are saved together, and one is of type "
-                                f"{type(draft).__name__}; save it by itself.")  # fmt: skip
+                raise TypeError(
+                    f"Of several drafters only models are saved together, and one is of type "
+                    f"{type(draft).__name__}; save it by itself."
+                )
         with head_files.new_own(Path(path), _KIND, fields) as directory:
             for i, draft in enumerate(self.drafts):
                 draft.save(directory / str(i))
@@ -121,8 +123,10 @@ class MultiDrafter:
         self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **target_signals: Any
     ) -> tuple[Any, ...]:
         """Prefill the next piece with all drafters. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
-        return tuple(prefill_chunk(part, own, tokens, start, count, **signals_for(part, self.features, target_signals))
-                     for part, own in zip(self.drafts, state, strict=True))  # fmt: skip
+        return tuple(
+            prefill_chunk(part, own, tokens, start, count, **signals_for(part, self.features, target_signals))
+            for part, own in zip(self.drafts, state, strict=True)
+        )
 
     def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
         """Draft with one drafter after another, each with its own noise.

@@ -76,8 +76,10 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     def begin(self, state: LastState, context: Context, tree: Tree) -> tuple[Array, tuple[LastState, Array]]:
         count, depth = self.num_heads, tree.max_depth
         if depth > count:
-            raise ValueError(f"{type(self).__name__} has {count} heads, and a draft of {depth} tokens in a row needs "
-                             f"as many; draft at most {count}.")  # fmt: skip
+            raise ValueError(
+                f"{type(self).__name__} has {count} heads, and a draft of {depth} tokens in a row needs "
+                f"as many; draft at most {count}."
+            )
         x = context.target.model.norm(state.hidden)[:, None]
         logits, carry = self.first(x, context, depth)
         return jnp.where(state.known[:, None], logits, -jnp.inf), (state, carry)
@@ -122,5 +124,7 @@ def at_depth(logits: Array, level: Level, tokens: Array) -> Array:
 def check_hidden_size(user: str, size: int, target: Any) -> None:
     """Raise ValueError unless the target's hidden size is the one that `user` was made for."""
     if size != target.config.hidden_size:
-        raise ValueError(f"{user} was made for a hidden size of {size}, and the target's is "
-                         f"{target.config.hidden_size}; use one that was trained for this target.")  # fmt: skip
+        raise ValueError(
+            f"{user} was made for a hidden size of {size}, and the target's is "
+            f"{target.config.hidden_size}; use one that was trained for this target."
+        )

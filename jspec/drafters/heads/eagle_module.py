@@ -157,14 +157,20 @@ def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
 def check_target_of(config: EagleConfig, target: Any) -> None:
     """Raise ValueError unless a head of `config` was made for a target of these sizes."""
     sizes = target.config
-    wants = [("hidden size", config.target_hidden_size, sizes.hidden_size),
-             ("vocabulary", config.layer.vocab_size, sizes.vocab_size)]  # fmt: skip
+    wants = [
+        ("hidden size", config.target_hidden_size, sizes.hidden_size),
+        ("vocabulary", config.layer.vocab_size, sizes.vocab_size),
+    ]
     if not config.own_embedding or not config.own_head:
         wants.append(("width of embeddings", config.layer.hidden_size, sizes.hidden_size))
     for name, own, found in wants:
         if own != found:
-            raise ValueError(f"The EAGLE head was made for a target whose {name} is {own}, and this target's is "
-                             f"{found}; use the head that was trained for it.")  # fmt: skip
+            raise ValueError(
+                f"The EAGLE head was made for a target whose {name} is {own}, and this target's is "
+                f"{found}; use the head that was trained for it."
+            )
     if max(config.features) > sizes.num_hidden_layers:
-        raise ValueError(f"The EAGLE head reads what enters layer {max(config.features)}, and this target has "
-                         f"{sizes.num_hidden_layers} layers; use the head that was trained for it.")  # fmt: skip
+        raise ValueError(
+            f"The EAGLE head reads what enters layer {max(config.features)}, and this target has "
+            f"{sizes.num_hidden_layers} layers; use the head that was trained for it."
+        )

@@ -102,9 +102,13 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
         return len(self.heads)
 
     def described(self) -> Fields:
-        return {"num_heads": self.num_heads, "num_blocks": 1 + len(self.heads[0].blocks),
-                "own_head": self.vocab_size is not None, "hidden_size": self.hidden_size,
-                "vocab_size": self.vocab_size}  # fmt: skip
+        return {
+            "num_heads": self.num_heads,
+            "num_blocks": 1 + len(self.heads[0].blocks),
+            "own_head": self.vocab_size is not None,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+        }
 
     def first(self, x: Array, context: Context, depth: int) -> tuple[Array, Array]:
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)

@@ -26,8 +26,10 @@ from jspec.models.kv_cache import KVCache, empty_cache, enlarged
 from jspec.models.layers import RMSNorm, add_and_norm
 from jspec.models.rope import rope_tables
 
-_ATTENTION = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
-              "rope_theta", "rope_scaling")  # fmt: skip
+_ATTENTION = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "attention_bias", "rope_theta", "rope_scaling"),
+)
 
 
 class Adapter(nnx.Module):

@@ -42,8 +42,11 @@ def save(
     """Save heads. See `MedusaDrafter.save`."""
     if layout not in FORMATS:
         raise CheckpointError(f"format {layout!r} is unknown; choose one of {', '.join(FORMATS)}.")
-    arrays = {f"{i}.{name}": np.ascontiguousarray(np.asarray(leaf[...]).T)
-              for i, head in enumerate(heads) for name, leaf in _leaves(head).items()}  # fmt: skip
+    arrays = {
+        f"{i}.{name}": np.ascontiguousarray(np.asarray(leaf[...]).T)
+        for i, head in enumerate(heads)
+        for name, leaf in _leaves(head).items()
+    }
     arrays = as_stored(arrays, None if origin is None else origin.dtype)
     # If heads were trained with their target, the names and config of their files describe both.
     same = origin is not None and origin.layout == layout and origin.prefix != MEDUSA
@@ -57,11 +60,15 @@ def save(
 
 def _check_target_of(config: MedusaConfig, target: Any) -> None:
     sizes = target.config
-    for name, own, found in (("hidden size", config.hidden_size, sizes.hidden_size),
-                             ("vocabulary", config.vocab_size, sizes.vocab_size)):  # fmt: skip
+    for name, own, found in (
+        ("hidden size", config.hidden_size, sizes.hidden_size),
+        ("vocabulary", config.vocab_size, sizes.vocab_size),
+    ):
         if own != found:
-            raise ValueError(f"The Medusa heads were made for a target whose {name} is {own}, and this target's is "
-                             f"{found}; use those that were trained for it.")  # fmt: skip
+            raise ValueError(
+                f"The Medusa heads were made for a target whose {name} is {own}, and this target's is "
+                f"{found}; use those that were trained for it."
+            )
 
 
 def _leaves(head: nnx.Module) -> dict[str, Any]:

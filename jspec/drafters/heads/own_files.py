@@ -98,12 +98,16 @@ def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> No
     """
     if math.prod(parts.values()) > num_tensors:
         expected = ", ".join(f"{name} {size}" for name, size in parts.items())
-        raise CheckpointError(f"{directory} has {num_tensors} tensors, but its config.json says {expected}; restore "
-                              "the one that belongs to them.")  # fmt: skip
+        raise CheckpointError(
+            f"{directory} has {num_tensors} tensors, but its config.json says {expected}; restore "
+            "the one that belongs to them."
+        )
 
 
 def _check_target(user: str, raw: Fields, wanted: Fields) -> None:
     for name, value in wanted.items():
         if raw.get(name) != value:
-            raise ValueError(f"{user} was made for a target whose {name} is {raw.get(name)!r}, and this target's is "
-                             f"{value!r}; use one that was trained for it.")  # fmt: skip
+            raise ValueError(
+                f"{user} was made for a target whose {name} is {raw.get(name)!r}, and this target's is "
+                f"{value!r}; use one that was trained for it."
+            )

@@ -62,8 +62,10 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
         check_layers(view.model, type(self).__name__)
         depth = len(view.model.layers)
         if self.num_layers > depth:
-            raise ValueError(f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
-                             f"{type(view.model).__name__} of {depth} layers; use at most as many.")  # fmt: skip
+            raise ValueError(
+                f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
+                f"{type(view.model).__name__} of {depth} layers; use at most as many."
+            )
         block, start, last = last_tokens(context.tokens, context.lengths, view.unread)
         own = view.model.new_cache(context.lengths.size, view.unread + tree.size - 1)
         hidden, own = run_layers(self.layers, block, own, start, start, context)
@@ -97,12 +99,12 @@ def run_layers(
         start: ``int32[B]``, the position of the first slot of `own`. The target's cache holds all earlier positions.
     """
     view = context.target
-    return view.model.forward(tokens, own, at, layers=layers, past=(view.cache, start),
-                              **Branches.argument(branches))  # fmt: skip
+    return view.model.forward(tokens, own, at, layers=layers, past=(view.cache, start), **Branches.argument(branches))
 
 
 def check_layers(model: Any, user: str) -> None:
     """Raise TypeError unless `model` has layers that can be run one by one, as `user` requires."""
     if not hasattr(model, "layers"):
-        raise TypeError(f"{user} runs layers of a jspec.Llama, and {type(model).__name__} has no `layers`; "
-                        "use another drafter.")  # fmt: skip
+        raise TypeError(
+            f"{user} runs layers of a jspec.Llama, and {type(model).__name__} has no `layers`; use another drafter."
+        )

@@ -114,11 +114,15 @@ def as_part(name: str, draft: Any, forwards_signals: bool = False) -> Any:
     """
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:
-        raise TypeError(f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
-                        "combined; pass a drafter of chains, such as that which draws the tree's tokens.")  # fmt: skip
+        raise TypeError(
+            f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
+            "combined; pass a drafter of chains, such as that which draws the tree's tokens."
+        )
     if embeddings_of(drafter) is not None or (
         not forwards_signals and (features_of(drafter) or num_likeliest_of(drafter))
     ):
-        raise TypeError(f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
-                        "and here nobody would tell it; use it by itself, or in a FallbackDrafter.")  # fmt: skip
+        raise TypeError(
+            f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
+            "and here nobody would tell it; use it by itself, or in a FallbackDrafter."
+        )
     return drafter

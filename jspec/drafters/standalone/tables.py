@@ -72,8 +72,10 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
                 or the bigram table would not fit in 1 GiB.
         """
         if 4 * vocab_size**2 > _MOST_BYTES:
-            raise ValueError(f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
-                             "GiB; use UnigramDrafter or NGramDrafter with so large a vocabulary.")  # fmt: skip
+            raise ValueError(
+                f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
+                "GiB; use UnigramDrafter or NGramDrafter with so large a vocabulary."
+            )
         tokens = checked_tokens(tokens, vocab_size, 2)
         counts = np.zeros((vocab_size, vocab_size))
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
@@ -110,9 +112,12 @@ def checked_tokens(tokens: Any, vocab_size: int, least: int) -> np.ndarray:
     """
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < least:
-        raise ValueError(f"tokens must be at least {least} token ids in one dimension; "
-                         f"got {tokens.dtype} of shape {tokens.shape}.")  # fmt: skip
+        raise ValueError(
+            f"tokens must be at least {least} token ids in one dimension; got {tokens.dtype} of shape {tokens.shape}."
+        )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(f"tokens reach from {tokens.min()} to {tokens.max()}, outside the vocabulary of {vocab_size}; "
-                         "encode them with the target's tokenizer.")  # fmt: skip
+        raise ValueError(
+            f"tokens reach from {tokens.min()} to {tokens.max()}, outside the vocabulary of {vocab_size}; "
+            "encode them with the target's tokenizer."
+        )
     return tokens

@@ -71,11 +71,15 @@ class DynamicTreeDrafter(WrapperDrafter):
             check_count(name, getattr(self, name))
         most = self.width + self.width**2 * (self.max_depth - 1)
         if self.num_nodes > most:
-            raise ValueError(f"num_nodes={self.num_nodes} is more than the {most} that a search of width={self.width} "
-                             f"and max_depth={self.max_depth} looks at; use fewer, or a wider search.")  # fmt: skip
+            raise ValueError(
+                f"num_nodes={self.num_nodes} is more than the {most} that a search of width={self.width} "
+                f"and max_depth={self.max_depth} looks at; use fewer, or a wider search."
+            )
         if self.num_nodes < self.max_depth:
-            raise ValueError(f"max_depth={self.max_depth} cannot be reached with num_nodes={self.num_nodes}; use at "
-                             "least as many nodes as levels.")  # fmt: skip
+            raise ValueError(
+                f"max_depth={self.max_depth} cannot be reached with num_nodes={self.num_nodes}; use at "
+                "least as many nodes as levels."
+            )
 
     @property
     def tree(self) -> DynamicTree:
@@ -151,8 +155,12 @@ class DynamicTreeDrafter(WrapperDrafter):
     def _likeliest(self, pool: _Pool) -> tuple[Draft, Array]:
         """Return the best nodes as a draft, parents first, and the slots of these nodes, ``int32[B, N + 1]``."""
         batch, missing = len(pool.scores), max(0, self.num_nodes - pool.scores.shape[1])
-        padding = _Pool(*(jnp.full((batch, missing), value, leaf.dtype) for value, leaf in
-                          zip((-jnp.inf, 0, -1, 0), jax.tree.leaves(pool), strict=True)))  # fmt: skip
+        padding = _Pool(
+            *(
+                jnp.full((batch, missing), value, leaf.dtype)
+                for value, leaf in zip((-jnp.inf, 0, -1, 0), jax.tree.leaves(pool), strict=True)
+            )
+        )
         pool = jax.tree.map(_joined, pool, padding)
         # A parent is at least as likely as its child and comes before it, so the parent is chosen first if they tie.
         chosen = jnp.sort(lax.top_k(pool.scores, self.num_nodes)[1], axis=1)

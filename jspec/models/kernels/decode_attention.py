@@ -64,8 +64,11 @@ def decode_attention(
     def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(qkv).manual_axis_type)
 
-    results = [like(keys.shape, keys.dtype), like(values.shape, values.dtype),
-               like((shares, batch, rows, heads, size), jnp.float32 if shares > 1 else qkv.dtype)]  # fmt: skip
+    results = [
+        like(keys.shape, keys.dtype),
+        like(values.shape, values.dtype),
+        like((shares, batch, rows, heads, size), jnp.float32 if shares > 1 else qkv.dtype),
+    ]
     if shares > 1:
         results += [like((shares, batch, rows, heads), jnp.float32)] * 2
     keys, values, mixed, *weights = pl.pallas_call(
@@ -120,9 +123,20 @@ class _Sums(NamedTuple):
     weight: Array
 
 
-def _kernel(positions_ref: Any, cos_ref: Any, sin_ref: Any, qkv_ref: Any, keys_ref: Any, values_ref: Any,
-            new_keys_ref: Any, new_values_ref: Any, sums_ref: Any, *weight_refs: Any,
-            sizes: tuple[int, int, int], shares: int) -> None:  # fmt: skip
+def _kernel(
+    positions_ref: Any,
+    cos_ref: Any,
+    sin_ref: Any,
+    qkv_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    new_keys_ref: Any,
+    new_values_ref: Any,
+    sums_ref: Any,
+    *weight_refs: Any,
+    sizes: tuple[int, int, int],
+    shares: int,
+) -> None:
     """Run one program on the array parts that `_specs` assigns to it."""
     heads, groups, size = sizes
     steps, ratio, slots = positions_ref.shape[0], heads // groups, keys_ref.shape[1]

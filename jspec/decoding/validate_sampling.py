@@ -1,0 +1,80 @@
+"""Validation of sampling parameters. Values are checked if they are known, as in `validate_arguments`."""
+
+import reprlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.sampling import SamplingParams
+from jspec.core.transfers import values_if_known
+
+# For each name, a description of the allowed values, and a test for a NumPy array of values.
+RANGES = {
+    "temperature": ("at least 0 and finite (0 is greedy)", lambda x: np.isfinite(x) & (x >= 0)),
+    "draft_temperature": ("at least 0 and finite, or None for the target's", lambda x: np.isfinite(x) & (x >= 0)),
+    "draft_top_p": ("above 0 and at most 1, or None for the target's", lambda x: (x > 0) & (x <= 1)),
+    "top_k": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
+    "top_p": ("above 0 and at most 1 (1 is off)", lambda x: (x > 0) & (x <= 1)),
+    "min_p": ("between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
+    # Outside these bounds a penalised logit could overflow, and the error would blame the model.
+    "repetition_penalty": ("between 0.001 and 1000 (1 is off)", lambda x: (x >= 1e-3) & (x <= 1e3)),
+    "presence_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
+    "frequency_penalty": ("between -1e6 and 1e6 (0 is off)", lambda x: np.abs(x) <= 1e6),
+    "max_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
+    "min_tokens": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31)),
+}
+
+
+def check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
+    """Raise ValueError or TypeError for the first invalid sampling parameter of a batch."""
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be a jspec.SamplingParams, not of type {type(sampling).__name__}.")
+    for name, (allowed, test) in RANGES.items():
+        value = getattr(sampling, name)
+        if name.startswith("draft_") and value is None:
+            continue
+        if not _is_number(value) or np.shape(value) not in ((), (batch,)):
+            raise ValueError(
+                f"{name} must be a number, or a list or array of shape [{batch}] with one for each row; "
+                f"got {_describe(value)}."
+            )
+        values = values_if_known(value)
+        if values is not None and not (good := np.atleast_1d(test(_rounded(name, values)))).all():
+            raise ValueError(f"{name} must be {allowed}; got {np.atleast_1d(values)[~good][0]}.")
+    bias = sampling.logit_bias
+    if bias is None:
+        return
+    if not _is_number(bias) or np.shape(bias) not in ((vocab_size,), (batch, vocab_size)):
+        raise ValueError(
+            f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V); "
+            f"got {_describe(bias)}; for a few tokens set their entries of "
+            f"np.zeros({vocab_size})."
+        )
+    values = values_if_known(bias)
+    if values is not None:
+        values = _rounded("logit_bias", values)
+    if values is not None and (np.isnan(values).any() or np.isposinf(values).any()):
+        raise ValueError("logit_bias must be finite, or -inf to forbid a token; got NaN or +inf.")
+    if values is not None and np.isneginf(values).all(axis=-1).any():
+        raise ValueError("logit_bias forbids every token (-inf everywhere); leave at least one possible.")
+
+
+def _rounded(name: str, values: np.ndarray) -> np.ndarray:
+    """Return `values` in the program's dtype, in which 1e39 is infinite."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.int64 if name.endswith("_tokens") and values.dtype.kind in "iu" else np.float32)
+
+
+def _is_number(value: Any) -> bool:
+    if value is None:
+        return False
+    try:
+        dtype = jnp.result_type(value)
+    except TypeError:
+        return False
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _describe(value: Any) -> str:
+    return f"shape {np.shape(value)}" if _is_number(value) else reprlib.repr(value)
