@@ -58,8 +58,6 @@ def commands():
             listed = re.findall(r"\| `(?!python)([^`]+)`(?: \.\.\.)? \|$", text, re.MULTILINE)
             lines += [f"python -m bench {one}" for one in listed]
         for line in lines:
-            for command in re.split(r"&&| \| ", line):
-                yield pytest.param(command.strip(), id=f"{page}: {command.strip()}")
 
 
 @pytest.mark.parametrize("command", [*commands()])
@@ -139,3 +137,19 @@ def test_the_picture_is_that_of_a_run(quick_compile):
         for svg in (picture.picture(), picture.FILE.read_text(encoding="utf-8"))
     )
     assert fresh == committed
+
+
+def test_the_tables_of_modules_have_every_module_once():
+    page = PAGES["docs/how-it-works.md"].partition("\n## Modules\n")[2].partition("\n## ")[0]
+    tables = re.findall(r"^\| `(jspec/\w+/)` \| contents \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert len(tables) >= 5
+    for room, rows in tables:
+        modules = {str(file.relative_to(ROOT / room)) for file in (ROOT / room).rglob("*.py")}
+        named = re.findall(r"^\| `([\w/]+\.py)` \|", rows, re.MULTILINE)
+        assert sorted(named) == sorted(name for name in modules if not name.endswith("__init__.py"))
+
+
+def test_paths_of_modules_on_pages_exist():
+    for page, text in PAGES.items():
+        for path in re.findall(r"`((?:jspec|convert|bench|tests|pair)/[\w/]+\.py)`", text):
+            assert (ROOT / path).is_file(), f"{page} names {path}"
