@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -156,6 +157,8 @@ class _Load:
             try:
                 answer = await self._client.post("/v1/completions", json=asked)
                 self.outcomes[f"HTTP {answer.status_code}"] += "response_format" in asked
+                if answer.is_server_error:
+                    print(answer.status_code, answer.text, json.dumps(asked), file=sys.stderr)
             except httpx.HTTPError as error:
                 self.outcomes[type(error).__name__] += 1
 
