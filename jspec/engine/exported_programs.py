@@ -12,18 +12,17 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import flax
 import jax
-import jaxlib
 from jax import export
+from jaxlib.version import __version__ as jaxlib_version
 
 import convert
-import jspec
 
 _LOG = logging.getLogger("jspec")
 _SUFFIX = ".exported"
@@ -46,7 +45,7 @@ def through_cache(program: Callable[..., Any], arguments: tuple[Any, ...], *part
         arguments: pytrees of arrays, or of their shapes and dtypes.
         parts: hashable values, and pytree structures.
     """
-    leaves, structure = jax.tree.flatten(arguments)
+    leaves, structure = cast(tuple[list[Any], Any], jax.tree.flatten(arguments))
     path = _path(leaves, structure, parts)
     if path is None:
         return program
@@ -73,7 +72,7 @@ def _export(
     results: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
-        values, result = jax.tree.flatten(program(*jax.tree.unflatten(structure, leaves)))
+        values, result = cast(tuple[list[Any], Any], jax.tree.flatten(program(*jax.tree.unflatten(structure, leaves))))
         results.append(result)
         return values
 
@@ -81,21 +80,22 @@ def _export(
     return exported, results[-1]
 
 
-def _device(leaves: list[Any]) -> jax.Device:
+def _device(leaves: list[Any]) -> Any:
     """Return the device of the first array, or else JAX's default device."""
-    devices = (device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices())
-    return next(devices, None) or jax.devices()[0]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    return next(iter(cast(Iterable[Any], arrays[0].devices() if arrays else jax.devices())))
 
 
 def _platform(leaves: list[Any]) -> str:
     """Return the name of a device's platform in `jax.export`, which is "cuda" for what JAX otherwise calls "gpu"."""
-    platform = _device(leaves).platform
+    platform: str = _device(leaves).platform
     return export.default_export_platform() if platform == jax.default_backend() else platform
 
 
 def _path(leaves: list[Any], structure: Any, parts: tuple[Any, ...]) -> Path | None:
     """Return the file of a program, or None if it must not be stored."""
-    folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+    config: Any = jax.config
+    folder: str | None = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
     if not folder or "://" in folder or any(len(leaf.devices()) > 1 for leaf in leaves if isinstance(leaf, jax.Array)):
         return None
     packages, content = _pickled((structure, parts))
@@ -103,8 +103,9 @@ def _path(leaves: list[Any], structure: Any, parts: tuple[Any, ...]) -> Path | N
         return None
     device = _device(leaves)
     types = [str(jax.typeof(leaf)) if isinstance(leaf, jax.Array) else f"{leaf.shape}{leaf.dtype}" for leaf in leaves]
-    values = jax.config.values  # of this thread, where a setting has such a value
-    settings = [(name, getattr(jax.config, name, values[name])) for name in sorted(values) if "cache" not in name]
+    # Attributes of `jax.config` are this thread's values. A few settings have no attribute.
+    settings = [(name, getattr(config, name, config.values[name])) for name in sorted(config.values)]
+    settings = [(name, value) for name, value in settings if "cache" not in name]
     names = _code(), types, settings, device.platform, device.device_kind, os.environ.get("JSPEC_KERNELS")
     digest = hashlib.sha256(repr(names).encode() + content)
     return Path(folder) / f"{digest.hexdigest()}{_SUFFIX}"
@@ -113,9 +114,9 @@ def _path(leaves: list[Any], structure: Any, parts: tuple[Any, ...]) -> Path | N
 @functools.cache
 def _code() -> str:
     """Return a digest of the versions and the source code that programs are made from."""
-    digest = hashlib.sha256(repr((jax.__version__, jaxlib.__version__, flax.__version__)).encode())
-    for package in (jspec, convert):
-        for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
+    digest = hashlib.sha256(repr((jax.__version__, jaxlib_version, flax.__version__)).encode())
+    for folder in (Path(__file__).parents[1], Path(convert.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

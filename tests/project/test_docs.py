@@ -58,6 +58,8 @@ def commands():
             listed = re.findall(r"\| `(?!python)([^`]+)`(?: \.\.\.)? \|$", text, re.MULTILINE)
             lines += [f"python -m bench {one}" for one in listed]
         for line in lines:
+            for command in re.split(r"&&| \| ", line):
+                yield pytest.param(command.strip(), id=f"{page}: {command.strip()}")
 
 
 @pytest.mark.parametrize("command", [*commands()])
