@@ -37,9 +37,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 def need_matplotlib() -> None:
     """Exit before measuring anything if the results could not be plotted afterwards."""
     if importlib.util.find_spec("matplotlib") is None:
-        typer.echo(
-            'Every command draws its figures, and matplotlib is not installed: pip install -e ".[bench]"', err=True
-        )
+        typer.echo('Every command needs matplotlib, which is not installed; run pip install -e ".[bench]"', err=True)
         raise typer.Exit(1)
 
 
@@ -57,7 +55,7 @@ def latency(
     temperature: Temperature = 0.0,
     repeats: Repeats = 10,
     acceptance: Acceptance = None,
-    rivals: Annotated[bool, typer.Option(help="Also transformers, where torch is installed.")] = True,
+    rivals: Annotated[bool, typer.Option(help="Also transformers, if torch is installed.")] = True,
 ) -> None:
     """Tokens a second of whole calls: plain, speculative over K, transformers plain and assisted."""
     from bench import latency
@@ -148,7 +146,7 @@ def against(
     batch: Annotated[list[int], typer.Option("--batch", min=1, help="May be repeated.")] = [1, 8],  # noqa: B006
     repeats: Repeats = 20,
 ) -> None:
-    """Speed and texts of this checkout against those of another, in turns: plain, draft model, lookup."""
+    """Speed and output of this checkout against those of another, in turns: plain, draft model, lookup."""
     from bench import against
 
     against.run(base, pair, batch, repeats)
@@ -158,9 +156,9 @@ def against(
 def startup(
     pair: Pair = "bundled",
     target: Target = None,
-    server: Annotated[bool, typer.Option("--server", help="Only two starts of `jspec serve`.")] = False,
+    server: Annotated[bool, typer.Option("--server", help="Measure only two starts of `jspec serve`.")] = False,
 ) -> None:
-    """First call and time to the first token, with and without the persistent cache; a --target drafts by lookup."""
+    """First call and time to the first token, with and without the persistent cache; with --target, lookup drafts."""
     from bench import startup
 
     if server:
@@ -172,7 +170,7 @@ def startup(
 
 @app.command()
 def first_answer() -> None:
-    """Seconds from a clone to an answer of SmolLM2, in a fresh environment, and which of them are downloads."""
+    """Seconds from a clone to an answer by SmolLM2 in a fresh environment, and how many of them are downloads."""
     from bench import first_answer
 
     first_answer.run()
@@ -195,9 +193,9 @@ def agreement(
     k: Length = 4,
     new_tokens: NewTokens = 128,
 ) -> None:
-    """Greedy answers of a real model, by every way to draft, against transformers'; needs torch."""
+    """Greedy answers of a real model with every drafter, against those of transformers; needs torch."""
     if importlib.util.find_spec("torch") is None:
-        typer.echo("transformers decodes with torch, which is not installed: pip install torch", err=True)
+        typer.echo("transformers decodes with torch, which is not installed; run pip install torch", err=True)
         raise typer.Exit(1)
     from bench import agreement
 
@@ -215,7 +213,7 @@ def answers(
     repeats: Repeats = 5,
     temperature: Temperature = 0.0,
     head: Annotated[
-        Path | None, typer.Option("--head", metavar="DIR", exists=True, help="Trained for the target: also with it.")
+        Path | None, typer.Option("--head", metavar="DIR", exists=True, help="Also measure this head for the target.")
     ] = None,
     tree: Tree = None,
     held_out: HeldOut = None,
@@ -224,7 +222,7 @@ def answers(
     from bench import answers, chats
 
     if tree and head is None:
-        raise typer.BadParameter("A tree is one of a head's guesses; give --head, or leave out --tree.")
+        raise typer.BadParameter("--tree needs a head that drafts it; give --head, or leave out --tree.")
     subject = answering(new_tokens, target, output, head)
     with one_sentence():
         questions = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)
@@ -233,7 +231,7 @@ def answers(
 
 @app.command()
 def compiled(
-    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e, v6e; none needs to be here.")],
+    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e, v6e; it may be absent.")],
     pair: Annotated[str, typer.Option("--pair", help="109m, or TARGET/DRAFT of two Llama shapes, as for roofline.")] = (
         "llama-3.2-3b/llama-3.2-1b"
     ),
@@ -241,10 +239,10 @@ def compiled(
     k: Length = 4,
     width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
     new_tokens: NewTokens = 384,
-    count: Annotated[int, typer.Option("--devices", min=1, help="Over which matrices are divided.")] = 1,
+    count: Annotated[int, typer.Option("--devices", min=1, help="Devices to shard over.")] = 1,
     output: Output = None,
 ) -> None:
-    """What XLA makes of the program for a device that is not here: kernels, bytes, memory, and a predicted time."""
+    """The program that XLA compiles for an absent device: kernels, bytes, memory, and a predicted time."""
     from bench import devices
 
     with one_sentence():
@@ -269,7 +267,7 @@ def engine(
     temperature: Temperature = 1.0,
     repeats: Repeats = 5,
 ) -> None:
-    """Tokens a second of an engine by requests at once: each length of drafts, its own choice, and one program."""
+    """Tokens a second of an engine by number of requests: each draft length, its own choice, and one program."""
     from bench import engine
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -283,23 +281,23 @@ def serve(
     prompts: Prompts = None,
     output: Output = None,
     slots: Annotated[int, typer.Option("--slots", min=1)] = 8,
-    k: Annotated[str, typer.Option("--num-draft-tokens", help="As `jspec serve` takes it.")] = "auto",
+    k: Annotated[str, typer.Option("--num-draft-tokens", help="As for `jspec serve`.")] = "auto",
     at_once: Annotated[list[int], typer.Option("--clients", min=1, help="May be repeated.")] = [1, 2, 4, 8, 16],  # noqa: B006
     new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
-    first: Annotated[float, typer.Option("--first-ms", min=1, help="A good answer's first token.")] = 500.0,
-    each: Annotated[float, typer.Option("--token-ms", min=0.1, help="Its others.")] = 50.0,
-    cost_ratio: Annotated[float, typer.Option("--cost-ratio", min=0, help="As `gap` prints it; the bundled.")] = 0.21,
+    first: Annotated[float, typer.Option("--first-ms", min=1, help="Limit for a good answer's first token.")] = 500.0,
+    each: Annotated[float, typer.Option("--token-ms", min=0.1, help="Limit for each further token.")] = 50.0,
+    cost_ratio: Annotated[float, typer.Option("--cost-ratio", min=0, help="As `gap` prints it (bundled).")] = 0.21,
     repeats: Repeats = 3,
 ) -> None:
-    """What clients of `jspec serve` wait for, and tokens a second, with the draft and without, by clients at once."""
+    """Latency and throughput of `jspec serve`, with and without the draft, by number of concurrent clients."""
     if importlib.util.find_spec("openai") is None:
-        typer.echo("The clients are OpenAI's, and openai is not installed: pip install openai", err=True)
+        typer.echo("The clients need openai, which is not installed; run pip install openai", err=True)
         raise typer.Exit(1)
     from bench import serve
 
     if target and not prompts:
-        raise typer.BadParameter("--target needs --prompts of its own, a file with one a line.")
+        raise typer.BadParameter("--target needs --prompts, a file with one prompt per line.")
     traffic = serve.Traffic(serve.prompts(prompts), new_tokens, temperature, at_once, first / 1e3, each / 1e3)
     common = [*([target] if target else []), "--slots", str(slots)]
     drafted = ["--num-draft-tokens", k, *(["--draft", draft] if draft else [])]
@@ -314,10 +312,10 @@ def waits(
     target: Target = None,
     draft: Draft = None,
     output: Output = None,
-    long: Annotated[int, typer.Option("--prompt-tokens", min=16, help="Of the long prompt.")] = 900,
+    long: Annotated[int, typer.Option("--prompt-tokens", min=16, help="Long prompt's length.")] = 900,
     repeats: Repeats = 7,
 ) -> None:
-    """First tokens with a draft and without, and what three streams and a long prompt wait for each other."""
+    """First-token latency with and without a draft, and how three streams and a long prompt delay each other."""
     from bench import waits
 
     waits.run(measured(long, pair, target, draft, None, output), long, repeats)
@@ -333,8 +331,8 @@ def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.
 
 @app.command()
 def interrupts(
-    count: Annotated[int, typer.Option("--count", min=1, help="Signals; they take turns over the phases.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", help="Of the moments.")] = 0,
+    count: Annotated[int, typer.Option("--count", min=1, help="Signals, spread over the phases in turn.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the moments.")] = 0,
 ) -> None:
     """Ctrl-C while the command loads, compiles, decodes and tunes: status, and seconds until it has ended."""
     from bench import interrupts

@@ -72,8 +72,8 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
     if first in pairs.SHAPES and second in pairs.SHAPES:
         return pairs.SHAPES[first], pairs.SHAPES[second]
     raise ValueError(
-        f"There is no pair {pair!r} of shapes; there are {', '.join(pairs.STRETCHED)}, and TARGET/DRAFT "
-        f"of {', '.join(pairs.SHAPES)}, with :int8 behind it for a draft of int8."
+        f"There is no pair {pair!r} of shapes; choose from {', '.join(pairs.STRETCHED)}, or TARGET/DRAFT "
+        f"of {', '.join(pairs.SHAPES)}, and append :int8 for an int8 draft."
     )
 
 

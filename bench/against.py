@@ -64,7 +64,7 @@ class Worker:
             text=True,
         )
         if self._read() != "ready":
-            raise RuntimeError(f"The jspec of {checkout} does not decode {pair}; see above.")
+            raise RuntimeError(f"jspec in {checkout} failed to decode {pair}; see above.")
         self.results = dict(np.load(results))
 
     def seconds(self, call: int) -> float:
@@ -110,8 +110,8 @@ def run(base: Path, pair: str, batches: list[int], repeats: int) -> None:
         rows,
         plots.bars("program", "time"),
         notes=[
-            f"{repeats} calls of each in turns. time: median of ours over theirs, from and to its quartiles; p: by"
-            f" Wilcoxon's signed ranks. slower: p < 0.05 and by more than {NOTABLE:.0%}."
+            f"{repeats} calls of each in turns. time: median of ours over theirs; from and to: its quartiles; p: of"
+            f" Wilcoxon's signed-rank test. slower: p < 0.05 and by more than {NOTABLE:.0%}."
         ],
     )
 

@@ -110,10 +110,10 @@ def run(subject: Subject, count: int, batch: int, k: int, new_tokens: int) -> No
         plots.bars("drafter", "identical, %"),
         notes=[
             "Texts are compared up to their end, or to a near tie: a token whose two largest logits are at most"
-            f" {CLOSE:g} apart in transformers, so that rounding may part them. identical: the share of texts that"
-            " are the same so far; to the end: those that are the same as a whole.",
+            f" {CLOSE:g} apart in transformers, so that rounding may decide it. identical: the share of texts that"
+            " are the same up to there; to the end: the number of texts that are the same as a whole.",
             f"Near ties: {'; '.join(ties) or 'none'}.",
-            f"Texts that part elsewhere: {'; '.join(parted) or 'none'}.",
+            f"Texts that differ elsewhere: {'; '.join(parted) or 'none'}.",
         ],
         folder=subject.folder,
     )

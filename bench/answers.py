@@ -132,11 +132,11 @@ def run(
         rows,
         plots.answers,
         notes=[
-            f"Medians of {repeats} calls in turns, prompts included, answers to their end of text. x: speed over"
-            " that of another program; from and to: quartiles of x plain. same texts: those that plain decoding"
-            " by jspec gives, too; drawn texts need not be the same.",
-            f"Both lookups draft {k} tokens at most; that of transformers takes one row, and llama.cpp is measured"
-            f" with one. Before a head, which drafts while it is sure, it looks for three tokens or two.{missing}",
+            f"Medians of {repeats} calls in turns, prompts included, answers up to their EOS. x: speed over that of"
+            " another program; from and to: quartiles of x plain. same texts: those that plain decoding by jspec"
+            " also gives; sampled texts need not be the same.",
+            f"Both lookups draft at most {k} tokens; the one in transformers takes one row, and llama.cpp is measured"
+            f" with one. Before a head, which drafts while it is confident, lookup matches 3 or 2 tokens.{missing}",
         ],
         folder=subject.folder,
     )

@@ -51,7 +51,7 @@ def _held_out(folder: Path, count: int) -> list[np.ndarray]:
     chats = [row.tokens[: row.learned.argmax()] for row in divide(written(folder, Recipe.length))[1]]
     found = list({ids.tobytes(): ids for ids in chats if ids.size}.values())
     if len(found) < count:
-        raise ValueError(f"A training holds out {len(found)} of its questions in {folder}, and {count} are wanted.")
+        raise ValueError(f"The training run in {folder} holds out {len(found)} questions, but {count} are needed.")
     return [found[i] for i in np.linspace(0, len(found) - 1, count).astype(int)]
 
 

@@ -217,7 +217,7 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
             f"over {device.flops / 1e12:.0f} TFLOP/s, and {device.launch * 1e6:g} us for every kernel.",
             "large moves: kernels that write at least 1 MB and compute no product.",
             *(_facts(title, program) for title, program in (("plain", plain), ("round", round_))),
-            *([f"Kernels a layer: {', '.join(f'{part} {n:g}' for part, n in layers.items())}."] if layers else []),
+            *([f"Kernels per layer: {', '.join(f'{part} {n:g}' for part, n in layers.items())}."] if layers else []),
         ],
         folder=folder,
         kernels_a_layer=layers,
@@ -233,16 +233,16 @@ def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.
     caches = sum(one.cache_bytes(setting.batch, slots) for one in held) / 1e9
     if weights + caches > count * memory:
         raise ValueError(
-            f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit into {count} x "
+            f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit on {count} x "
             f"{device.title} of {memory:.1f} GB; give --devices, or a smaller pair or batch."
         )
 
 
 def _facts(title: str, program: Program) -> str:
     return (
-        f"{title}: {len(program.loops)} loops but for that of drafting, {program.waits} of unknown length, "
+        f"{title}: {len(program.loops)} loops besides the drafting loop, {program.waits} of unknown length, "
         f"{program.conditionals} conditionals, {program.host} host transfers; {program.arguments / 1e6:.0f} MB of "
-        f"arguments, {program.temporary / 1e6:.0f} MB besides, caches included, "
+        f"arguments, {program.temporary / 1e6:.0f} MB of temporaries with caches, "
         f"{program.on_chip / 1e6:.0f} MB of it on the chip" + _starts(program.graphs) + "."
     )
 
@@ -252,7 +252,7 @@ def _starts(found: graphs.Graphs | None) -> str:
         return ""
     return (
         f"; the host starts {found.launched} graphs, which hold {found.captured} kernels and copies, and "
-        f"{found.outside} of those by themselves"
+        f"{found.outside} kernels and copies outside graphs"
     )
 
 

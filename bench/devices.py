@@ -37,7 +37,7 @@ def prepare(name: str) -> Device:
             makes it possible.
     """
     if name not in DEVICES:
-        raise ValueError(f"There is no device {name!r} to compile for; there are {', '.join(DEVICES)}.")
+        raise ValueError(f"There is no device {name!r} to compile for; choose from {', '.join(DEVICES)}.")
     device = DEVICES[name]
     _check_plugin(device.platform)
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -57,11 +57,11 @@ def _check_plugin(platform: str) -> None:
         found = metadata.version(_PLUGINS[platform])
     except metadata.PackageNotFoundError:
         raise ValueError(
-            f"JAX cannot compile for {platform} here, for {_PLUGINS[platform]} is not installed; {make}"
+            f"JAX cannot compile for {platform} here, because {_PLUGINS[platform]} is not installed; {make}"
         ) from None
     jax = metadata.version("jax")
     if platform == "cuda" and found != jax:
-        raise ValueError(f"{_PLUGINS[platform]} is {found} and jax {jax}, which do not go together; {make}")
+        raise ValueError(f"{_PLUGINS[platform]} is {found} and jax {jax}, which are incompatible; {make}")
 
 
 def topology(device: Device, count: int = 1) -> np.ndarray:
@@ -71,7 +71,7 @@ def topology(device: Device, count: int = 1) -> np.ndarray:
     if device.platform == "tpu":
         grid = _GRIDS.get(count)
         if grid is None:
-            raise ValueError(f"There is no topology of {count} TPUs; there are those of {', '.join(map(str, _GRIDS))}.")
+            raise ValueError(f"There is no topology of {count} TPUs; choose from {', '.join(map(str, _GRIDS))}.")
         name = f"{_TOPOLOGIES[device.title]}:{grid}"
         found = topologies.get_topology_desc(platform="tpu", topology_name=name)
     else:

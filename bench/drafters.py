@@ -149,9 +149,9 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
         rows,
         plots.drafters,
         notes=[
-            "cost ratio: what a round takes beside verification, prompt left out, by draft token, over one pass of"
-            " the target. acceptance: of judged drafts, a round without a guess being a refusal. predicted: theorem"
-            " 3.8 of Leviathan et al. 2023 for that acceptance and cost, with what verifying K + 1 rows takes;"
+            "cost ratio: time per draft token of a round without verification and prompt, over one pass of the"
+            " target. acceptance: of verified draft tokens, with a round without a draft as a rejection. predicted:"
+            " theorem 3.8 of Leviathan et al. 2023 for that acceptance and cost, with the time to verify K + 1 rows;"
             " for rounds alone.",
             f"verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as one.",
         ],

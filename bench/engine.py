@@ -61,7 +61,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
         rows,
         plots.engine,
         notes=[
-            f"Of one program, which decodes {slots} at a time, the engine with {4 * slots} requests has "
+            f"Speed of the engine with {4 * slots} requests over that of one program, which decodes {slots} at a time: "
             + ", ".join(
                 f"{share.median:.3f} ({share.low:.3f} to {share.high:.3f}), {name}" for name, share in saturated.items()
             )

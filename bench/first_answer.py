@@ -83,8 +83,8 @@ def run() -> None:
         rows,
         plots.bars("step", "s"),
         notes=[
-            f"{total:.0f} s to the first answer, of which {waited:.0f} s downloads ({size:.0f} MB); the clone is"
-            " one of a folder. The first answer compiles, the second finds what was compiled.",
+            f"{total:.0f} s to the first answer, of which {waited:.0f} s are downloads ({size:.0f} MB); the clone is"
+            " of a local folder. The first answer compiles; the second uses the compiled programs.",
             f"{QUESTION} {printed.strip()}",
         ],
         seconds=total,

@@ -56,7 +56,7 @@ def drafters(
     requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
     repeats: Repeats = 5,
     idle: Annotated[
-        int, typer.Option("--idle-neurons", min=0, help="In each MLP of the target: its law at a larger one's cost.")
+        int, typer.Option("--idle-neurons", min=0, help="Added to each target MLP: same distribution, higher cost.")
     ] = 0,
 ) -> None:
     """Every drafter, rule and draft length, for new, repetitive and edited code."""
@@ -92,9 +92,9 @@ def trees(
     prompts: Prompts = None,
     output: Output = None,
     batch: Batch = 32,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Batches, one after another.")] = 1,
-    asked: Annotated[bool, typer.Option("--chats", help="Questions of all kinds for prompts, and answers.")] = False,
-    children: Annotated[int, typer.Option("--children", min=1, help="Of the widest fan.")] = 8,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Number of batches, run one after another.")] = 1,
+    asked: Annotated[bool, typer.Option("--chats", help="Use questions of all kinds as prompts.")] = False,
+    children: Annotated[int, typer.Option("--children", min=1, help="Most children of a node.")] = 8,
     nodes: Annotated[list[int], typer.Option("--nodes", min=1, help="May be repeated.")] = [8, 16, 32],  # noqa: B006
     depth: Annotated[int, typer.Option("--max-depth", min=1)] = 4,
     new_tokens: NewTokens = 128,
@@ -102,7 +102,7 @@ def trees(
     repeats: Repeats = 5,
     acceptance: Annotated[
         list[float],
-        typer.Option("--acceptance", min=0, max=1, help="Of the child of each rank, the eldest first; synthetic."),
+        typer.Option("--acceptance", min=0, max=1, help="Synthetic acceptance of the child of each rank, in order."),
     ] = [],  # noqa: B006
 ) -> None:
     """Acceptance by the number of children, and the best trees against a chain, and against several as a batch."""
@@ -120,15 +120,20 @@ def trees(
 @app.command()
 def noise(
     target: Annotated[
-        str, typer.Option("--target", metavar="SRC", help="Of the second pair: a name of jspec models, or your own.")
+        str,
+        typer.Option(
+            "--target", metavar="SRC", help="Target of the second pair: a name from jspec models, or your own."
+        ),
     ] = "smollm2",
     draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="Its draft: exit:N, or a model.")] = "exit:25",
     output: Output = None,
-    laws: Annotated[int, typer.Option("--laws", min=2, help="Of each pair, eight behind each text.")] = 256,
-    noises: Annotated[int, typer.Option("--noises", min=1, help="For each law.")] = 64,
+    laws: Annotated[
+        int, typer.Option("--laws", min=2, help="Distributions of each pair, eight after each text.")
+    ] = 256,
+    noises: Annotated[int, typer.Option("--noises", min=1, help="Draws for each distribution.")] = 64,
     repeats: Repeats = 10,
 ) -> None:
-    """What one Gumbel a token would gain and cost, against drawing in two steps; bundled pair and another."""
+    """Gain and cost of one Gumbel per token against drawing in two steps, for the bundled pair and another."""
     from bench import noise
 
     bundled = measured(1, "bundled", None, None, None, output)
@@ -148,7 +153,7 @@ def regret(
     repeats: Repeats = 20,
     new_tokens: NewTokens = 128,
 ) -> None:
-    """What the answer of `jspec tune` loses against the best of a dozen settings."""
+    """Speed that the answer of `jspec tune` loses against the best of a dozen settings."""
     from bench import regret
 
     regret.run(measured(new_tokens, pair, target, draft, prompts, output), batch, new_tokens, temperature, repeats)
@@ -159,12 +164,12 @@ def losses(
     target: Target = None,
     output: Output = None,
     kind: Kind = "eagle",
-    texts: Annotated[int, typer.Option("--texts", min=16, help="Of 256 tokens.")] = 4000,
+    texts: Annotated[int, typer.Option("--texts", min=16, help="Texts of 256 tokens.")] = 4000,
     steps: Annotated[int, typer.Option("--steps", min=1)] = 250,
     depth: Annotated[int, typer.Option("--depth", min=1)] = 3,
     seeds: Annotated[int, typer.Option("--seeds", min=1)] = 3,
 ) -> None:
-    """A drafter trained with every loss, from several seeds: what it would have accepted of held-out modules."""
+    """A drafter trained with every loss from several seeds: its acceptance on held-out modules."""
     from bench import losses
 
     losses.run(without_draft(1, target, output), kind, texts, steps, depth, seeds)
@@ -175,11 +180,11 @@ def training(
     target: Target = None,
     output: Output = None,
     kinds: Annotated[
-        str, typer.Option("--kinds", callback=known_kinds, help="Of drafters, by commas.")
+        str, typer.Option("--kinds", callback=known_kinds, help="Drafter kinds, separated by commas.")
     ] = "eagle,medusa,hydra,blockwise,kangaroo,pass,model",
     step_tokens: Annotated[int, typer.Option("--step-tokens", min=256)] = 2048,
     depth: Annotated[int, typer.Option("--depth", min=1)] = 4,
-    draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=2, help="Of an EAGLE head.")] = 8192,
+    draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=2, help="Vocabulary of an EAGLE head.")] = 8192,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 5,
 ) -> None:
     """A step of training: tokens a second, where the time goes, and memory."""
@@ -193,13 +198,13 @@ def online(
     target: Target = None,
     output: Output = None,
     kind: Kind = "eagle",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Of training before it serves.")] = 200,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps before serving.")] = 200,
     requests: Annotated[int, typer.Option("--requests", min=1)] = 40,
     batch: Annotated[int, typer.Option("--batch", min=1)] = 8,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 96,
-    rate: Annotated[float, typer.Option("--rate", help="Of learning while serving.")] = 1e-3,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate while serving.")] = 1e-3,
 ) -> None:
-    """Acceptance on a domain that is new to the drafter, request by request, learning and not."""
+    """Acceptance on a domain that is new to the drafter, request by request, with and without learning."""
     from bench import online
 
     online.run(without_draft(new_tokens, target, output), kind, steps, requests, batch, new_tokens, rate)

@@ -99,7 +99,7 @@ def _closing(text: str, start: int) -> int:
         depth += (text[i] == "(") - (text[i] == ")")
         if depth == 0:
             return i + 1
-    raise ValueError(f"a parenthesis that does not close: {text[start : start + 80]}")
+    raise ValueError(f"unclosed parenthesis: {text[start : start + 80]}")
 
 
 def _instruction(line: str) -> Instruction | None:

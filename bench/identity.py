@@ -40,8 +40,8 @@ def run(batch: int, new_tokens: int) -> None:
         rows,
         plots.bars("decoded in", "differ alone"),
         notes=[
-            "Texts of the same prompts and keys that differ: alone from in the batch, with prompts padded to"
-            " twice the width, and from plain decoding, whose text those under coupled are."
+            "Texts of the same prompts and keys that differ: decoded alone from in the batch, with prompts padded"
+            " to twice the width, and from plain decoding, whose text coupled reproduces."
         ],
     )
 

@@ -181,7 +181,7 @@ def check_same(target: jspec.Llama, llm: Any) -> float:
     difference = float(np.abs(np.asarray(target(np.array([tokens])))[0] - llm.scores[:10]).max())
     if not difference < TOLERANCE:
         raise ValueError(
-            f"logits of jspec and llama.cpp differ by up to {difference:.2g}, expected less than {TOLERANCE:g}: it is "
-            "not the same model; see write_gguf."
+            f"logits of jspec and llama.cpp differ by up to {difference:.2g}, expected less than {TOLERANCE:g}: they "
+            "are not the same model; see write_gguf."
         )
     return difference

@@ -52,9 +52,9 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
         rows,
         plots.bars("loss", "accepted"),
         notes=[
-            "accepted: sum min(p, q) of the first guess at temperature 1, on held-out modules; greedy: how often"
-            " both find the same token likeliest; tokens a round: of a chain of all depths; +-: standard error over"
-            " seeds."
+            "accepted: sum min(p, q) of the first draft token at temperature 1, on held-out modules; greedy: how often"
+            " both have the same most likely token; tokens a round: of a chain of all depths; +-: standard error"
+            " over seeds."
         ],
         folder=subject.folder,
         kind=kind,

@@ -202,10 +202,11 @@ def run(subjects: Sequence[Subject], count: int, noises: int, repeats: int) -> N
         rows,
         plots.noise,
         notes=[
-            "accepted: how often one of so many children is the target's token under coupled; standard error: of the"
-            " difference, over laws. us a law: noise and drawing, compiled; pass: the target's own, of as many rows."
-            " tokens/s: of 8 rows, if that and a pass over 5 rows of each were all, for 4 levels of so many children"
-            " in as many rows. of 32 bits: half the random bits, one logarithm.",
+            "accepted: how often one of that many children is the target's token under coupled; standard error: of"
+            " the difference, over distributions. us a law: noise and drawing per distribution, compiled; pass: the"
+            " target's own, of as many rows. tokens/s: of 8 rows, if drawing and a pass over 5 rows of each were the"
+            " only costs, for 4 levels of that many children in as many rows. of 32 bits: half the random bits, one"
+            " logarithm.",
             *notes,
             chosen(rows),
         ],
@@ -217,9 +218,9 @@ def _about(subject: Subject, p: np.ndarray, q: np.ndarray, noises: int) -> str:
     off = " and ".join(f"{lost(p, bits):.1g} with {bits}" for bits in (16, 32))
     most = float(np.mean(theory.acceptance_rate(p, q)))
     return (
-        f"V = {p.shape[1]:,}: {subject.name}, {len(p)} laws at temperature 1, {noises} noises each; of one guess"
-        f" {most:.3f} could be accepted at most. Full noise whose numbers have so many bits is off by a total"
-        f" variation of {off}."
+        f"V = {p.shape[1]:,}: {subject.name}, {len(p)} distributions at temperature 1, {noises} draws each; at most"
+        f" {most:.3f} of single draft tokens could be accepted. Full noise with numbers of limited width is off by a"
+        f" total variation of {off} bits."
     )
 
 

@@ -30,7 +30,7 @@ Acceptance = Annotated[
 Temperature = Annotated[float, typer.Option("--temperature", min=0)]
 Target = Annotated[
     str | None,
-    typer.Option("--target", metavar="SRC", help="Your own target in the place of --pair, a directory or hub id."),
+    typer.Option("--target", metavar="SRC", help="Your own target instead of --pair, a directory or hub id."),
 ]
 Draft = Annotated[
     str | None,
@@ -43,13 +43,13 @@ Prompts = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        help="Your own prompts: text in UTF-8, one a line; a batch has the first ones, or all and some again.",
+        help="Your own prompts: UTF-8 text, one per line; a larger batch repeats them, a smaller one takes the first.",
     ),
 ]
 Chatty = Annotated[
-    str, typer.Option("--target", metavar="SRC", help="A model made for chats: a name of jspec models, or your own.")
+    str, typer.Option("--target", metavar="SRC", help="A chat model: a name from jspec models, or your own.")
 ]
-Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Of each of the four kinds.")]
+Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Requests of each of the four kinds.")]
 
 
 HeldOut = Annotated[
@@ -59,7 +59,7 @@ HeldOut = Annotated[
         metavar="DIR",
         exists=True,
         file_okay=False,
-        help="A training's folder: the questions that it holds out, in the place of the four kinds.",
+        help="A training run's folder, whose held-out questions replace the four kinds.",
     ),
 ]
 
@@ -83,10 +83,10 @@ def known_kinds(names: str) -> str:
     return names
 
 
-Kind = Annotated[str, typer.Option("--kind", callback=known_kinds, help="Of drafter, as jspec.train_drafter has them.")]
+Kind = Annotated[str, typer.Option("--kind", callback=known_kinds, help="Drafter kind, as for jspec.train_drafter.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go, instead of bench/results."),
+    typer.Option("--output", metavar="DIR", file_okay=False, help="Folder for the results, instead of bench/results."),
 ]
 
 
@@ -128,6 +128,6 @@ def without_draft(new_tokens: int, target: str | None, output: Path | None) -> "
 def need_template(subject: "Subject") -> "Subject":
     """Return `subject`. If it has no chat template, end the command with one sentence."""
     if getattr(subject.tokenizer, "chat_template", None) is None:
-        typer.echo(f"{subject.name} has no chat template; give --target a model that was made for chats.", err=True)
+        typer.echo(f"{subject.name} has no chat template; name a chat model as --target.", err=True)
         raise typer.Exit(1)
     return subject

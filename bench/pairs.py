@@ -132,7 +132,7 @@ def pair(name: str, dtype: Any = None) -> tuple[jspec.Llama, jspec.Llama]:
     names = name.split("/")
     if len(names) != 2 or any(part not in SHAPES for part in names):
         raise ValueError(
-            f"no pair {name!r}; there is bundled, {', '.join(STRETCHED)}, and TARGET/DRAFT of {list(SHAPES)}."
+            f"There is no pair {name!r}; choose bundled, {', '.join(STRETCHED)}, or TARGET/DRAFT of {list(SHAPES)}."
         )
     first, second = (random_llama(SHAPES[part], dtype, seed) for seed, part in enumerate(names))
     return first, second

@@ -69,7 +69,7 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
         notes=[
             f"tune took {took:.0f} s and chose {_name(answer)}, which loses {median:.1%} against the best of these, "
             f"at most {high:.1%} (95 %, bootstrap of {repeats} repeats).",
-            "Prompts are read in each call, which tune leaves out.",
+            "Each call includes prefill, which tune leaves out.",
         ],
         folder=subject.folder,
         regret=median,

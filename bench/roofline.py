@@ -57,7 +57,7 @@ def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> Non
         rows,
         plots.bars("what", "% of read bandwidth"),
         notes=[
-            f"Medians of {repeats} readings in turns. Bytes: weights and the whole cache, once a pass.",
+            f"Medians of {repeats} readings in turns. Bytes: weights and the whole cache, once per pass.",
             f"draft / target, 1 row: {taken['draft, 1 row'] / taken['target, 1 row']:.3f}.",
         ],
     )

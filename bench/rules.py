@@ -42,7 +42,7 @@ def run(subject: Subject, batch: int, ks: list[int], new_tokens: int, temperatur
         plots.rules,
         notes=[
             "Tokens a round. block - rejection: mean over prompts of the difference, and its standard error. k-seq"
-            " is rejection for chains, as these are; `python -m bench trees` has it."
+            " equals rejection for chains such as these; `python -m bench trees` measures it."
         ],
         folder=subject.folder,
     )

@@ -178,14 +178,14 @@ def run(
 
 def _notes(rows: Sequence[dict[str, Any]], traffic: Traffic, cost_ratio: float) -> list[str]:
     notes = [
-        f"A good answer begins within {traffic.first * 1e3:.0f} ms and has {traffic.each * 1e3:.0f} ms a token; "
-        f"theory: theorem 3.8 with a draft step of {cost_ratio:g} target steps."
+        f"A good answer starts within {traffic.first * 1e3:.0f} ms and takes at most {traffic.each * 1e3:.0f} ms a "
+        f"token; theory: theorem 3.8 with a draft step of {cost_ratio:g} target steps."
     ]
     rate = min((row["acceptance"] for row in rows if row["acceptance"] != ""), default=1.0)
     if rate < _ENOUGH:
         notes.append(
-            f"Of the drafts that were judged {rate:.2f} were accepted; with so few a smaller "
-            "--num-draft-tokens, or another draft, should be faster."
+            f"Only {rate:.2f} of the verified draft tokens were accepted; a smaller --num-draft-tokens or another "
+            "draft should be faster."
         )
     return notes
 

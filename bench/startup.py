@@ -149,10 +149,10 @@ def run(pair: str, target: str | None) -> None:
         rows,
         plots.startup,
         notes=[
-            "First call: of an engine of 8 slots all until it is ready, its warm-up included.",
+            "First call: for an engine of 8 slots, everything until it is ready, including its warm-up.",
             "Its first constrained request waits for programs that no cache keeps: "
             + ", ".join(
-                f"{one['waits, s']:.1f} s, another's tokens meanwhile at {one['others, share']:.2f} of their speed"
+                f"{one['waits, s']:.1f} s, while another request decodes at {one['others, share']:.2f} of its speed"
                 for one in constrained
             )
             + ".",

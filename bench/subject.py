@@ -176,7 +176,7 @@ def read_prompts(file: Path, tokenizer: Any, room: int) -> list[list[int]]:
     """
     lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     if not lines:
-        raise ValueError(f"{file} is empty; write one prompt a line into it.")
+        raise ValueError(f"{file} is empty; write one prompt per line.")
     rows = []
     for number, line in enumerate(lines, 1):
         try:

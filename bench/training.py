@@ -36,9 +36,9 @@ def run(subject: Subject, kinds: list[str], step_tokens: int, depth: int, draft_
         found,
         plots.training,
         notes=[
-            "tokens/s: the whole step, its input stored, and with the target reading in every step; target: its"
-            " pass over the batch; forward: what the drafter says and the loss; back: gradients and the optimiser."
-            " Memory: what the step holds beside its arguments, and what training keeps: weights and moments."
+            "tokens/s: the whole step with stored input; unstored: with the target's pass in every step; target: its"
+            " pass over the batch; forward: the drafter's output and the loss; back: gradients and the optimiser."
+            " temporary: the step's memory besides its arguments; kept: weights and moments."
         ],
         folder=subject.folder,
         depth=depth,

@@ -83,10 +83,10 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
         rows,
         plots.trees,
         notes=[
-            "first token: how often a guess for it is accepted, of all rounds. predicted: tokens a round, if at"
-            " every depth a child of a rank is accepted as often as where all guesses are for one token. x plain:"
-            f" medians of {repeats} calls in turns, prompts included; rounds alone: without them. predicted x: as"
-            " rounds alone, from the predicted tokens and straight lines through what chains and fans take"
+            "first token: how often a draft token for it is accepted, of all rounds. predicted: tokens a round, if"
+            " at every depth a child of a rank is accepted as often as if all draft tokens were for one token. x"
+            f" plain: medians of {repeats} calls in turns, prompts included; rounds alone: without prompts. predicted"
+            " x: like rounds alone, from the predicted tokens and straight lines through the times of chains and fans"
             " (jspec.tuning.tune_tree).",
             *fastest(rows),
         ],
@@ -210,7 +210,9 @@ def fastest(rows: plots.Rows) -> list[str]:
     best = [f"{kind} {_said(max(mine, key=lambda row: row['rounds alone']))}" for kind, mine in kinds.items() if mine]
     known = [row for row in played if row["predicted x"] != ""]
     said = [f"Fastest of all rounds: {'; '.join(best)}."]
-    return said + ([f"Predicted to be: {_said(max(known, key=lambda row: row['predicted x']))}."] if known else [])
+    return said + (
+        [f"Predicted to be fastest: {_said(max(known, key=lambda row: row['predicted x']))}."] if known else []
+    )
 
 
 def _said(row: dict[str, Any]) -> str:

@@ -67,8 +67,8 @@ def run(subject: Subject, long: int, repeats: int) -> None:
         rows,
         plots.bars("engine", "its first token, times alone"),
         notes=[
-            f"The first token behind {len(prompt)} comes after {first[1] / first[0]:.3f} times as long with the "
-            f"draft as without. For every slot: {STREAMS + 1} answers to the long prompt, asked for at once."
+            f"The first token after {len(prompt)} takes {first[1] / first[0]:.3f} times as long with the draft as "
+            f"without. For every slot: {STREAMS + 1} answers to the long prompt, requested at once."
         ],
         folder=subject.folder,
     )

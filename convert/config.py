@@ -92,8 +92,8 @@ def _check_weights(raw: Fields) -> None:
     named = raw.get("transformers_weights")
     if named not in (None, SINGLE):
         raise CheckpointError(
-            f"transformers_weights says that the weights are in {reprlib.repr(named)}, and only {SINGLE} or the files "
-            f"of {INDEX} are read; give the file that name, and delete the field."
+            f"transformers_weights is {reprlib.repr(named)}, but only {SINGLE} or the files listed in {INDEX} are "
+            f"read; rename the weights file to {SINGLE}, and delete the field."
         )
 
 
@@ -112,12 +112,12 @@ def _heads(raw: Fields) -> tuple[int, int, int]:
     kv_heads = integer(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}; restore the "
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; restore the "
             "model's own config.json."
         )
     if raw.get("head_dim") is None and hidden % heads:
         raise CheckpointError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is missing; add it."
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing; add it."
         )
     head_dim = integer(raw, "head_dim", hidden // heads)
     if head_dim % 2:

@@ -35,7 +35,7 @@ def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
         if found[name].shape != shape:
             raise CheckpointError(
                 f"{name} in {found[name].file} has shape {list(found[name].shape)}, expected "
-                f"{list(shape)} by its configuration; restore the file that belongs to the other."
+                f"{list(shape)} by its configuration; restore whichever of the two files is not the original."
             )
 
 
@@ -58,11 +58,11 @@ def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     if not equal:
         raise CheckpointError(
             f"{directory} has tie_word_embeddings true but its {keymap.HEAD} differs from "
-            f"{keymap.EMBEDDING}; set tie_word_embeddings to false if the head was trained apart."
+            f"{keymap.EMBEDDING}; set tie_word_embeddings to false if the head was trained separately."
         )
     if equal != {head.dtype, embedding.dtype}:
         _LOG.warning(
-            "%s: %s (%s) is ignored, because it is tied to %s (%s) and equal but for rounding; set "
+            "%s: %s (%s) is ignored, because it is tied to %s (%s) and equal except for rounding; set "
             "tie_word_embeddings to false to read both.",
             *(directory, keymap.HEAD, head.dtype, keymap.EMBEDDING, embedding.dtype),
         )

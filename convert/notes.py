@@ -42,7 +42,7 @@ def warnings(raw: Fields) -> Iterator[str]:
     """Yield a sentence for each field of a parsed config.json that is ignored here and may be read elsewhere."""
     if raw.get("auto_map") is not None:
         yield (
-            "auto_map names code of the checkpoint, which is not run; the model is computed as transformers does "
+            "auto_map names code in the checkpoint, which is not run; the model is computed as transformers does "
             "without trust_remote_code"
         )
     yield from rope_notes.warnings(raw)

@@ -50,7 +50,7 @@ def explain(directory: Path, single: str, index: str) -> str:
         f"name the folder of one model, such as {directory / models[0]}"
         if models
         else (
-            "download the weights too; of a repository without them, download a GGUF file and name it, or save its "
+            "download the weights too; if the repository has none, download a GGUF file and name it, or save its "
             "pickles as safetensors with transformers"
         )
     )

@@ -54,8 +54,8 @@ def _yarn(section: Fields) -> Iterator[str]:
         )
     if beta:
         yield (
-            f"llama_4_scaling_beta {beta} is ignored, as in transformers for this model_type; where the model was "
-            "trained with it, texts beyond original_max_position_embeddings need another program"
+            f"llama_4_scaling_beta {beta} is ignored, as in transformers for this model_type; if the model was "
+            "trained with it, sequences beyond original_max_position_embeddings need another program"
         )
     if section.get("mscale") and not section.get("mscale_all_dim") and not given:
         alone = 1 + 0.1 * math.log(max(section["factor"], 1)) * number(section, "mscale")

@@ -22,10 +22,10 @@ def _checked(checkpoint: Checkpoint, destination: Path) -> dict[str, np.ndarray]
     """Return the arrays in host memory, after checking for everything that could not be written faithfully."""
     source = checkpoint.directory
     if destination.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{destination} lies in {source}; choose a directory outside the source.")
+        raise CheckpointError(f"{destination} is inside {source}; choose a directory outside the source.")
     if read_config(source) != checkpoint.config:
         raise CheckpointError(
-            f"the config differs from {source / 'config.json'}, which is carried along; load the checkpoint again."
+            f"the config differs from {source / 'config.json'}, which is copied unchanged; load the checkpoint again."
         )
     expected = shapes(checkpoint.config)
     if {name: tuple(array.shape) for name, array in checkpoint.params.items()} != expected:
@@ -91,8 +91,8 @@ def save_new(
     """
     if config.qkv_bias and (config.qk_norm or config.attention_bias or config.mlp_bias):
         raise CheckpointError(
-            "biases on q, k and v are Qwen2's, which has none elsewhere and no norms of heads; no "
-            "config.json means this model."
+            "biases on q, k and v are Qwen2's, which has no other biases and no query or key norms; no "
+            "config.json describes this model."
         )
     destination, dtype = Path(destination), next(iter(arrays.values())).dtype.name
     fields = llama_json.fields(config) | {"dtype": dtype, "torch_dtype": dtype}

@@ -36,9 +36,9 @@ def read(file: Path, add: dict[str, bool]) -> Vocabulary:
     if not tokens:
         raise CheckpointError(f"{file} is not a SentencePiece model.")
     if trainer.get(3, 1) != _BPE:
-        raise CheckpointError(f"{file} is a SentencePiece model, but not of the kind BPE.")
+        raise CheckpointError(f"{file} is a SentencePiece model, but not of type BPE.")
     if normalizer.get(2):  # a table of replacements
-        raise CheckpointError(f"{file} replaces characters before it splits a text.")
+        raise CheckpointError(f"{file} replaces characters before it splits text.")
     types = [int(piece.get(3, 1)) for piece in pieces]
     if _USER_DEFINED in types:  # SentencePiece and tokenizers treat the spaces around them differently
         raise CheckpointError(f"{file} has user-defined tokens.")
@@ -86,9 +86,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, _Field]]:
             size, at = _varint(data, at)
             value, at = data[at : at + size], at + size
             if at > len(data):
-                raise ValueError("a field goes beyond the end")
+                raise ValueError("a field extends beyond the end")
         else:
-            raise ValueError(f"there are no fields of kind {kind}")
+            raise ValueError(f"field type {kind} does not exist")
         yield key >> 3, value
 
 

@@ -78,7 +78,7 @@ def _named(name: str, revision: str | None, wanted: list[str]) -> Path:
         return _download(model.repo_id, revision, wanted)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{name} is not on this machine; get it by `{command}`, for the hub did not give it: {error}"
+            f"{name} is not on this machine, and the hub did not provide it; get it with `{command}`: {error}"
         ) from error
 
 

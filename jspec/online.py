@@ -95,7 +95,9 @@ class Learner:
         """
         tokens, lengths = jax.device_get((out.tokens, out.lengths))
         if len(prompts) != len(tokens):
-            raise ValueError(f"There are {len(prompts)} prompts and {len(tokens)} texts; give the prompt of each.")
+            raise ValueError(
+                f"There are {len(prompts)} prompts but {len(tokens)} outputs; give one prompt for each output."
+            )
         for prompt, row, size in zip(prompts, tokens, lengths, strict=True):
             self._waiting += parts(of_answer(prompt, row[:size].tolist()), self._length)
         while len(self._waiting) >= self._batch:

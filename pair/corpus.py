@@ -161,7 +161,7 @@ def main() -> None:
         print(f"{name}: {len(side)} files, {sum(len(d.text) for d in side) / 1e6:.2f} M characters")
     most, common = shared_lines(train + packages, held_out)
     print(
-        f"of a held-out file's long lines a training file has at most {most:.0%}; {common:.1%} of all occur in training"
+        f"a training file has at most {most:.0%} of a held-out file's long lines; {common:.1%} of all occur in training"
     )
     print("\n".join(d.path for d in held_out))
 

@@ -164,8 +164,10 @@ def train_draft(stream: np.ndarray, work: Path, target_folder: Path, folder: Pat
 def main() -> None:
     """Parse the command line, then train the target and the draft."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="where target/ and draft/ are written")
-    parser.add_argument("--work", type=Path, default=Path(__file__).parent / "work", help="training states")
+    parser.add_argument("--out", type=Path, required=True, help="folder for target/ and draft/")
+    parser.add_argument(
+        "--work", type=Path, default=Path(__file__).parent / "work", help="folder for training checkpoints"
+    )
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -176,7 +178,7 @@ def main() -> None:
         save_tokenizer(tokenizer, folder)
     stream = encode_documents(tokenizer, train)
     packages = encode_documents(tokenizer, load_packages(held_out))
-    print(f"{len(train)} files, {len(stream)} tokens; and {len(packages)} of packages", flush=True)
+    print(f"{len(train)} files, {len(stream)} tokens; {len(packages)} more from packages", flush=True)
     train_target(stream, packages, tokenizer.get_vocab_size(), options.work, target_folder)
     train_draft(stream, options.work, target_folder, draft_folder)
 

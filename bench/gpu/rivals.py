@@ -161,7 +161,7 @@ def _within(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the block once `seconds` have passed. Use it in the main thread only."""
 
     def expire(*_: Any) -> None:
-        raise TimeoutError(f"torch.compile took more than {seconds:g} s; the uncompiled figures stand.")
+        raise TimeoutError(f"torch.compile took more than {seconds:g} s; the uncompiled results stand.")
 
     before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -105,12 +105,12 @@ def architecture(header: Header) -> Architecture:
     name = header.metadata.get("general.architecture")
     if (kind := header.metadata.get("general.type", "model")) != "model":
         raise CheckpointError(
-            f"{header.file} has general.type {str(kind)[:40]!r}; expected 'model': choose the file of the model."
+            f"{header.file} has general.type {str(kind)[:40]!r}; expected 'model': choose the model's file."
         )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{header.file} has general.architecture {str(name)[:40]!r}; expected one of {', '.join(ARCHITECTURES)}: "
-            "of other models load the Hugging Face checkpoint."
+            "for other models, load the Hugging Face checkpoint."
         )
     return ARCHITECTURES[name]
 
@@ -185,7 +185,7 @@ def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
     if fields.get("attention.value_length") not in (None, fields.get("attention.key_length")):
         raise CheckpointError(
             f"{header.file} has attention.value_length {reprlib.repr(fields['attention.value_length'])} and "
-            f"attention.key_length {reprlib.repr(fields.get('attention.key_length'))}; expected heads of one size."
+            f"attention.key_length {reprlib.repr(fields.get('attention.key_length'))}; expected equal head sizes."
         )
 
 
@@ -209,8 +209,8 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_type": "default"}
     if kind != "linear":
         raise CheckpointError(
-            f"rope.scaling.type {reprlib.repr(kind)} is not supported in a GGUF file, {header.file}; only 'none' and "
-            "'linear' are, and Llama 3's factors, so choose the checkpoint that the file was made of."
+            f"rope.scaling.type {reprlib.repr(kind)} is not supported in a GGUF file, {header.file}; only 'none', "
+            "'linear' and Llama 3's factors are, so choose the checkpoint that the file was made from."
         )
     factor = next((fields[key] for key in _FACTORS if key in fields), None)
     return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
@@ -222,7 +222,7 @@ def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
     if factors[1:] and factors[0] != factors[1]:
         raise CheckpointError(
             f"{header.file} scales positions by {' and by '.join(map(reprlib.repr, factors))}, under its newer and its "
-            "older key; choose the checkpoint that the file was made of."
+            "older key; choose the checkpoint that the file was made from."
         )
     return fields.get("rope.scaling.type", "linear" if factors and factors[0] not in (0, 1) else "none")
 
@@ -241,8 +241,8 @@ def _llama3(theta: Any, kind: Any, original: Any, header: Header) -> dict[str, A
     numbers = all(isinstance(value, int | float) and value > 0 for value in (theta, original))
     if not (plain and numbers) or not np.allclose(found, _factors(theta, found.size, **fields), rtol=1e-4, atol=0):
         raise CheckpointError(
-            f"{ROPE_FACTORS} in {header.file} is not what Llama 3 scales its positions by, as far as the file says; "
-            "choose the checkpoint that the file was made of."
+            f"{ROPE_FACTORS} in {header.file} is not what Llama 3 scales positions by with the file's metadata; "
+            "choose the checkpoint that the file was made from."
         )
     return fields
 

@@ -56,7 +56,7 @@ class _Reader:
     def take(self, count: int) -> bytes:
         data = self._stream.read(count) if count <= self.size - self.at else b""
         if len(data) != count:
-            raise ValueError(f"{count} bytes announced at byte {self.at} of {self.size}")
+            raise ValueError(f"{count} bytes expected at byte {self.at} of {self.size}")
         self.at += count
         return data
 
@@ -64,14 +64,14 @@ class _Reader:
         code = _NUMBERS[kind]
         (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
         if kind == _BOOL and value > 1:
-            raise ValueError(f"{value} for true or false before byte {self.at}")
+            raise ValueError(f"boolean {value} before byte {self.at}")
         # The shortest decimal that rounds to this float32, such as 1e-05, as it was in config.json.
         return float(str(np.float32(value))) if kind == _FLOAT32 else bool(value) if kind == _BOOL else value
 
     def count(self, most: int = _MOST) -> int:
         (value,) = struct.unpack("<Q", self.take(8))
         if value > most:
-            raise ValueError(f"{value} announced before byte {self.at}")
+            raise ValueError(f"count of {value} before byte {self.at}")
         return value
 
     def string(self) -> str:
@@ -83,21 +83,21 @@ class _Reader:
         if kind == _ARRAY:
             return self._array(self.number(4), self.count())
         if kind not in _NUMBERS:
-            raise ValueError(f"value type {kind} before byte {self.at}")
+            raise ValueError(f"unknown value type {kind} before byte {self.at}")
         return self.number(kind)
 
     def _array(self, kind: int, count: int) -> list[Any]:
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
-            raise ValueError(f"an array of type {kind} before byte {self.at}")
+            raise ValueError(f"array of unsupported type {kind} before byte {self.at}")
         code = _NUMBERS[kind]
         return np.frombuffer(self.take(count * struct.calcsize(code)), np.dtype(code)).tolist()
 
     def named(self, what: Any) -> tuple[str, Any]:
         name, at = self.string(), self.at
         if len(name) > _LONGEST_NAME or not name.isprintable():
-            raise ValueError(f"{name[:20]!r} for a name before byte {at}")
+            raise ValueError(f"invalid name {name[:20]!r} before byte {at}")
         try:
             return name, what()
         except ValueError as error:
@@ -176,13 +176,13 @@ def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
 def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any, file: Path) -> dict[str, Stored]:
     """Return the tensors with their positions in the file, which must be consecutive, as llama.cpp also requires."""
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {str(alignment)[:20]!r}, no power of two")
+        raise ValueError(f"general.alignment is {str(alignment)[:20]!r}, which is not a power of two")
     start = end = reader.at + -reader.at % alignment
     tensors, last = {}, reader.at
     for name, (number, shape, offset) in infos.items():
         kind, nbytes = _stored_as(name, number, shape, file)
         if offset != end - start:
-            raise ValueError(f"{name!r} is said to begin at {offset} of the data, expected {end - start}")
+            raise ValueError(f"{name!r} starts at {offset} of the data, expected {end - start}")
         tensors[name] = Stored(kind, shape, end, nbytes)
         last = end + nbytes
         end = last + -last % alignment
@@ -198,5 +198,5 @@ def _stored_as(name: str, number: int, shape: tuple[int, ...], file: Path) -> tu
     kind = gguf_types.kind(name, number, file)
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     if not all(shape) or shape[-1] % block:
-        raise ValueError(f"{name!r} has shape {list(shape)}, and {kind.name} has blocks of {block}")
+        raise ValueError(f"{name!r} has shape {list(shape)}, but {kind.name} has blocks of {block}")
     return kind, math.prod(shape) // block * nbytes

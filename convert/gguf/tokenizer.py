@@ -32,8 +32,8 @@ def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
     words = vocabulary(header)
     if words.kind == "gpt2" and words.pre not in SPLITS:
         raise CheckpointError(
-            f"{header.file} has tokenizer.ggml.pre {words.pre!r}, a way to split texts that is not known here; give "
-            "the tokenizer of the model that the file was made of, its folder or hub id: --tokenizer SRC."
+            f"{header.file} has tokenizer.ggml.pre {words.pre!r}, an unknown way to split text; give the folder or "
+            "hub id of the tokenizer of the model that the file was made from: --tokenizer SRC."
         )
     try:
         tokenizer = assemble(words)
@@ -112,7 +112,7 @@ def _sentencepiece(words: Vocabulary) -> Tokenizer:
 def _merges(words: Vocabulary) -> list[tuple[str, str]]:
     merges = [tuple(merge.split(" ")) for merge in words.merges or []]
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
-        raise ValueError(f"the merge {' '.join(wrong)!r} is not of two tokens")
+        raise ValueError(f"the merge {' '.join(wrong)!r} does not have two tokens")
     return merges  # pyright: ignore[reportReturnType]
 
 

@@ -108,7 +108,7 @@ class _Fields:
         found = {key for key in self._header.metadata if key.startswith(prefix) or key[len(prefix) :] in tails}
         if unknown := {key for key in found - known if not key.startswith(more)}:
             raise CheckpointError(
-                f"{self._header.file} has {listing(unknown)}, which no tokenizer known here has; choose another file."
+                f"{self._header.file} has {listing(unknown)}, which no supported tokenizer has; choose another file."
             )
 
 
@@ -122,7 +122,7 @@ def _fault(words: Vocabulary, known: _Fields) -> str | None:
     if words.kind not in ("gpt2", "llama") or not count:
         return f"has {count} tokens for a tokenizer {words.kind[:40]!r}, expected tokens for 'gpt2' or 'llama'"
     if not all(type(token) is str for token in words.tokens) or len(set(words.tokens)) != count:
-        return "has a token twice, or tokens that are no text"
+        return "has duplicate tokens, or tokens that are not text"
     if max(map(len, words.tokens)) > _LONGEST_TOKEN:  # merges are searched for in every token
         return f"has a token of more than {_LONGEST_TOKEN} characters"
     if wrong := [name for name, i in words.ids.items() if not 0 <= i < count]:
@@ -130,11 +130,11 @@ def _fault(words: Vocabulary, known: _Fields) -> str | None:
     if len(words.types) not in (0, count) or len(words.scores) not in (0, count):
         return f"has {len(words.types)} token types and {len(words.scores)} scores for {count} tokens"
     if not all(isinstance(kind, int) for kind in words.types) or not all(map(_is_finite, words.scores)):
-        return "has token types or scores that are no numbers"
+        return "has token types or scores that are not numbers"
     if words.kind == "gpt2" and words.merges is None:
         return "has no tokenizer.ggml.merges"
     if words.kind == "llama" and words.merges is None and not words.scores:
         return "has neither scores nor merges for its tokens"
     if known.get("remove_extra_whitespaces", bool) or known.get("precompiled_charsmap", list):
-        return "changes texts before they are split, which is not supported"
+        return "changes text before it is split, which is not supported"
     return None

@@ -23,18 +23,20 @@ def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) ->
     if out_of_vocab.size:
         row = out_of_vocab[0]
         raise CheckpointError(
-            f"d2t names token {tokens[row]} in row {row}; the target's are 0 to {vocab_size - 1}: {_FIX}."
+            f"d2t names token {tokens[row]} in row {row}; the target's tokens are 0 to {vocab_size - 1}: {_FIX}."
         )
     found = np.full(vocab_size, count, np.int32)
     found[tokens] = np.arange(count)
     twice = np.flatnonzero(found[tokens] != np.arange(count))
     if twice.size:
         raise CheckpointError(
-            f"d2t names token {tokens[twice[0]]} in two rows; each row has a token of its own: {_FIX}."
+            f"d2t names token {tokens[twice[0]]} in two rows; each row must have its own token: {_FIX}."
         )
     if known is not None and not np.array_equal(known, found < count):
         token = np.flatnonzero(known != (found < count))[0]
-        raise CheckpointError(f"t2d and d2t disagree about token {token}; they name the same {count} tokens: {_FIX}.")
+        raise CheckpointError(
+            f"t2d and d2t disagree about token {token}; both must name the same {count} tokens: {_FIX}."
+        )
     return found
 
 

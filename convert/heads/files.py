@@ -41,7 +41,7 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
         pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
         found = f"only pickle files ({listing(pickles)})" if pickles else "no *.safetensors file"
         raise CheckpointError(
-            f"{directory} holds {found}; pickles can run code when read and are never opened here, so where you trust "
+            f"{directory} holds {found}; pickles can run code when read and are never opened here, so if you trust "
             f"one, convert it with PyTorch: {_snippet(pickles[0] if pickles else pickled, single)}."
         )
     return directory

@@ -69,7 +69,7 @@ def read_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin:
     found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
     if not found:
         raise CheckpointError(
-            f"model_type {raw.get('model_type')!r} and its tensors are of no Medusa heads; expected "
+            f"model_type {raw.get('model_type')!r} and its tensors are not of Medusa heads; expected "
             "those of Medusa (0.0.linear.weight) or vLLM (blocks.0.layers.0.weight)."
         )
     return MedusaOrigin("medusa", file, found[0][1] or "")
@@ -79,8 +79,8 @@ def _vllm_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin
     check_supported(raw, {"model_type": "medusa", "architectures": ["MedusaModel"], "logit_scale": 1.0})
     if "token_map" in names or raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")):
         raise CheckpointError(
-            f"truncated_vocab_size is {raw.get('truncated_vocab_size')}, of which token_map tells "
-            "the tokens; heads for all tokens are supported: choose such heads."
+            f"truncated_vocab_size is {raw.get('truncated_vocab_size')}, whose tokens token_map "
+            "lists; only heads for all tokens are supported: choose such heads."
         )
     prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
     shared = None
@@ -110,12 +110,12 @@ def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, .
     found = [match for name in shapes if (match := _NUMBERED.fullmatch(name))]
     outputs = [(int(match[3]), match[0]) for match in found if match[4] == "weight"]
     if not outputs or len(shapes[outputs[0][1]]) != 2:
-        raise CheckpointError("there is no output head, such as 0.1.weight, of two axes; restore the heads' own file.")
+        raise CheckpointError("there is no output head with two axes, such as 0.1.weight; restore the heads' own file.")
     blocks, name = outputs[0]
     said = integer(raw, "medusa_num_layers", max(blocks, 1))
     if said != blocks:
         raise CheckpointError(
-            f"medusa_num_layers is {said} and {name} stands behind {blocks} blocks; restore the heads' own config.json."
+            f"medusa_num_layers is {said} but {name} follows {blocks} blocks; restore the heads' own config.json."
         )
     vocab, size = shapes[name]
     return MedusaConfig(size, vocab, 1 + max(int(match[2]) for match in found), blocks)

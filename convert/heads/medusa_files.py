@@ -55,7 +55,7 @@ def read(source: str | Path) -> MedusaFiles:
     heads, blocks = config.num_heads, config.num_blocks
     if heads * max(1, blocks) > len(found):  # a damaged config's tensor table could exhaust memory
         raise CheckpointError(
-            f"{path} means {heads} heads of {blocks} blocks each, and there are {len(found)} "
+            f"{path} describes {heads} heads of {blocks} blocks each, but there are only {len(found)} "
             "tensors; restore the heads' own config.json."
         )
     table = medusa_config.entries(config, origin)

@@ -31,7 +31,7 @@ def pretrained(
             it.
     """
     if name not in MODELS:
-        raise ValueError(f"{name!r} is none of the known models, {', '.join(MODELS)}; use jspec.load for others.")
+        raise ValueError(f"{name!r} is not one of the known models, {', '.join(MODELS)}; use jspec.load for others.")
     target, folder = load(name, dtype, quantize, sharding), head_of(name)
     drafter = NGramDrafter() if folder is None else with_lookup_first(EagleDrafter.load(folder, target, dtype))
     return target, drafter, load_tokenizer(name)

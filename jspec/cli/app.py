@@ -23,10 +23,10 @@ app.command(short_help="Talk with a model.")(chat.chat)
 app.command(epilog=serve.EPILOG, short_help="Serve a model to clients of OpenAI's API.")(serve.serve)
 app.command(short_help="Measure how far to draft on this device.")(tune.tune)
 app.command(short_help="Train a drafter for a target.")(train.train)
-app.command(short_help="Predict memory and speed on a device that need not be here.")(plan.plan)
-app.command(short_help="Make a datastore of texts, to draft from.")(index.index)
-app.command(short_help="List the models that have a name.")(models.models)
-app.command(short_help="Convert checkpoints, Hugging Face to Orbax and back.")(convert)
+app.command(short_help="Predict memory and speed on a device, even without having it.")(plan.plan)
+app.command(short_help="Build a datastore of text to draft from.")(index.index)
+app.command(short_help="List the models that have a short name.")(models.models)
+app.command(short_help="Convert checkpoints from Hugging Face to Orbax and back.")(convert)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -77,7 +77,7 @@ def _show_version(wanted: bool) -> None:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Lossless speculative decoding of Llama-family models in JAX."""

@@ -32,14 +32,17 @@ _DEFAULT_PAIR = "smollm2"
 def chat(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="TARGET", help="Path, name or hub id [default: smollm2 if it is here, or the bundled]."),
+        typer.Argument(
+            metavar="TARGET",
+            help="Path, name or hub id [default: smollm2 if it is on this machine, else the bundled one].",
+        ),
     ] = None,
     tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
     plain: o.Plain = False,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
-    system: Annotated[str | None, option("--system", "TEXT", "A message of the system's, first.")] = None,
+    system: Annotated[str | None, option("--system", "TEXT", "System message, placed first.")] = None,
     template: o.Template = None,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -55,14 +58,16 @@ def chat(
         option(
             "--num-draft-tokens",
             "N",
-            "Tokens guessed a round; auto: as many as pay.",
+            "Draft tokens per round; auto: as many as pay off.",
             parser=o.length,
-            show_default="4; behind lookup, auto",
+            show_default="4; after lookup, auto",
         ),
     ] = None,
     max_length: Annotated[
         int | None,
-        option("--max-length", "N", "Longest conversation.", min=2, show_default="1024, or what the models know"),
+        option(
+            "--max-length", "N", "Longest conversation, in tokens.", min=2, show_default="1024, or the models' limit"
+        ),
     ] = None,
 ) -> None:
     """Talk with a model: every line is a message, and its answer is shown as it is decoded.
@@ -86,9 +91,9 @@ def chat(
         draft_length = engine_draft_length if num_draft_tokens is None else lambda _: num_draft_tokens
         engine, tokenizer = engine_of(where, set_status, dtype, quantize, draft_length, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
-            raise UsageError("--system is for a model with a chat template, and this one has none; leave it out.")
+            raise UsageError("--system needs a chat template, and this model has none; leave it out.")
         if tokenizer.chat_template is None and variables:
-            raise UsageError("--template is for a model with a chat template, and this one has none; leave it out.")
+            raise UsageError("--template needs a chat template, and this model has none; leave it out.")
         compile_all(engine, set_status)
     sampling = chosen_sampling(engine.device.target, temperature, top_k, top_p, min_p, repetition_penalty)
     with lines.whole_lines():
@@ -103,7 +108,7 @@ def _target(target: str | None) -> str | None:
         return _DEFAULT_PAIR
     if target is None:
         typer.echo(
-            "The bundled pair continues Python source and answers nothing. A small model that does: "
+            "The bundled pair only continues Python source. To get a small model that answers: "
             f"{names.MODELS[_DEFAULT_PAIR].command}",
             err=True,
         )
@@ -152,8 +157,8 @@ class Conversation:
         room = longest - len(task.ids)
         if room <= 0:
             raise UsageError(
-                f"That makes {len(task.ids)} tokens, and a conversation has at most {longest}; be "
-                "shorter, begin another, or give a larger --max-length."
+                f"The conversation has {len(task.ids)} tokens, which leaves no room for an answer in {longest}; "
+                "shorten the message, start a new conversation, or give a larger --max-length."
             )
         (key,), self._turns = request_keys(self._seed, 1, first=self._turns), self._turns + 1
         request = Request(task.ids, min(self._most, room), self._sampling, key, task.ends(target))

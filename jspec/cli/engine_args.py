@@ -39,9 +39,9 @@ def engine_of(
 
 def compile_all(engine: Any, set_status: Callable[[str], None]) -> None:
     """Compile everything that the engine will run. If the status line is not visible, print a line about the wait."""
-    set_status("Compiling, which is kept for the next time")
+    set_status("Compiling (cached for the next run)")
     if sys.stderr and not sys.stderr.isatty():
-        typer.echo("Compiling: minutes the first time, then kept and seconds", err=True)
+        typer.echo("Compiling: takes minutes the first time, and seconds from the cache later", err=True)
     engine.device.compile()
 
 

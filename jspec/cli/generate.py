@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from jspec.generation.complete import Task
 
 EPILOG = """\b
-With --json, each prompt gives one line, an object of
-  prompt, text      as given, a text or messages; and what was added
+With --json, each prompt gives one line, an object with these fields:
+  prompt, text      the prompt as given, text or messages; the generated text
   tokens, logprobs  one entry for each new token; natural log of its probability
-                    under the law it was drawn from
+                    under the distribution it was sampled from
   origins           for each token "accepted", "corrected", "bonus" (always so
-                    with --plain) or "no draft" (there was no guess to judge)
+                    with --plain) or "no draft" (there was nothing to verify)
   finish_reason     "eos", "stop" or "length"
-  num_draft_tokens  guessed a round, at most; with auto what it found; 0 is plain
-                    decoding
-  stats             of all that was decoded, behind a --stop too: tokens, rounds,
-                    drafted, judged, accepted, accepted_at (by position in the
-                    draft), acceptance_rate (accepted over judged), tokens_per_round,
-                    predicted_tokens_per_round (from that rate)
-  times             import (of libraries), load (of models), compile (and measure,
-                    with --num-draft-tokens auto), run: seconds for all prompts
-                    together;
-                    tokens_per_second: of this prompt
+  num_draft_tokens  maximum drafted per round; with auto, the number it chose;
+                    0 is plain decoding
+  stats             counts of everything decoded, even after a --stop: tokens,
+                    rounds, drafted, judged, accepted, accepted_at (by position in
+                    the draft), acceptance_rate (accepted over judged),
+                    tokens_per_round, predicted_tokens_per_round (from that rate)
+  times             seconds for all prompts together: import (of libraries), load
+                    (of models), compile (and measure, with --num-draft-tokens
+                    auto), run;
+                    tokens_per_second: for this prompt
 
 \b
 Compiled programs are kept in ~/.cache/jspec/xla, or in JAX_COMPILATION_CACHE_DIR.
@@ -74,7 +74,7 @@ def generate(
     show: o.Show = False,
     as_json: o.Json = False,
 ) -> None:
-    """Continue each PROMPT, or answer it, all as one batch; without any, standard input, taken whole, is the prompt.
+    """Continue or answer all PROMPTs as one batch. Without a PROMPT, all of standard input is the prompt.
 
     Put -- before prompts if one begins with a dash.
 
@@ -89,7 +89,7 @@ def generate(
     variables = _variables(template, inputs)
     times: dict[str, float] = {}
     if num_draft_tokens == "auto":
-        typer.echo("auto: measuring for a minute or more; `jspec tune` once and pass its number to save that", err=True)
+        typer.echo("auto: measuring for a minute or more; to skip, run `jspec tune` once and pass its number", err=True)
     with status_line() as set_status:
         with timed(times, "import"):
             import jspec
@@ -121,7 +121,7 @@ def generate(
 
 def _suggest_chat(tokenizer: Any, is_answered: bool) -> None:
     if not is_answered and tokenizer.chat_template is not None:
-        typer.echo("The model was made for chats: with --chat it answers, instead of continuing the text.", err=True)
+        typer.echo("This is a chat model; add --chat to get an answer instead of a continuation.", err=True)
 
 
 def _check(top_p: float | None, show: bool, as_json: bool) -> None:
@@ -129,14 +129,14 @@ def _check(top_p: float | None, show: bool, as_json: bool) -> None:
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")
     if show and as_json:
-        raise UsageError("--show draws for people and --json is for machines; leave one of them out.")
+        raise UsageError("--show and --json select different output formats; leave out one of them.")
 
 
 def _variables(template: list[str] | None, inputs: list[Any]) -> dict[str, Any]:
     """Return the chat template variables, which are valid only for conversations."""
     variables = template_variables(template or [])
     if variables and not any(isinstance(prompt, list) for prompt in inputs):
-        raise UsageError("--template is for conversations; add --chat.")
+        raise UsageError("--template applies only to conversations; add --chat.")
     return variables
 
 
@@ -151,7 +151,7 @@ def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, sho
         options["record"] = True
     if options.pop("tree", None):
         if num_draft_tokens is not None:
-            raise UsageError("--tree says what is guessed a round; leave out --num-draft-tokens.")
+            raise UsageError("--tree already sets the draft tokens per round; leave out --num-draft-tokens.")
         if not where.can_branch:
             raise UsageError(
                 f"--tree needs a draft that can branch: a model, a head, a datastore or exit:N; {where.name} cannot."
@@ -178,7 +178,7 @@ def _decode(
             return jax.device_get(task.decode(*models, max_new_tokens, sampling, seed, **drafting))
 
     task.check_length(*models, max_new_tokens)  # the run that compiles requests one token, which always fits
-    set_status("Compiling, which is kept for the next time")
+    set_status("Compiling (cached for the next run)")
     run("compile", dataclasses.replace(sampling, max_tokens=1))
     set_status("Decoding")
     return run("run", sampling)

@@ -10,21 +10,22 @@ from jspec.cli.model_args import STORE, sources
 
 
 def index(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Text, UTF-8.", exists=True, dir_okay=False)],
-    output: Annotated[Path, option("--output", "STORE", "Where to write it; a name that ends in .safetensors.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="UTF-8 text file.", exists=True, dir_okay=False)],
+    output: Annotated[Path, option("--output", "STORE", "Datastore to write; its name must end in .safetensors.")],
     tokenizer: Annotated[
-        str | None, option("--tokenizer", "SRC", "Directory or hub id of the target's [default: the bundled one].")
+        str | None,
+        option("--tokenizer", "SRC", "Directory or hub id of the target's tokenizer [default: the bundled one]."),
     ] = None,
-    max_ngram: Annotated[int, option("--max-ngram", "N", "Tokens that are compared at most.", min=2)] = 8,
+    max_ngram: Annotated[int, option("--max-ngram", "N", "Longest n-gram to compare, in tokens.", min=2)] = 8,
 ) -> None:
-    """Build one datastore from all FILEs, for --draft: it guesses what followed wherever a FILE reads as the text does.
+    """Build one datastore from all FILEs, for --draft, which drafts what followed the same tokens in a FILE.
 
     The more the FILEs resemble the text that will be generated, the better the drafts.
     """
     if output.suffix != STORE:
-        raise UsageError(f"--output must end in {STORE}, as --draft knows datastores by that.")
+        raise UsageError(f"--output must end in {STORE}, because --draft recognises datastores by that suffix.")
     if not output.parent.is_dir():
-        raise FileNotFoundError(f"{output.parent} is no folder; make it first, or give another --output.")
+        raise FileNotFoundError(f"{output.parent} is not a folder; create it first, or give another --output.")
     times: dict[str, float] = {}
     with status_line() as set_status:
         from jspec import RetrievalDrafter, text

@@ -64,8 +64,8 @@ def read(prompt: str) -> str:
     longest = _LONGEST.get(sys.platform)
     if is_terminal and longest and len(line.encode(errors="replace")) >= longest:
         raise UsageError(
-            f"The terminal passes on at most {longest - 2} bytes of a line, so this one may have lost its "
-            "end; send it through a pipe."
+            f"The terminal passes on at most {longest - 2} bytes per line, so the end of this line may be "
+            "missing; send it through a pipe."
         )
     return line
 

@@ -92,7 +92,7 @@ class Sources:
         known = convert.read_config(convert.resolve(self.target)).vocab_size
         if size > known:
             raise UsageError(
-                f"--tokenizer {self.tokenizer_source} has {size} tokens, and the target {known}; give the "
+                f"--tokenizer {self.tokenizer_source} has {size} tokens, but the target has only {known}; give the "
                 "tokenizer of the same model."
             )
 
@@ -117,7 +117,7 @@ def check_exit(draft: str, layers: int) -> None:
     """Raise UsageError if "exit:N" leaves out none of the target's `layers` layers, or asks for more than those."""
     wanted, skipped = _exit(draft)
     if wanted > layers or (wanted == layers and not skipped):
-        raise UsageError(f"--draft {draft} leaves no layer out of the target's {layers}; leave it earlier.")
+        raise UsageError(f"--draft {draft} leaves out none of the target's {layers} layers; choose an earlier exit.")
 
 
 def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
@@ -129,14 +129,14 @@ def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
     found = _EXIT.fullmatch(draft)
     if not found:
         raise UsageError(
-            f"--draft {draft} is no exit; write exit:N, to leave the target after its first N layers, or "
-            "exit:N-I-J, without those of index I and J."
+            f"--draft {draft} is not an exit; write exit:N for the target's first N layers, or exit:N-I-J for "
+            "those without layers I and J, counted from 0."
         )
     layers, skipped = int(found[1]), tuple(map(int, found[2].split("-")[1:]))
     if len({*skipped}) < len(skipped) or max(skipped, default=0) >= layers or len(skipped) == layers:
         raise UsageError(
-            f"--draft {draft} must skip each layer at most once, those of index 0 to {layers - 1}, and "
-            "leave at least one."
+            f"--draft {draft} must skip each layer at most once, skip only layers 0 to {layers - 1}, and "
+            "keep at least one."
         )
     return layers, skipped
 
@@ -169,28 +169,30 @@ def sources(
     if plain and draft not in (None, NONE):
         raise UsageError("--plain decodes without a draft; leave out --draft.")
     if tokenizer_source is not None and target is None:
-        raise UsageError("--tokenizer is for a target that is named; the bundled one has its own.")
+        raise UsageError("--tokenizer needs a target, because the bundled one has its own tokenizer; name a target.")
     draft = NONE if plain else _usual(target) if draft is None else draft
     looks_up = draft.startswith(BESIDE)
     draft = draft.removeprefix(BESIDE)
     if looks_up and (draft in ("", NONE, LOOKUP, EXIT) or head_kind(draft) in _TREES):
         raise UsageError(
-            "--draft lookup+SRC is for what drafts a chain where lookup has no guess: a model, a trained "
+            "--draft lookup+SRC needs an SRC that drafts a chain if lookup finds no draft: a model, a trained "
             f"head, a datastore or exit:N; {draft or 'nothing'} does not."
         )
     if draft == HEAD and not Path(HEAD).exists():  # a path takes precedence, as for targets
         draft = _head(target)
     if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
-        raise UsageError(f"{draft} is the folder of a training; give its drafter, --draft {trained}.")
+        raise UsageError(f"{draft} is the folder of a training run; give its drafter, --draft {trained}.")
     _check_found(draft, may_search)
     if is_model(draft) and not target and draft != PAIR_DRAFT and head_kind(draft) is None:
-        raise UsageError("A draft that is a model needs a target that is named, too.")
+        raise UsageError(f"The draft {draft!r} is a model, which needs a target; name its target, too.")
     if draft.startswith("exit:"):
         _exit(draft)
     if draft == EXIT and not may_search:
-        raise UsageError("exit stands for layers that jspec tune finds; write exit:N, as it answers.")
+        raise UsageError(
+            "--draft exit is only for jspec tune, which finds the layers; write exit:N, as jspec tune prints it."
+        )
     if draft.endswith(STORE) and not Path(draft).is_file():
-        raise FileNotFoundError(f"{draft} does not exist; jspec index makes a datastore of texts.")
+        raise FileNotFoundError(f"{draft} does not exist; build a datastore with jspec index.")
     return Sources(target or BUNDLED_TARGET, draft, looks_up, tokenizer_source)
 
 
@@ -221,7 +223,8 @@ def _head(target: str | None) -> str:
     folder = None if target is None else head_of(target)
     if folder is None:
         raise UsageError(
-            "--draft head is for a model whose head travels with jspec, such as smollm2; name another one's folder."
+            "--draft head needs a target whose head is bundled with jspec, such as smollm2; for others, give the "
+            "head's folder."
         )
     return str(folder)
 

@@ -10,8 +10,8 @@ from jspec.bundled.head_data import head_of
 from jspec.cli.common import option
 
 
-def models(as_json: Annotated[bool, option("--json", None, "One JSON object a line, for machines.")] = False) -> None:
-    """List the models that have a name: for --target, and for jspec.load and jspec.pretrained.
+def models(as_json: Annotated[bool, option("--json", None, "One JSON object per line, for machines.")] = False) -> None:
+    """List the models that have a short name for --target, jspec.load and jspec.pretrained.
 
     The command does not use the network. A model that is here was found in its package or in the hub's cache.
     """
@@ -40,4 +40,4 @@ def _print_table(found: dict[str, Path | None]) -> None:
         table.add_row(name, model.parameters, model.licence, place)
     console = Console(highlight=False)
     console.print(table)
-    console.print("\njspec.pretrained drafts by lookup for all of them, and by a trained head behind it for smollm2.")
+    console.print("\njspec.pretrained drafts by lookup for all of them, and then by a trained head for smollm2.")

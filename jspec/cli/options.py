@@ -14,7 +14,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in names:
-            raise typer.BadParameter(f"{text!r} is none of {', '.join(names)}.")
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}.")
         return text
 
     return parse
@@ -37,8 +37,8 @@ def _tree(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) <= node for node, part in enumerate(parts)):
         raise typer.BadParameter(
-            f"{text!r} is no tree: give the parent of each node, which comes before it, such as "
-            "0,0,1; 0 is the last token of the text."
+            f"{text!r} is not a tree; give the parent of each node, which must come before the node, such as "
+            "0,0,1, where 0 is the last token of the text."
         )
     return tuple(map(int, parts))
 
@@ -48,20 +48,22 @@ File = Annotated[
     Path | None,
     option("--file", "JSONL", 'Lines of {"prompt": TEXT} or {"messages": [...]}.', exists=True, dir_okay=False),
 ]
-Chat = Annotated[bool, option("--chat", None, "Answer each PROMPT, as a message to a chat model.")]
-System = Annotated[str | None, option("--system", "TEXT", "With --chat: a message of the system's, first.")]
+Chat = Annotated[bool, option("--chat", None, "Answer each PROMPT as a message to a chat model.")]
+System = Annotated[str | None, option("--system", "TEXT", "With --chat: system message, placed first.")]
 Stop = Annotated[
     list[str] | None,
-    option("--stop", "TEXT", "End before it; decoding goes on behind it. May be given again.", show_default=False),
+    option("--stop", "TEXT", "End the text before TEXT; decoding continues. May be repeated.", show_default=False),
 ]
-Target = Annotated[str | None, option("--target", "SRC", "Path, name or hub id [default: bundled one].")]
+Target = Annotated[str | None, option("--target", "SRC", "Path, name or hub id [default: the bundled one].")]
 TargetArgument = Annotated[
-    str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
+    str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
 ]
 Tokenizer = Annotated[
     str | None,
     option(
-        "--tokenizer", "SRC", "Model whose tokenizer target and draft have, with its chat template [default: target's]."
+        "--tokenizer",
+        "SRC",
+        "Model that provides the tokenizer and chat template of target and draft [default: target].",
     ),
 ]
 Draft = Annotated[
@@ -69,32 +71,38 @@ Draft = Annotated[
     option(
         "--draft",
         "SRC",
-        "Smaller model, same tokenizer; datastore; lookup, in the text; exit:N, target's first N layers, and exit:N-I,"
-        " those without layer I; a trained head's folder; head, that of smollm2; lookup+SRC, SRC where lookup"
-        " has no guess; or none [default: of a target that is named, lookup, of smollm2 lookup+head].",
+        "Smaller model with the same tokenizer; datastore; lookup, in the text; exit:N, the target's first N layers,"
+        " or exit:N-I, those without layer I; a trained head's folder; head, the one for smollm2; lookup+SRC, SRC if"
+        " lookup finds no draft; or none [default: lookup+head for smollm2, lookup for other named targets].",
     ),
 ]
 Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]
 _DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Annotated[
     Any,
-    choice("--dtype", "Of weights and computing [default: float32 on CPU, else bfloat16].", *_DTYPES),
+    choice("--dtype", "Dtype of weights and computation [default: float32 on CPU, else bfloat16].", *_DTYPES),
 ]
-Quantize = Annotated[Any, choice("--quantize", "Round the weights of target and draft, but for trained heads.", "int8")]
+Quantize = Annotated[
+    Any, choice("--quantize", "Quantise the weights of target and draft, but not trained heads.", "int8")
+]
 # Without a value, these options use the model's own default from its generation_config.json.
 _OWN_OR_0, _OWN_OR_1 = "the model's own, else 0", "the model's own, else 1"
 Temperature = Annotated[float | None, option("--temperature", "X", "0 is greedy.", min=0, show_default=_OWN_OR_1)]
 TopK = Annotated[
     int | None,
-    option("--top-k", "N", "Keep the N likeliest tokens; 0 is off.", min=0, show_default=_OWN_OR_0),
+    option("--top-k", "N", "Keep the N most likely tokens; 0 is off.", min=0, show_default=_OWN_OR_0),
 ]
 TopP = Annotated[
     float | None,
-    option("--top-p", "X", "Keep the likeliest tokens of mass X; 1 is off.", min=0, max=1, show_default=_OWN_OR_1),
+    option(
+        "--top-p", "X", "Keep the most likely tokens of total mass X; 1 is off.", min=0, max=1, show_default=_OWN_OR_1
+    ),
 ]
 MinP = Annotated[
     float | None,
-    option("--min-p", "X", "Drop tokens below X times the likeliest; 0 is off.", min=0, max=1, show_default=_OWN_OR_0),
+    option(
+        "--min-p", "X", "Drop tokens below X times the most likely; 0 is off.", min=0, max=1, show_default=_OWN_OR_0
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
@@ -112,7 +120,7 @@ Template = Annotated[
     option(
         "--template",
         "NAME=VALUE",
-        "Set a variable of the chat template; the value is JSON, or else text. May be given again.",
+        "Set a variable of the chat template; the value is JSON, or else text. May be repeated.",
         show_default=False,
     ),
 ]
@@ -123,19 +131,21 @@ NumDraftTokens = Annotated[
     option(
         "--num-draft-tokens",
         "N",
-        "Tokens guessed a round (at most, by lookup or a datastore); auto: as measured first, in a minute or more.",
+        "Draft tokens per round (at most, with lookup or a datastore); auto: measured first, in a minute or more.",
         parser=length,
         show_default="4",
     ),
 ]
 Tree = Annotated[
     Any,
-    option("--tree", "PARENTS", "Draft a tree: the parent of each guess, as 0,0,1; see jspec tune.", parser=_tree),
+    option(
+        "--tree", "PARENTS", "Draft a tree, given as each node's parent, such as 0,0,1; see jspec tune.", parser=_tree
+    ),
 ]
 _RULES = ("rejection", "block", "coupled", "traversal")
 Accept = Annotated[
     Any,
-    choice("--accept", "Rule; the law is the target's with each [default: rejection].", *_RULES),
+    choice("--accept", "Acceptance rule; each keeps the target's distribution [default: rejection].", *_RULES),
 ]
-Show = Annotated[bool, option("--show", None, "Draw the rounds, one a line, with the guesses that were refused.")]
-Json = Annotated[bool, option("--json", None, "One JSON object a line, for machines.")]
+Show = Annotated[bool, option("--show", None, "Show the rounds, one per line, with the rejected draft tokens.")]
+Json = Annotated[bool, option("--json", None, "One JSON object per line, for machines.")]

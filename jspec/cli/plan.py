@@ -14,25 +14,27 @@ from jspec.core.devices import DEVICES
 
 def plan(
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
+        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
     ] = None,
-    draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model, same tokenizer.")] = None,
-    device: Annotated[Any, choice("--device", "Which to plan for [default: the one here].", *DEVICES)] = None,
-    batch: Annotated[int, option("--batch", "N", "Texts at once.", min=1)] = 1,
+    draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
+    device: Annotated[Any, choice("--device", "Device to plan for [default: this machine's].", *DEVICES)] = None,
+    batch: Annotated[int, option("--batch", "N", "Number of sequences.", min=1)] = 1,
     length: Annotated[
         int | None,
-        option("--length", "N", "Tokens of each, half of them prompt [default: 4096, or what models have].", min=1),
+        option(
+            "--length", "N", "Tokens per sequence, half of them prompt [default: 4096, or the models' limit].", min=1
+        ),
     ] = None,
     acceptance: Annotated[
-        float, option("--acceptance", "X", "Assumed probability that a guess is accepted.", min=0, max=1)
+        float, option("--acceptance", "X", "Assumed probability that a draft token is accepted.", min=0, max=1)
     ] = 0.8,
     num_draft_tokens: Annotated[
-        int | None, option("--num-draft-tokens", "N", "Tokens guessed a round [default: the best].", min=1, max=16)
+        int | None, option("--num-draft-tokens", "N", "Draft tokens per round [default: the best].", min=1, max=16)
     ] = None,
-    quantize: Annotated[Any, choice("--quantize", "Round the weights of the draft.", "int8")] = None,
+    quantize: Annotated[Any, choice("--quantize", "Quantise the weights of the draft.", "int8")] = None,
     as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
 ) -> None:
-    """Predict what of TARGET and DRAFT fits into a device, how fast they decode there, and how far to draft.
+    """Predict whether TARGET and DRAFT fit on a device, how fast they decode there, and how far to draft.
 
     Only their configurations are read: a folder with config.json will do, and of a hub id nothing else is
     downloaded. Nothing is measured; jspec tune does that.
@@ -41,7 +43,7 @@ def plan(
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer.")
     where = sources(target, draft)
     if not is_model(where.draft) or head_kind(where.draft) or where.looks_up:
-        raise UsageError(f"DRAFT {draft} is no model, and only models can be planned; measure it by jspec tune.")
+        raise UsageError(f"DRAFT {draft} is not a model, and only models can be planned; measure it with jspec tune.")
     with status_line() as set_status:
         from rich.console import Console
 

@@ -23,9 +23,9 @@ def gather(
         ValueError: the file is malformed; the message names the line.
     """
     if arguments and file:
-        raise UsageError("Give prompts as arguments or by --file; leave out one of them.")
+        raise UsageError("Prompts were given both as arguments and by --file; leave out one of them.")
     if system is not None and not chat:
-        raise UsageError("--system is a message of a conversation; add --chat.")
+        raise UsageError("--system applies only to conversations; add --chat.")
     if file:
         prompts = _lines(file)
     elif arguments:
@@ -42,13 +42,13 @@ def _conversation(prompt: Any, system: str | None) -> list[Any]:
         return messages
     check_text(system, "--system")
     if messages[0]["role"] == "system":
-        raise UsageError("--system was given, and a conversation of --file has a system message; leave out one.")
+        raise UsageError("--system was given, and a conversation in --file has its own system message; leave out one.")
     return [{"role": "system", "content": system}, *messages]
 
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        raise UsageError("Give a prompt, as an argument or on standard input.")
+        raise UsageError("No prompt was given; give a prompt as an argument or on standard input.")
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -76,7 +76,7 @@ def _prompt(line: bytes, place: str) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{place} is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON ({error}); write one object a line.") from error
+        raise ValueError(f"{place} is not JSON ({error}); write one object per line.") from error
     if isinstance(entry, dict) and entry.keys() == {"prompt"} and isinstance(entry["prompt"], str):
         check_text(entry["prompt"], place)
         return entry["prompt"]

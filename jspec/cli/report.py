@@ -147,7 +147,7 @@ def training_line(evaluation: "Progress") -> str:
 def training_table(results: "Sequence[Result]") -> Table:
     """Return a table of a trained drafter's tokens per round and speed."""
     titles = ("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed")
-    caption = "foreseen: of the held-out texts as they are; measured: of what the target answers to them"
+    caption = "foreseen: on the held-out texts themselves; measured: on the target's answers to them"
     table = Table(*titles, box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     for result in results:
         table.add_row(
@@ -165,7 +165,7 @@ def memory_table(plan: Plan) -> Table:
     device = plan.device
     title = (
         f"{device.title}, {device.dtype}: batch {plan.batch}, length {plan.length}\n"
-        f"{plan.prompt} of it prompt, acceptance {plan.acceptance:g} assumed"
+        f"prompt {plan.prompt}, assumed acceptance rate {plan.acceptance:g}"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("GB, predicted", no_wrap=True)
@@ -177,7 +177,7 @@ def memory_table(plan: Plan) -> Table:
         table.add_row(name, *parts)
     most = max(held.total for held in rows.values()) / device.memory
     if device.platform == "cuda" and _TAKEN < most <= 1:
-        table.caption = f"JAX takes {_TAKEN:.0%} of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more"
+        table.caption = f"JAX takes {_TAKEN:.0%} of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is higher"
     return table
 
 
@@ -186,7 +186,7 @@ def plan_table(plan: Plan) -> Table:
     notes = ["predicted, not measured; tokens/s of each text"]
     drafts = _drafts(plan)
     if len(drafts) > 1:
-        notes.append("an int8 draft is taken to be accepted as often")
+        notes.append("an int8 draft is assumed to be accepted as often")
     table = Table(caption="\n".join(notes), box=box.SIMPLE_HEAD)
     for title in ("K", "tokens/round", "ms/round", "tokens/s", *drafts):
         table.add_column(title, justify="right", no_wrap=True)
@@ -226,7 +226,7 @@ def plan_advice(plan: Plan) -> str:
     if plan.verdict == NO_ROOM:
         return _no_room(plan)
     if plan.verdict == QUANTIZE:
-        as_given = f"as given at {draft.speedup:.2f}x" if draft.best else "while as given it does not pay"
+        as_given = f"compared with {draft.speedup:.2f}x as given" if draft.best else "but as given it does not pay off"
         return (
             f"quantise the draft: in int8, with num_draft_tokens={int8.num_draft_tokens}, it would run at "
             f"{int8.speedup:.2f}x the speed of plain decoding, {as_given}"
@@ -248,8 +248,8 @@ def _no_room(plan: Plan) -> str:
         "decoding without a draft": plan.plain_fits,
     }
     fitting = [name for name, fits in options.items() if fits]
-    remedy = f"{' or '.join(fitting)} would fit" if fitting else "nor does anything smaller of this pair"
+    remedy = f"{' or '.join(fitting)} would fit" if fitting else "nor would any smaller setting of this pair"
     return (
-        f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB besides are more than the "
+        f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB of temporaries exceed the "
         f"{plan.device.memory / 1e9:.2f} GB of one {plan.device.title}; {remedy}"
     )

@@ -18,12 +18,12 @@ Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics,
 /version, and / for a browser.
 
 \b
-SIGTERM ends the server when all requests that it has accepted are answered;
-meanwhile new ones get the status 503. Ctrl-C ends it at once.
+SIGTERM ends the server after it has answered all accepted requests; until
+then, new requests get status 503. Ctrl-C ends it at once.
 
 \b
-Without --api-key, other names than its own and pages of other sites get
-the status 403, unless --allow-host or --allow-origin names them.
+Without --api-key, requests to other host names and from pages of other sites
+get status 403, unless --allow-host or --allow-origin allows them.
 """
 
 
@@ -32,15 +32,15 @@ _MaxLength = Annotated[
     option(
         "--max-length",
         "N",
-        "Longest text, prompt included; every slot has room for that.",
+        "Longest sequence in tokens, prompt included; every slot reserves room for it.",
         min=2,
-        show_default="1024, or what the models know",
+        show_default="1024, or the models' limit",
     ),
 ]
 _Hosts = Annotated[
     list[str] | None,
     option(
-        "--allow-host", "NAME", "Another name of this server; may be given again. * allows any.", show_default=False
+        "--allow-host", "NAME", "Another host name of this server; may be repeated. * allows any.", show_default=False
     ),
 ]
 _Origins = Annotated[
@@ -48,7 +48,7 @@ _Origins = Annotated[
     option(
         "--allow-origin",
         "ORIGIN",
-        "Pages that may use it, as https://a.org; may be given again. * for all.",
+        "Origin whose pages may use the server, such as https://a.org; may be repeated. * allows any.",
         show_default=False,
     ),
 ]
@@ -56,7 +56,7 @@ _Origins = Annotated[
 
 def serve(
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: bundled one].")
+        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
     ] = None,
     tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
@@ -66,7 +66,7 @@ def serve(
         option(
             "--num-draft-tokens",
             "N",
-            "Tokens guessed a round; auto: as many as pay, by how much there is to do.",
+            "Draft tokens per round; auto: as many as pay off at the current load.",
             parser=o.length,
             show_default="auto",
         ),
@@ -76,21 +76,23 @@ def serve(
     accept: Annotated[
         Any, o.choice("--accept", "Rule for requests without a seed.", "rejection", "block", "coupled")
     ] = "rejection",
-    slots: Annotated[int, option("--slots", "N", "Requests at once; others wait.", min=1)] = 8,
+    slots: Annotated[int, option("--slots", "N", "Requests to run at once; others wait.", min=1)] = 8,
     max_length: _MaxLength = None,
     max_waiting: Annotated[
-        int, option("--max-waiting", "N", "Requests that may wait; more get the status 429.", min=1)
+        int, option("--max-waiting", "N", "Requests that may wait; further ones get status 429.", min=1)
     ] = 64,
-    host: Annotated[str, option("--host", "ADDRESS", "Where to listen; 0.0.0.0 for other machines.")] = "127.0.0.1",
-    port: Annotated[int, option("--port", "N", "The same; 0 for any that is free.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, option("--host", "ADDRESS", "Address to listen on; 0.0.0.0 accepts other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, option("--port", "N", "Port to listen on; 0 chooses a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
-        str | None, option("--api-key", "KEY", "What clients must know [default: JSPEC_API_KEY].")
+        str | None, option("--api-key", "KEY", "Key that clients must send [default: JSPEC_API_KEY].")
     ] = None,
-    name: Annotated[str | None, option("--name", "NAME", "What clients call the model [default: TARGET].")] = None,
+    name: Annotated[str | None, option("--name", "NAME", "Model name for clients [default: TARGET].")] = None,
     allow_host: _Hosts = None,
     allow_origin: _Origins = None,
     keep_alive: Annotated[int, option("--keep-alive", "SECONDS", "How long a connection may be idle.", min=1)] = 75,
-    metrics_prefix: Annotated[str, option("--metrics-prefix", "TEXT", "Before the names of metrics.")] = "jspec_",
+    metrics_prefix: Annotated[str, option("--metrics-prefix", "TEXT", "Prefix of metric names.")] = "jspec_",
 ) -> None:
     """Answer clients of OpenAI's API over HTTP.
 
@@ -124,15 +126,15 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
     needed = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
     if missing := [name for name in needed if find_spec(name) is None]:
         raise UsageError(
-            f"jspec serve needs {', '.join(missing)}; install jspec's extra for it, in its clone by "
-            'pip install -e ".[serve]".'
+            f"jspec serve needs {', '.join(missing)}; install jspec's serve extra by running "
+            'pip install -e ".[serve]" in its clone.'
         )
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
-        raise UsageError("--api-key must be of visible ASCII characters, for it is sent in a header.")
+        raise UsageError("--api-key must consist of visible ASCII characters, because it is sent in a header.")
     if not (metrics_prefix.isascii() and f"{metrics_prefix}x".replace(":", "_").isidentifier()):
         raise UsageError(
-            f"--metrics-prefix {metrics_prefix!r} cannot begin a name in Prometheus; use letters, "
-            "digits, _ and :, not a digit first."
+            f"--metrics-prefix {metrics_prefix!r} cannot start a name in Prometheus; use letters, "
+            "digits, _ and :, and no digit first."
         )
 
 
@@ -147,12 +149,14 @@ def _listener(host: str, port: int) -> socket.socket:
     from jspec.serve.run import bound
 
     if not host.strip():
-        raise UsageError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all of this machine.")
+        raise UsageError(
+            "--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all addresses of this machine."
+        )
     try:
         return bound(host, port)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "is no address"
-        raise UsageError(f"--host {host} --port {port} cannot be listened on: {reason}; choose another.") from error
+        reason = getattr(error, "strerror", None) or "not an address"
+        raise UsageError(f"cannot listen on --host {host} --port {port}: {reason}; choose another.") from error
 
 
 def _run(
@@ -170,7 +174,7 @@ def _run(
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         if defaults := described(engine.device.target):
-            typer.echo(f"{defaults}; a request may set each field.", err=True)
+            typer.echo(f"{defaults}; a request can override each field.", err=True)
         typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
         try:
             run(server, listener, keep_alive)

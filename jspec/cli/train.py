@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _Stored = Annotated[
     bool,
     typer.Option(
-        "--store/--no-store", help="Keep on disk what the target makes of the texts, or compute it in every step."
+        "--store/--no-store", help="Store the target's states of the text on disk, or compute them in every step."
     ),
 ]
 _Written = Annotated[
@@ -28,7 +28,7 @@ _Written = Annotated[
     option(
         "--written-tokens",
         "N",
-        "How much the target writes to questions of its own [default: 500000 without --data, none beside it].",
+        "Tokens that the target generates to answer its own questions [default: 500000 without --data, 0 with it].",
         min=1,
         show_default=False,
     ),
@@ -38,8 +38,8 @@ _Data = Annotated[
     option(
         "--data",
         "FILE",
-        "Text, chats or questions in a .jsonl, or an earlier DIR for what was written there; also several times "
-        "[default: the target writes its own].",
+        "Text file, .jsonl file of chats or questions, or an earlier DIR to reuse its generated text; may be repeated "
+        "[default: the target generates its own].",
         show_default=False,
         exists=True,
     ),
@@ -47,15 +47,18 @@ _Data = Annotated[
 _Start = Annotated[
     str | None,
     option(
-        "--start", "DRAFTER", "Go on with this drafter, of that kind [default: an untrained one].", show_default=False
+        "--start",
+        "DRAFTER",
+        "Start from this drafter of the same kind [default: an untrained one].",
+        show_default=False,
     ),
 ]
-_Measured = Annotated[bool, typer.Option("--measure/--no-measure", help="Measure on this device what comes out.")]
+_Measured = Annotated[bool, typer.Option("--measure/--no-measure", help="Measure the trained drafter on this device.")]
 
 
 def train(
     folder: Annotated[
-        Path, option("--output", "DIR", "Folder of the run; a run that was stopped goes on from it.", file_okay=False)
+        Path, option("--output", "DIR", "Folder of the run; a stopped run resumes from it.", file_okay=False)
     ],
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
@@ -66,20 +69,18 @@ def train(
     data: _Data = None,
     start: _Start = None,
     steps: Annotated[int, option("--steps", "N", "Optimiser steps.", min=1)] = 2000,
-    depth: Annotated[int, option("--depth", "N", "Tokens in a row that it learns to draft.", min=1)] = 4,
+    depth: Annotated[int, option("--depth", "N", "Consecutive tokens to learn to draft.", min=1)] = 4,
     loss: Annotated[str, option("--loss", "LOSS", "kl, reverse-kl, jsd, tvd or lk.")] = "lk",
     rate: Annotated[float, option("--rate", "X", "Peak learning rate, above 0 and below 1.")] = 6e-3,
-    step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens a step.", min=1)] = 2048,
-    length: Annotated[int, option("--length", "N", "Longest text, in tokens; longer ones are divided.", min=3)] = 512,
+    step_tokens: Annotated[int, option("--step-tokens", "N", "Tokens per step.", min=1)] = 2048,
+    length: Annotated[int, option("--length", "N", "Longest sequence, in tokens; longer ones are split.", min=3)] = 512,
     written_tokens: _Written = None,
-    draft_vocab: Annotated[
-        int, option("--draft-vocab", "N", "Guess the N tokens that are most frequent, and no others.", min=2)
-    ] = 8192,
+    draft_vocab: Annotated[int, option("--draft-vocab", "N", "Draft only the N most frequent tokens.", min=2)] = 8192,
     boost: Annotated[
-        int, option("--boost", "K", "Train K draft models, each where those before it are wrong.", min=1)
+        int, option("--boost", "K", "Train K draft models, each on the errors of earlier ones.", min=1)
     ] = 1,
     dtype: o.Dtype = None,
-    seed: Annotated[int, option("--seed", "N", "Of weights, order and what is written.", min=0)] = 0,
+    seed: Annotated[int, option("--seed", "N", "Seed of the weights, the order and the generated text.", min=0)] = 0,
     stored: _Stored = True,
     measured: _Measured = True,
 ) -> None:
@@ -90,7 +91,7 @@ def train(
     """
     path = folder / "drafter"
     if path.exists() and not (folder / "state").exists():
-        raise UsageError(f"{path} is there already, without the run that made it; give another --output, or delete it.")
+        raise UsageError(f"{path} already exists, without the run that made it; give another --output, or delete it.")
     where = sources(target or BUNDLED_TARGET, start or NONE)
     with status_line() as set_status:
         import jspec
@@ -101,12 +102,12 @@ def train(
         set_status("Loading")
         tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
         how_saved(begun, where.target)  # raises before training if the drafter cannot be saved
-    with interrupts.last_words(f"Stopped. The same command goes on from {folder}."):
+    with interrupts.last_words(f"Stopped. The same command resumes from {folder}."):
         with _bar(steps) as tell:
             run: dict[str, Any] = {"data": data or None, "folder": folder, "start": begun, "store_states": stored}
             drafter = jspec.train_drafter(model, tokenizer, **run, say=tell, **dataclasses.asdict(recipe))
         if path.exists():
-            typer.echo(f"{path} was there already.")
+            typer.echo(f"{path} already exists.")
         else:
             rounded = _in_bfloat16(drafter)
             typer.echo(f"Wrote {rounded.save(path, **how_saved(rounded, where.target))}.")
@@ -166,7 +167,7 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Bar(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("Beginning", total=steps)
+        task = bar.add_task("Starting", total=steps)
 
         def tell(news: "Progress | int") -> None:
             if isinstance(news, int):
@@ -200,7 +201,7 @@ def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
         return
     *_, last = read_log(folder)
     if isinstance(drafter, MultiDrafter):
-        typer.echo("Of several models, what is foreseen is of the first alone.")
+        typer.echo("With several models, the foreseen values are for the first one only.")
     with status_line() as set_status:
         set_status("Measuring")
         tree = own_tree(drafter)

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 _NewTokens = Annotated[
     int,
-    option(
-        "--max-new-tokens -n", "N", "Limit of the texts to come; at least 4 times --max-draft-tokens and 4 more.", min=1
-    ),
+    option("--max-new-tokens -n", "N", "New tokens per text; at least 4 times --max-draft-tokens, plus 4.", min=1),
 ]
 
 
@@ -33,26 +31,28 @@ def tune(
     draft: Annotated[
         str | None,
         typer.Argument(
-            metavar="DRAFT", help="Smaller model, same tokenizer; head's folder; datastore; lookup; exit:N; or exit."
+            metavar="DRAFT",
+            help="Smaller model with the same tokenizer; head's folder; datastore; lookup; exit:N; or exit.",
         ),
     ] = None,
     tokenizer_source: o.Tokenizer = None,
     prompts: Annotated[
         list[str] | None,
-        option("--prompt", "TEXT", "Text to continue; may be given again [default: some Python].", show_default=False),
+        option("--prompt", "TEXT", "Text to continue; may be repeated [default: some Python].", show_default=False),
     ] = None,
     batch: Annotated[
-        int | None, option("--batch", "N", "Texts at once; prompts repeat [default: one for each prompt].", min=1)
+        int | None,
+        option("--batch", "N", "Number of sequences; prompts repeat to fill it [default: one for each prompt].", min=1),
     ] = None,
     temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
     max_new_tokens: _NewTokens = 128,
-    max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "The most to consider.", min=1)] = 8,
+    max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "Most draft tokens to consider.", min=1)] = 8,
     max_nodes: Annotated[
-        int, option("--max-nodes", "N", "Guesses of the largest tree to consider; 0 for chains alone.", min=0)
+        int, option("--max-nodes", "N", "Nodes of the largest tree to consider; 0 for chains only.", min=0)
     ] = 16,
     as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
 ) -> None:
-    """Measure on this device what TARGET should have DRAFT guess a round: how many tokens, or which tree, if any.
+    """Measure on this device how many tokens or which tree DRAFT should draft per round for TARGET, if any.
 
     With exit for DRAFT, find first which of TARGET's own layers should draft. The answer exit:N means its first N
     layers, and exit:N-I-J means those without layers I and J, counted from 0.

@@ -8,9 +8,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 _ERROR = (
-    "Log-probabilities of a generation have no reverse-mode derivative, as jax.grad asks for, because the "
-    "decoding loop stops by itself; pass prompt and new tokens through the model, logits = target(tokens), and "
-    "differentiate the log-softmax of these."
+    "Log-probabilities of generated tokens have no reverse-mode derivative, which jax.grad needs, because the "
+    "decoding loop has no fixed number of steps; compute logits = target(tokens) for the prompt and the new "
+    "tokens, and differentiate their log-softmax."
 )
 
 

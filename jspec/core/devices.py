@@ -68,7 +68,7 @@ def find(device: str | Device | None = None) -> Device:
     if not isinstance(device, str):
         raise TypeError(f"device is of type {type(device).__name__}; pass a name or a jspec.core.devices.Device.")
     if device not in DEVICES:
-        raise ValueError(f"There is no device {device!r}; there are {', '.join(DEVICES)}.")
+        raise ValueError(f"There is no device {device!r}; choose one of {', '.join(DEVICES)}.")
     return DEVICES[device]
 
 
@@ -77,8 +77,8 @@ def _here(found: Any) -> Device:
         if found.device_kind in (device.title, *device.kinds):
             return device
     raise ValueError(
-        f"The device here, {found.device_kind}, is none that plans are made for; name one of "
-        f"{', '.join(DEVICES)}, or let `jspec tune` measure here."
+        f"Plans do not support the device here, {found.device_kind}; name one of {', '.join(DEVICES)}, or measure "
+        "here with `jspec tune`."
     )
 
 

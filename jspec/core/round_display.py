@@ -51,7 +51,7 @@ def picture(tokenizer: Any, tokens: Sequence[int], origins: Sequence[int], recor
 def legend(record: bool) -> Text:
     """Return a legend of the colours."""
     names = [Text(NAMES[origin], colour) for origin, colour in COLOURS.items()]
-    return Text(" ").join([*names, *([Text("refused", _REFUSED)] if record else [])])
+    return Text(" ").join([*names, *([Text("rejected", _REFUSED)] if record else [])])
 
 
 def _append(text: Text, parts: Sequence[str], style: str) -> None:

@@ -213,7 +213,7 @@ def token_probs(
     if transforms.bias is not None:
         logits = logits + transforms.bias[:, None, :]
     if transforms.penalised:
-        assert token_counts is not None, "penalties need the tokens they look at"
+        assert token_counts is not None, "penalties need token counts"
         counts = _counts_by_position(token_counts.counts, drafted, seen)
         logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, token_counts.prompt, transforms)
     return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))

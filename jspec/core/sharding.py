@@ -53,9 +53,9 @@ def _check_manual_axes() -> None:
     left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
     if mesh.manual_axes and left:
         raise ValueError(
-            f"jax.shard_map over {mesh.manual_axes} leaves the axes {tuple(left)} to XLA, whose exchanges "
-            "would wait for devices that are done; map over all axes, or call without jax.shard_map, "
-            "where rows and weights may both be divided."
+            f"jax.shard_map over {mesh.manual_axes} leaves the axes {tuple(left)} to XLA, whose collectives would "
+            "wait for devices that have finished; map over all axes, or call without jax.shard_map, which "
+            "supports sharding both rows and weights."
         )
 
 
@@ -90,8 +90,7 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
     """
     if axis not in mesh.axis_names:
         raise ValueError(
-            f"The mesh has the axes {mesh.axis_names} and none named {axis!r}; pass the one that is to "
-            "divide the weights."
+            f"The mesh has the axes {mesh.axis_names}, but none named {axis!r}; pass the axis that divides the weights."
         )
 
     def divide(name: str, shape: tuple[int, ...]) -> NamedSharding:
@@ -107,8 +106,8 @@ def check_placement(sharding: Any) -> None:
     """Raise TypeError unless `sharding` is a `Placement`."""
     if isinstance(sharding, type) or not (isinstance(sharding, Sharding) or callable(sharding)):
         raise TypeError(
-            f"sharding must be a jax.sharding.Sharding, or a function that gives one for a weight's name "
-            f"and shape, such as jspec.tensor_parallel(mesh); got {sharding!r}."
+            "sharding must be a jax.sharding.Sharding, or a function that returns one for a weight's name and "
+            f"shape, such as jspec.tensor_parallel(mesh); got {sharding!r}."
         )
 
 
@@ -121,7 +120,7 @@ def place(name: str, array: np.ndarray, sharding: Placement) -> Array:
     """
     where = sharding if isinstance(sharding, Sharding) else sharding(name, array.shape)
     if not isinstance(where, Sharding):
-        raise TypeError(f"sharding must give a jax.sharding.Sharding for every weight; got {where!r} for {name}.")
+        raise TypeError(f"sharding must return a jax.sharding.Sharding for every weight; got {where!r} for {name}.")
     try:
         where.shard_shape(array.shape)
     except (ValueError, IndexError) as error:

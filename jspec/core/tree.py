@@ -101,7 +101,9 @@ class Tree:
     def branching(cls, children: Sequence[int]) -> "Tree":
         """Return a tree whose nodes at depth d have ``children[d]`` children each; (3, 2, 1) has 3 + 6 + 6 nodes."""
         if not isinstance(children, Sequence):
-            raise ValueError(f"children must be a sequence of ints, one a level, such as (3, 2, 1); got {children!r}.")
+            raise ValueError(
+                f"children must be a sequence of ints, one per level, such as (3, 2, 1); got {children!r}."
+            )
         for count in children:
             if not _is_whole(count) or count < 1:
                 raise ValueError(f"Every number of children must be an int of at least 1; got {count!r}.")

@@ -99,7 +99,7 @@ class Draft:
     @property
     def static_tree(self) -> Tree:
         """The draft's `topology`, for rules that verify static trees only."""
-        assert isinstance(self.topology, Tree), "a dynamic tree would bias this rule, which is refused beforehand"
+        assert isinstance(self.topology, Tree), "a dynamic tree would bias this rule; validation rejects it"
         return self.topology
 
 
@@ -249,7 +249,7 @@ class Output:
         from jspec.core.round_display import legend, picture
 
         if not 0 <= row < len(self.lengths):
-            raise IndexError(f"row={row} is none of the {len(self.lengths)} requests; count from 0.")
+            raise IndexError(f"row={row} is out of range for {len(self.lengths)} requests; count from 0.")
         mine: Output = jax.device_get(jax.tree.map(operator.itemgetter(row), self))
         tokens, origins = (part[: mine.lengths].tolist() for part in (mine.tokens, mine.origins))
         screen = Console(highlight=False)

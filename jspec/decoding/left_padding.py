@@ -29,8 +29,9 @@ def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> 
     if rows.size:
         row = rows[0]
         raise ValueError(
-            f"tokens[{row}] begins with the id {first[row, 0]} ({run[row]} in a row), which looks like padding on the "
-            "left; pad prompts on the right, and give their lengths without the padding (lists of ids need none)."
+            f"tokens[{row}] begins with the id {first[row, 0]} ({run[row]} in a row), which looks like padding on "
+            "the left; pad prompts on the right, and give their lengths without the padding (lists of ids need "
+            "no padding)."
         )
 
 

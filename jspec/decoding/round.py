@@ -70,8 +70,8 @@ def decode_round(
         verdict = _by_row(rule, params, state, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
             raise TypeError(
-                f"{type(rule).__name__} has judged a tree, and its Verdict has no path; return the "
-                "accepted nodes, or set branches to False."
+                f"{type(rule).__name__} verified a tree, but its Verdict has no path; return the accepted nodes, "
+                "or set branches to False."
             )
         if verdict.distortion is None and not rule.exact:  # a lossy rule that does not report it
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
@@ -141,8 +141,8 @@ def _propose(
         mended, out_of_vocab = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if mended.probs is None and not rule.shares_noise:
             raise ValueError(
-                f"{type(drafter).__name__} drafts tokens without their laws, by which "
-                f'{type(rule).__name__} judges; use accept="coupled".'
+                f"{type(drafter).__name__} drafts tokens without distributions, which {type(rule).__name__} needs "
+                'to verify them; use accept="coupled".'
             )
         if is_user_defined(drafter):  # this check reads all distributions
             guessed = draft.probs.sum(-1) != 0 if draft.valid is None else draft.valid

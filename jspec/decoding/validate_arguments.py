@@ -56,22 +56,22 @@ def _check_capabilities(target: Any, drafter: Any) -> None:
     """Raise if a drafter needs features that the target does not have, or embeddings that the target cannot read."""
     kind, features, embeddings = type(drafter).__name__, features_of(drafter), embeddings_of(drafter)
     if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
-        wants = "reads states of" if features else "has embeddings for"
+        wants = "reads hidden states of" if features else "has embeddings for"
         raise TypeError(
-            f"{kind} {wants} the target, and {type(target).__name__} has no forward_with_features; use a jspec.Llama."
+            f"{kind} {wants} the target, but {type(target).__name__} has no forward_with_features; use a jspec.Llama."
         )
     for i in features:
         if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not -1 <= i <= len(target.layers):
             raise ValueError(
-                f"features of {kind} holds {i!r}; expected whole numbers from 0 to {len(target.layers)}, "
-                "which is how many layers the target has, or -1 for that."
+                f"features of {kind} holds {i!r}; expected whole numbers from 0 to {len(target.layers)} (the "
+                "target's number of layers), or -1, which stands for that number."
             )
     if embeddings is not None:
         shape, size = list(getattr(embeddings, "shape", [])), target.config.hidden_size
         if shape[1:] != [size] or not shape[0]:
             raise ValueError(
-                f"embeddings of {kind} are a {type(embeddings).__name__} of shape {shape}; expected an "
-                f"array [M, {size}], the target's hidden size."
+                f"embeddings of {kind} are a {type(embeddings).__name__} of shape {shape}; expected an array of "
+                f"shape [M, {size}], with M at least 1 and the target's hidden size last."
             )
 
 
@@ -81,7 +81,7 @@ def check_drafted(drafter: Any, out_of_vocab: Any, vocab_size: int) -> None:
     if rows is not None and rows.any():
         raise ValueError(
             f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
-            f"{np.argmax(rows)}; draft the target's ids, or a law of zeros for no guess."
+            f"{np.argmax(rows)}; draft the target's ids, or give a distribution of zeros for no draft."
         )
 
 
@@ -99,7 +99,7 @@ def as_array(name: str, value: Any, remedy: str = "pad them on the right to one 
 
 def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any, Any, Any, Any]:
     """Convert arguments that may be lists to arrays, and a single EOS id to a sequence of one."""
-    eos_ids = as_array("eos_ids", eos_ids, "fill the shorter ones up with -1")
+    eos_ids = as_array("eos_ids", eos_ids, "pad the shorter ones with -1")
     if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
         eos_ids = eos_ids[None]
     if isinstance(sampling, SamplingParams):
@@ -121,20 +121,20 @@ def check_rule(accept: Any) -> Rule:
         return RULES[accept]
     if isinstance(accept, type) and hasattr(accept, "accept"):
         raise TypeError(
-            f"accept is the class {accept.__name__}; pass an object of it, such as "
-            f"{accept.__name__}(...), see jspec.rules."
+            f"accept is the class {accept.__name__}; pass an instance of it, such as {accept.__name__}(...) (see "
+            "jspec.rules)."
         )
     if isinstance(accept, str | type) or not hasattr(accept, "accept"):
         raise ValueError(
-            f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, "
-            "or pass an object such as jspec.Lenient(0.5), see jspec.rules."
+            f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, or pass an object such "
+            "as jspec.Lenient(0.5) (see jspec.rules)."
         )
     declared = {name: getattr(accept, name, None) for name in ("exact", "shares_noise")}
     missing = [name for name, value in declared.items() if not isinstance(value, bool | np.bool_)]
     if missing:
         raise TypeError(
-            f"accept is of type {type(accept).__name__}, without {' and '.join(missing)}; set each to "
-            "True or False, as described in jspec.rules.Rule."
+            f"accept is of type {type(accept).__name__}, which does not define {' and '.join(missing)} as a bool; "
+            "set each to True or False, as described in jspec.rules.Rule."
         )
     _check_hashable("accept", accept)
     return accept
@@ -145,8 +145,8 @@ def _check_hashable(name: str, value: Any) -> None:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"{name}={value!r} cannot be hashed, which it must be as part of the compiled program; "
-            "make it a frozen dataclass of plain numbers."
+            f"{name}={value!r} is not hashable, but it is part of the compiled program; make it a frozen "
+            "dataclass of plain numbers."
         ) from None
 
 
@@ -158,7 +158,7 @@ def check_whole(name: str, value: Any, or_else: str = "") -> None:
     except TypeError:
         pass  # not an integer: the same message applies
     raise ValueError(
-        f"{name} must be {or_else}a Python int of at least 1, for it fixes the shapes that are compiled; got {value!r}."
+        f"{name} must be {or_else}a Python int of at least 1, because it fixes the compiled shapes; got {value!r}."
     )
 
 
@@ -175,20 +175,20 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
     ]
     if missing:
         raise TypeError(
-            f"num_draft_tokens is of type {kind}, without {', '.join(missing)}; see jspec.drafters.draft_length."
+            f"num_draft_tokens is of type {kind}, which lacks {', '.join(missing)}; see jspec.drafters.draft_length."
         )
     check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
     if embeddings_of(drafter) is not None:  # tokens after the longest row's draft are not read
         raise ValueError(
-            f"{type(drafter).__name__} has embeddings, which are read in drafts of one length only; use a "
-            f"number in place of {kind}, or a tree."
+            f"{type(drafter).__name__} has embeddings, which need drafts of one length; use a number instead of "
+            f"{kind}, or a tree."
         )
     asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "should_draft")
     if asks and not has_confidence(drafter):
         raise ValueError(
-            f"{kind} asks how sure the draft is of each token, which {type(drafter).__name__} does not "
-            "say; use it with a model or another jspec.drafters.AutoregressiveDrafter, or "
+            f"{kind} needs the draft's confidence in each token, which {type(drafter).__name__} does not provide; "
+            "use it with a model or another jspec.drafters.AutoregressiveDrafter, or use "
             f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens})."
         )
 
@@ -198,8 +198,8 @@ def check_target(target: Any) -> None:
     missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
     if missing:
         raise TypeError(
-            f"target is of type {type(target).__name__}, without {', '.join(missing)}; "
-            "pass a model, as jspec.load(...) returns it."
+            f"target is of type {type(target).__name__}, which lacks {', '.join(missing)}; pass a model, such as "
+            "one from jspec.load(...)."
         )
 
 
@@ -207,12 +207,12 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
     missing = [name for name in ("init", "propose", "commit", "vocab_size") if not hasattr(drafter, name)]
     if missing:
         raise TypeError(
-            f"draft is of type {type(drafter).__name__}, without {', '.join(missing)}; "
-            "pass a jspec.Llama or a drafter (see jspec.drafters.base)."
+            f"draft is of type {type(drafter).__name__}, which lacks {', '.join(missing)}; pass a jspec.Llama or "
+            "a drafter (see jspec.drafters.base)."
         )
     if jax.tree_util.all_leaves([drafter]):
         raise TypeError(
-            f"draft is of type {type(drafter).__name__}, which is no pytree; decorate the class with "
+            f"draft is of type {type(drafter).__name__}, which is not a pytree; decorate the class with "
             "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True)."
         )
     size = drafter.vocab_size
@@ -227,8 +227,8 @@ def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
     """Validate the prompts, and return the batch size."""
     if not all(isinstance(size, int) for size in (*tokens.shape, *lengths.shape)):
         raise ValueError(
-            f"tokens has the symbolic shape {tokens.shape}, and a decoding program has one fixed shape; "
-            "export it once for each batch size and width."
+            f"tokens has the symbolic shape {tokens.shape}, but a decoding program has one fixed shape; export "
+            "one program for each batch size and width."
         )
     if tokens.size == 0:
         raise ValueError(
@@ -237,8 +237,8 @@ def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
         )
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            "tokens must be integers of shape [B, P], one prompt a row, padded on the right; "
-            f"got {tokens.dtype} of shape {tokens.shape}."
+            "tokens must be integers of shape [B, P], one prompt per row, padded on the right; got "
+            f"{tokens.dtype} of shape {tokens.shape}."
         )
     batch, width = tokens.shape
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -273,9 +273,9 @@ def _check_keys(keys: Any, batch: int) -> None:
         )
     if "rbg" in str(jax.random.key_impl(keys)):
         raise ValueError(
-            f"keys are of kind {jax.random.key_impl(keys)}, of which jax.vmap draws for all rows from the "
-            "first row's key, so that a text would depend on the batch; use "
-            'jax.random.key(seed, impl="threefry2x32").'
+            f"keys are of kind {jax.random.key_impl(keys)}, with which jax.vmap draws for all rows from the first "
+            "row's key, so a row's output would depend on the batch; use jax.random.key(seed, "
+            'impl="threefry2x32").'
         )
     if keys.shape != (batch,):
         raise ValueError(
@@ -298,9 +298,9 @@ def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int
             prompt = "A prompt of at least 1 token" if lengths is None else f"Prompt {row} of {known[row]} tokens"
             limited = "max_new_tokens" if new[row] == max_new_tokens else "max_tokens"
             raise ValueError(
-                f"{prompt} and {limited}={new[row]} make {longest} positions, but the {name} model has "
-                f"{limit}; shorten one of them (the limit is its max_position_embeddings, or its sliding "
-                "window if that is shorter)."
+                f"{prompt} and {limited}={new[row]} need {longest} positions, but the {name} model has {limit}; "
+                "shorten one of them (the limit is its max_position_embeddings, or its sliding window if that is "
+                "shorter)."
             )
 
 
@@ -311,7 +311,7 @@ def _check_ids(eos_ids: Any, pad_id: Any, batch: int, vocab_size: int) -> None:
             f"got shape {eos_ids.shape}."
         )
     if eos_ids.size and not jnp.issubdtype(eos_ids.dtype, jnp.integer):
-        raise ValueError(f"eos_ids must be integers, the ids of tokens; got {eos_ids.dtype}.")
+        raise ValueError(f"eos_ids must be integer token ids; got {eos_ids.dtype}.")
     values = values_if_known(eos_ids)
     if values is not None:
         bad = values[(values < (0 if values.ndim == 1 else -1)) | (values >= vocab_size)]

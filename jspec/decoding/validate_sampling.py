@@ -29,7 +29,7 @@ RANGES = {
 def check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
     """Raise ValueError or TypeError for the first invalid sampling parameter of a batch."""
     if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling must be a jspec.SamplingParams, not of type {type(sampling).__name__}.")
+        raise TypeError(f"sampling is of type {type(sampling).__name__}; pass a jspec.SamplingParams.")
     for name, (allowed, test) in RANGES.items():
         value = getattr(sampling, name)
         if name.startswith("draft_") and value is None:
@@ -47,9 +47,8 @@ def check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
         return
     if not _is_number(bias) or np.shape(bias) not in ((vocab_size,), (batch, vocab_size)):
         raise ValueError(
-            f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V); "
-            f"got {_describe(bias)}; for a few tokens set their entries of "
-            f"np.zeros({vocab_size})."
+            f"logit_bias must have shape [{vocab_size}] or [{batch}, {vocab_size}] (V, or B x V), but got "
+            f"{_describe(bias)}; to bias a few tokens, set their entries in np.zeros({vocab_size})."
         )
     values = values_if_known(bias)
     if values is not None:
@@ -57,7 +56,7 @@ def check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
     if values is not None and (np.isnan(values).any() or np.isposinf(values).any()):
         raise ValueError("logit_bias must be finite, or -inf to forbid a token; got NaN or +inf.")
     if values is not None and np.isneginf(values).all(axis=-1).any():
-        raise ValueError("logit_bias forbids every token (-inf everywhere); leave at least one possible.")
+        raise ValueError("logit_bias forbids every token (-inf everywhere); allow at least one.")
 
 
 def _rounded(name: str, values: np.ndarray) -> np.ndarray:

@@ -189,27 +189,27 @@ def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: in
         ValueError: its shapes differ from those requested.
     """
     if not isinstance(draft, Draft):
-        raise TypeError(f"propose must return (jspec.drafters.Draft, state); got {type(draft).__name__} first.")
+        raise TypeError(f"propose must return (jspec.drafters.Draft, state); got ({type(draft).__name__}, state).")
     tree = tree_of(drafter, num_draft_tokens)
     if not ((draft.tree is None and tree.is_chain) or _alike(draft.topology, tree)):
         raise ValueError(
-            f"{type(drafter).__name__} proposed {draft.topology}, and has said {tree}; a drafter's "
-            "`tree` is that of every draft."
+            f"{type(drafter).__name__} proposed {draft.topology}; expected {tree}, because every draft must have "
+            "the drafter's `tree` (a chain if it has none)."
         )
     if draft.valid is None and draft.probs is None:
         raise ValueError(
-            f'{type(drafter).__name__} proposed tokens without laws; give probs, or valid for the rule "coupled" alone.'
+            f'{type(drafter).__name__} proposed tokens without distributions; give probs, or valid for "coupled" alone.'
         )
     shape = [context.lengths.size, tree.size]
     if draft.valid is not None and (list(draft.valid.shape) != shape or draft.valid.dtype != bool):
         got = f"{draft.valid.dtype}{list(draft.valid.shape)}"
-        raise ValueError(f"The drafter proposed valid {got}; expected bool{shape}.")
+        raise ValueError(f"The drafter proposed a draft with valid {got}; expected bool{shape}.")
     tokens = list(draft.tokens.shape)
     probs = [*shape, context.vocab_size] if draft.probs is None else list(draft.probs.shape)
     if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
         raise ValueError(
-            f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with laws {probs}; expected "
-            f"integers {shape} with laws {[*shape, context.vocab_size]}."
+            f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with distributions {probs}; expected "
+            f"integers {shape} with distributions {[*shape, context.vocab_size]}."
         )
     # If 64-bit types are enabled, a user's arrays may be wider than the program's.
     probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
@@ -256,7 +256,7 @@ def as_tree(tree: Any) -> Tree:
             f"tree is of type {type(tree).__name__}; pass a jspec.Tree, such as jspec.Tree.branching((3, 2, 1))."
         )
     if not tree.size:
-        raise ValueError("tree has no guesses; give it at least one, or decode with jspec.generate.")
+        raise ValueError("tree has no draft tokens; give it at least one, or decode with jspec.generate.")
     return tree.by_depth()
 
 
@@ -307,8 +307,8 @@ def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
     """
     if not same_but_for_padding(logits.shape[-1], vocab_size):
         raise ValueError(
-            f"A draft's logits have {logits.shape[-1]} columns and the target's vocabulary {vocab_size} "
-            "tokens; expected as many, but for padding."
+            f"The draft's logits have {logits.shape[-1]} columns and the target's vocabulary has {vocab_size} "
+            "tokens, which differ by more than padding; use a draft that shares the target's tokenizer."
         )
     logits = logits[..., :vocab_size]
     missing = vocab_size - logits.shape[-1]

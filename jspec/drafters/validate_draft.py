@@ -44,7 +44,7 @@ class CheckedDrafter(WrapperDrafter):
         draft, state = self.draft.propose(state, context, num_draft_tokens)
         held = as_draft(self, draft, context, num_draft_tokens)
         if held.probs is None:  # there is no distribution to check
-            assert held.valid is not None, "as_draft refuses a draft without both"
+            assert held.valid is not None, "as_draft rejects a draft without both"
             check = functools.partial(_check_ids, type(self.draft).__name__, context.vocab_size)
             jax.debug.callback(check, held.tokens, held.valid)
             return draft, state
@@ -66,8 +66,8 @@ def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
     tokens, guessed = np.asarray(tokens), np.asarray(guessed)
     for row, k in np.argwhere(guessed & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
         raise ValueError(
-            f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of "
-            f"{vocab_size} tokens; draft the target's ids, or a law of zeros for no guess."
+            f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of {vocab_size} "
+            "tokens; draft the target's ids, or give a distribution of zeros for no draft."
         )
 
 
@@ -82,7 +82,8 @@ def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn
     lawful = (np.abs(sums - 1) < _TOLERANCE) & (least >= 0) & (drawn > 0)
     for row, k in np.argwhere(~(lawful | ((sums == 0) & (least == 0))))[:1]:
         raise ValueError(
-            f"{name} drafted token {k} of row {row} with a law that sums to {sums[row, k]:.6g}, has "
-            f"{least[row, k]:.3g} as its smallest entry and gives the token {drawn[row, k]:.3g}; expected "
-            "1, no negative entry, and the law it was drawn from, or zeros for no guess."
+            f"{name} drafted token {k} of row {row} with a distribution that sums to {sums[row, k]:.6g}, has "
+            f"{least[row, k]:.3g} as its smallest entry and gives the token probability {drawn[row, k]:.3g}; "
+            "expected a sum of 1, no negative entry, and the distribution that the token was drawn from, or "
+            "zeros for no draft."
         )

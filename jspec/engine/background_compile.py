@@ -46,7 +46,7 @@ class Compiler:
     def _has_ended(self, step: Future[Any]) -> None:
         self._notify()
         if not step.cancelled() and (error := step.exception()):
-            _LOG.error("A program cannot be compiled.", exc_info=error)
+            _LOG.error("A program could not be compiled.", exc_info=error)
 
     def close(self) -> None:
         """Cancel the steps that have not started. Do not wait for the running one."""

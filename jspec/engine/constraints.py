@@ -118,7 +118,7 @@ class _InProcess(MaskSource):
     def _consume_text(self, tokens: Sequence[int]) -> None:
         while self._consumed < len(tokens):
             if not self._matcher.consume(tokens[self._consumed]):
-                raise ValueError(f"The constraint refuses token {tokens[self._consumed]}, which it has allowed.")
+                raise ValueError(f"The constraint rejected token {tokens[self._consumed]}, which it had allowed.")
             self._consumed += 1
 
 
@@ -184,7 +184,7 @@ class Constraints:
             return active.error or ConstraintError("The constraint has failed.", "constraint_failed")
         if masks.any():
             return ConstraintError(
-                "No token may follow: logit_bias or min_tokens forbid what the constraint allows; "
+                "No token may follow: logit_bias or min_tokens forbids every token that the constraint allows; "
                 "relax one of the two.",
                 "constraint_conflict",
             )

@@ -79,7 +79,7 @@ class Engine:
     ):
         max_length = arguments.length(target, draft, max_length)
         counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens}
-        counts |= {"rounds": rounds, "the least of chunks": min(chunks, default=0)}
+        counts |= {"rounds": rounds, "the smallest of chunks": min(chunks, default=0)}
         for name, value in counts.items():
             check_count(name, value)
         drafter, rule, lengths = None if draft is None else as_drafter(draft), check_rule(accept), (0,)
@@ -254,7 +254,9 @@ class Engine:
             ValueError, TypeError: the request is invalid.
         """
         if self._thread is not None:
-            raise RuntimeError("The engine runs in a thread of its own; use its `stream`, or do without `with`.")
+            raise RuntimeError(
+                "The engine is running in its own thread; use its `stream`, or use the engine without `with`."
+            )
         self.device.is_lazy = not self.device.is_compiled
         self._loop.round_budget.exclude_time(math.inf)  # the time since another request
         return self._stream_sync(self._make_active(request, lambda _: None))
@@ -300,7 +302,7 @@ class Engine:
                 if self._closing and not (self._arrived or self._loop.is_busy):
                     return
                 rejected = [active for active in ready if not self._can_decode(active)]
-                error = f"What a constraint needs cannot be compiled: {self._compiler.error}"
+                error = f"The programs that constraints need cannot be compiled: {self._compiler.error}"
                 for active in ready:
                     self._arrived.remove(active)
                     if active not in rejected:

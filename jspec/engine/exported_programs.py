@@ -152,7 +152,7 @@ def _read(path: Path) -> tuple[export.Exported, Any] | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file can fail in any way; it is written again
-        _LOG.warning("%s cannot be read and is replaced: %s: %s", path, type(error).__name__, error)
+        _LOG.warning("%s cannot be read and will be replaced: %s: %s", path, type(error).__name__, error)
         return None
 
 

@@ -70,7 +70,7 @@ class GrammarPool:
         """
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("The grammars are closed; make new ones.")
+                raise RuntimeError("The Grammars object is closed; create a new one.")
             try:
                 if not self._server.is_alive:
                     self._server.close()
@@ -108,10 +108,10 @@ class _Server:
             worker.send(self.control, setup)
             answer = worker.receive(self.control)
         except OSError as error:
-            answer = f"the process for grammars does not start: {error}".encode()
+            answer = f"the grammar process does not start: {error}".encode()
         if answer != b"":
             self.close()
-            raise ValueError("the process for grammars has ended" if answer is None else answer.decode())
+            raise ValueError("the grammar process has ended" if answer is None else answer.decode())
 
     @property
     def is_alive(self) -> bool:
@@ -191,7 +191,7 @@ class CompiledGrammar:
             try:
                 connection = _connect(self._connection)
             except OSError:
-                raise RuntimeError("the process of the grammar has ended") from None
+                raise RuntimeError("the grammar's process has ended") from None
             self._sources += 1
         return GrammarMasks(connection, self, self._size)
 
@@ -235,7 +235,7 @@ class GrammarMasks(MaskSource):
         answer = self._answer()
         if answer is None and not (self._process and self._grammar.is_alive):
             raise ConstraintError(
-                "The process of the constraint cannot be started, or has been ended; send the request again.",
+                "The constraint's process cannot be started, or was ended; send the request again.",
                 "constraint_failed",
             )
         if answer is None:

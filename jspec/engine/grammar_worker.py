@@ -180,7 +180,7 @@ def _probe(first: LLGuidance) -> None:
 def sentence(error: str) -> str:
     """Return llguidance's message without its parser state. For a panic, say only that it occurred."""
     message = " ".join(re.split("<(?:state|backtrace)>", error)[0].split())
-    return "llguidance does not understand it" if "panic: " in message else message
+    return "llguidance fails on it" if "panic: " in message else message
 
 
 def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:
@@ -309,7 +309,7 @@ def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int
         nonlocal matcher
         matcher = first.copy()
         if not all(map(matcher.consume, [*text, *path])):
-            raise RuntimeError("the grammar refuses a token that it has allowed")
+            raise RuntimeError("the grammar rejected a token that it had allowed")
         return matcher
 
     while (message := receive(connection)) is not None:
@@ -320,7 +320,7 @@ def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int
         try:
             for token in new:
                 if not matcher.consume(token):
-                    raise RuntimeError("the grammar refuses a token that it has allowed")
+                    raise RuntimeError("the grammar rejected a token that it had allowed")
             text += new
             masks = tree_masks(matcher, drafted, parents, vocab_size, reset)
             answer = b"+" + b"".join(_mask_bytes(mask, len(masks[0])) for mask in masks)

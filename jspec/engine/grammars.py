@@ -34,7 +34,7 @@ class Grammars:
             raise ModuleNotFoundError("Grammars need llguidance: pip install llguidance.")
         ends = [i for i in (*eos_ids, *([] if eos_ids else [tokenizer.eos_token_id])) if i is not None]
         if not ends:
-            raise ValueError("The tokenizer has no end of text, with which a grammar ends; give eos_ids.")
+            raise ValueError("The tokenizer has no EOS token, which a grammar needs to end the output; give eos_ids.")
         make = GrammarPool if hasattr(os, "fork") else _InProcess
         self._pool = make(tokenizer.backend_tokenizer.to_str(), vocab_size, ends)
 

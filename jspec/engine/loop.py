@@ -121,9 +121,9 @@ class Loop:
             except BaseException as error:  # raised by the constraint; other requests are not affected
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                _LOG.exception("A constraint cannot be made; its request ends.")
+                _LOG.exception("A constraint cannot be created; its request ends.")
                 self._scheduler.release_slot(slot)
-                wrong = f"The constraint cannot be made: {type(error).__name__}: {error}"
+                wrong = f"The constraint cannot be created: {type(error).__name__}: {error}"
                 self.fail(active, wrong, "constraint_failed")
                 continue
             num_tokens = len(active.prefix_tokens)
@@ -291,7 +291,10 @@ class Loop:
         if output.out_of_vocab:
             self._stop[slot] = True
             name = type(self._runner.drafter).__name__
-            wrong = f"{name} drafted ids outside the vocabulary; draft the target's, or a law of zeros for no guess."
+            wrong = (
+                f"{name} drafted ids outside the vocabulary; draft the target's ids, or give a distribution of "
+                "zeros for no draft."
+            )
             return self.fail(active, wrong)
         if output.invalid and active.request.constraint is not None:
             wrong = self._runner.constraints.why_nothing_follows(active.constraint, active.result.tokens)
@@ -305,7 +308,7 @@ class Loop:
 
     def fail(self, active: ActiveRequest, error: str, code: str | None = None) -> None:
         """End a request that has no slot with an error, and with a `code` if its constraint cannot be met."""
-        _LOG.error("A request ends: %s", error)
+        _LOG.error("A request ends with an error: %s", error)
         active.result.error, active.result.error_code = error, code
         self._retire(active, "error")
 
@@ -321,7 +324,7 @@ class Loop:
 
         End a request that failed repeatedly and ran alone the last time. End all requests if every call fails.
         """
-        _LOG.error("A call of the engine has failed.", exc_info=error)
+        _LOG.error("An engine call has failed.", exc_info=error)
         self._failures += 1
         running = self.running_requests
         waiting, self._scheduler = self._scheduler.waiting, Scheduler(self._sizes.slots)

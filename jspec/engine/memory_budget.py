@@ -29,9 +29,8 @@ def check_memory(target: Any, drafter: Any, sizes: Sizes) -> None:
     length = sizes.length - math.ceil((needed - free) / bytes_per_token) - sizes.chunks[0] if bytes_per_token else 0
     fits = [f"{slots:,} slots"] * (slots > 0) + [f"a max_length of {length:,}"] * (length > sizes.chunks[-1])
     raise ValueError(
-        f"{sizes.slots:,} slots of {sizes.length:,} tokens take {needed / 1e9:,.2f} GB, and "
-        f"{free / 1e9:,.2f} GB of memory are free; {' or '.join(fits) or 'a smaller model'} would "
-        "fit."
+        f"{sizes.slots:,} slots of {sizes.length:,} tokens take {needed / 1e9:,.2f} GB, but only "
+        f"{free / 1e9:,.2f} GB of memory are free; {' or '.join(fits) or 'a smaller model'} would fit."
     )
 
 

@@ -101,7 +101,7 @@ def _entry(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndar
     """Return one request's value for a sampling field as a batch of one."""
     array = np.asarray(value, dtype)
     if array.shape != shape:
-        raise ValueError(f"sampling has {name} of shape {array.shape}; expected {shape}, for one request.")
+        raise ValueError(f"sampling has {name} of shape {array.shape}; expected {shape} for one request.")
     return array[None]
 
 

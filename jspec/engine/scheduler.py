@@ -83,7 +83,7 @@ class ActiveRequest:
         try:
             self.listen(self.result)
         except BaseException:
-            _LOG.exception("Whoever listens to a request has failed; the request is cancelled.")
+            _LOG.exception("The listener of a request has failed; the request is cancelled.")
             self.cancelled = True
 
     def record_prefill(self, piece: Piece) -> None:
@@ -218,7 +218,7 @@ class Scheduler:
     def release_slot(self, slot: int) -> ActiveRequest:
         """Free a slot. Another request may reuse the tokens in its KV cache."""
         active = self.active_requests[slot]
-        assert active is not None, "an empty slot is not released"
+        assert active is not None, "an empty slot cannot be released"
         cached = active.text if active.is_prefilled else active.prefix_tokens[: active.num_prefilled + 1]
         self.active_requests[slot], self.cached_texts[slot] = None, (cached, active.request.salt)
         active.shared_prefixes = []

@@ -50,11 +50,11 @@ def check_regex(pattern: str) -> None:
         )
     counts = [count for match in _REPEAT.finditer(pattern) for count in match.groups() if count]
     if any(len(count.lstrip("0")) > 9 or int(count) > _MAX_REPEAT for count in counts):
-        raise ValueError(f"The regular expression repeats something more than {_MAX_REPEAT} times; use * or fewer.")
+        raise ValueError(f"The regular expression has a repeat count above {_MAX_REPEAT}; use * or a smaller count.")
 
 
 def _excess(what: str, count: int, most: int) -> ValueError:
-    return ValueError(f"The schema has {count} {what}; expected at most {most}, so simplify it.")
+    return ValueError(f"The schema has {count} {what}; expected at most {most}; simplify it.")
 
 
 def _values(schema: Any) -> Iterator[Any]:
@@ -91,8 +91,8 @@ def _check_combination(node: Mapping[str, Any]) -> None:
         multiple = math.lcm(multiple, _steps(part.get("multipleOf")))
         if multiple > MAX_MULTIPLE:
             raise ValueError(
-                f"The schema demands multiples of {_short(multiple)} (multipleOf); expected at most "
-                f"{MAX_MULTIPLE}, so use a smaller one."
+                f"The schema requires multiples of {_short(multiple)} (multipleOf); expected at most "
+                f"{MAX_MULTIPLE}; use a smaller one."
             )
 
 
@@ -145,7 +145,7 @@ def _references_of_parts() -> Callable[[Any], list[str]]:
         count += len(values)
         if count > MAX_REFERENCED_VALUES:
             raise ValueError(
-                f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in all; simplify it."
+                f"The schema's references lead to more than {MAX_REFERENCED_VALUES} values in total; simplify it."
             )
         targets = (value.get("$ref") for value in values if isinstance(value, Mapping))
         names[id(part)] = list(dict.fromkeys(name for name in targets if isinstance(name, str)))

@@ -38,7 +38,10 @@ def length(target: Llama, draft: Any, wanted: int | None) -> int:
         return min(_USUAL_LENGTH, longest)
     check_count("max_length", wanted)
     if wanted > longest:
-        raise ValueError(f"max_length is {wanted}, which is more than the {longest} positions that the models know.")
+        raise ValueError(
+            f"max_length is {wanted}, which is more than the {longest} positions that the models support; use a "
+            "smaller one."
+        )
     return wanted
 
 
@@ -55,7 +58,7 @@ def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) 
     if is_auto:
         return (int(min(DEFAULT.max_draft_tokens, max_chain_length_of(drafter))),)
     if isinstance(number, bool) or not isinstance(number, numbers.Integral):
-        raise TypeError(f'num_draft_tokens={number!r}, and an engine drafts a number of tokens; pass an int or "auto".')
+        raise TypeError(f'num_draft_tokens={number!r} is not supported by an engine; pass an int or "auto".')
     check_count("num_draft_tokens", number)
     return (int(number),)
 
@@ -63,8 +66,8 @@ def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) 
 def check_readable(drafter: Any) -> None:
     if features_of(drafter) and not can_read(drafter):
         raise TypeError(
-            f"{type(drafter).__name__} reads states of the target and has no `read`, with which an engine "
-            "would tell it those of a prompt piece by piece; see "
+            f"{type(drafter).__name__} reads the target's hidden states but has no `read`, to which an engine "
+            "would pass those of a prompt chunk by chunk; implement it as described in "
             "jspec.drafters.chunked_prefill."
         )
 
@@ -72,6 +75,6 @@ def check_readable(drafter: Any) -> None:
 def check_one_device(models: Any) -> None:
     if (count := len(_devices(models))) > 1:
         raise ValueError(
-            f"The weights lie on {count} devices, and an engine decodes on one; load them there, or "
-            "use jspec.speculative_generate."
+            f"The weights are on {count} devices, but an engine decodes on one; load them on one device, or use "
+            "jspec.speculative_generate."
         )

@@ -20,17 +20,16 @@ def check_request(request: Request, sizes: Sizes) -> None:
         raise ValueError(f"top_logprobs must be between 0 and {sizes.top_logprobs}; got {request.top_logprobs}.")
     if request.constraint is not None and not _has_cpu():
         raise ValueError(
-            "A constraint is asked on the CPU, which JAX does not see here; let JAX_PLATFORMS name "
-            "it, too, as in cuda,cpu."
+            "Constraints run on the CPU, but JAX has no CPU device here; add it to JAX_PLATFORMS, as in cuda,cpu."
         )
     if np.any(request.sampling.max_tokens):
-        raise ValueError("sampling.max_tokens is for batches; a request's limit is its max_new_tokens.")
+        raise ValueError("sampling.max_tokens is for batches; limit a request with its max_new_tokens.")
     longest = len(request.tokens) + request.max_new_tokens
     if longest > sizes.length:
         raise ValueError(
-            f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more, "
-            f"and texts of this engine have at most {sizes.length}; shorten one of the two, or "
-            "use a larger max_length."
+            f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more, but "
+            f"sequences in this engine have at most {sizes.length}; shorten one of the two, or use a larger "
+            "max_length."
         )
 
 

@@ -28,8 +28,8 @@ def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
         end = start + len(leaves)
         if not _are_equal(leaves, weights[start:end]):
             raise RuntimeError(
-                f"The weights of the {name} have changed since this engine was made, and it still has "
-                "the old ones; make a new Engine of the model as it is now."
+                f"The weights of the {name} have changed since this engine was created, and it still has the old "
+                "ones; create a new Engine from the current model."
             )
         weights[start:end] = leaves
         start = end
@@ -61,6 +61,6 @@ def check_exist(weights: Sequence[Any]) -> None:
     """Raise RuntimeError if a weight was deleted: a jitted step deletes the arrays that are donated to it."""
     if any(isinstance(weight, jax.Array) and weight.is_deleted() for weight in weights):
         raise RuntimeError(
-            "Weights of this engine were deleted: a jitted step deletes the arrays that are donated to "
-            "it; make a new Engine of weights that exist."
+            "Weights of this engine were deleted: a jitted step deletes the arrays that are donated to it; "
+            "create a new Engine from weights that exist."
         )

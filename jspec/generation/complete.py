@@ -203,7 +203,9 @@ def complete(
     options = {"num_draft_tokens": num_draft_tokens, "accept": accept}
     options = {name: value for name, value in options.items() if value is not None}
     if draft is None and options:
-        raise ValueError(f"{', '.join(options)} is for drafting, and draft is None; leave it out.")
+        raise ValueError(
+            f"draft is None, so {', '.join(options)} cannot be used; pass a draft, or leave out these arguments."
+        )
     if draft is not None:
         options["num_draft_tokens"] = draft_length_of(draft, num_draft_tokens)
     task = prepare(tokenizer, listed(prompts), stop, template)
@@ -216,12 +218,14 @@ def prepare(
     """Validate and encode the prompts without a model. The arguments are the same as for `complete`."""
     if not callable(tokenizer):
         raise TypeError(
-            f"tokenizer is of type {type(tokenizer).__name__}; pass that of jspec.pretrained, "
+            f"tokenizer is of type {type(tokenizer).__name__}; pass one from jspec.pretrained, "
             "jspec.text.load_tokenizer or transformers."
         )
     several = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
     if not all(isinstance(one, str) and one for one in several):
-        raise ValueError(f"stop is {stop!r}; expected strings that are not empty, for they end a text.")
+        raise ValueError(
+            f"stop is {stop!r}; expected strings that are not empty, because each of them ends the output."
+        )
     special = {one: i for one in several if (i := _special(tokenizer, one)) is not None}
     strings = tuple(one for one in several if one not in special)
     return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
@@ -313,5 +317,7 @@ def _special(tokenizer: Any, string: str) -> int | None:
     if shown == whole:
         return None
     if len(ids) > 1:
-        raise ValueError(f"stop has {string!r}, of which texts show only {shown!r}; give the special token alone.")
+        raise ValueError(
+            f"stop has {string!r}, of which decoded text shows only {shown!r}; give the special token alone."
+        )
     return ids[0]

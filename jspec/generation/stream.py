@@ -54,7 +54,9 @@ def stream(
     known = positions(target, draft)
     size = room(max_new_tokens, task.batch, known)
     if draft is None and num_draft_tokens is not None:
-        raise ValueError("num_draft_tokens is for drafting, and draft is None; leave it out.")
+        raise ValueError(
+            "draft is None, so num_draft_tokens cannot be used; pass a draft, or leave num_draft_tokens out."
+        )
     draft_length = engine_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
     how = {} if draft is None else {"num_draft_tokens": draft_length}
     # One slot, with one of a few possible lengths, so that other prompts reuse the compiled programs.

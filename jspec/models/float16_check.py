@@ -33,8 +33,9 @@ def check_fits_float16(model: Llama) -> None:
     for name, largest in activations(model):
         if not largest <= LARGEST:
             raise ValueError(
-                f"{name} reaches {largest:,.0f} on a probe prompt, and float16 ends at 65,504; load the "
-                'model with dtype="float32", or "bfloat16" on a device that has it.'
+                f"{name} reaches {largest:,.0f} on a probe prompt, which leaves too little room below float16's "
+                'limit of 65,504; load the model with dtype="float32", or "bfloat16" on a device that supports '
+                "it."
             )
 
 

@@ -109,7 +109,7 @@ def from_arrays(
 def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) -> Path:
     """Save a model. See `jspec.ModelDrafter.save`."""
     if model.embed_tokens.scale is not None:
-        raise ValueError("The model is int8, and files of it are not written; save it without quantising.")
+        raise ValueError("The model is int8 and cannot be saved; load it without quantising, and save that.")
     state = nnx.to_flat_state(nnx.state(model))
     arrays = {".".join(map(str, path)): np.ascontiguousarray(np.asarray(leaf[...]).T) for path, leaf in state}
     return save_new(model.config, arrays, destination, None if tokenizer is None else resolve(tokenizer))

@@ -24,7 +24,7 @@ def described(target: Any, **given: Any) -> str | None:
     """Return a sentence about the defaults that `default_sampling` takes from the model, or None if there are none."""
     defaults = _defaults(target)
     used = [f"{name} {value:g}" for name, value in defaults.values().items() if given.get(name) is None]
-    ignored = f"{', '.join(defaults.unsupported)} ignored, because not supported" if defaults.unsupported else ""
+    ignored = f"{', '.join(defaults.unsupported)} ignored because not supported" if defaults.unsupported else ""
     parts = [part for part in (", ".join(used), ignored) if part]
     return f"Sampling defaults recommended by the model: {'; '.join(parts)}" if parts else None
 

@@ -195,8 +195,8 @@ def _weights(source: Any, device: Device) -> Weights:
         source = read_config(resolve_config(source))
     if not isinstance(source, LlamaConfig):
         raise TypeError(
-            f"Only models can be planned, not a {type(source).__name__}; pass a configuration, a model, or "
-            "where one is."
+            f"Only models can be planned, not an object of type {type(source).__name__}; pass a configuration, a "
+            "model, or a model's path or name."
         )
     return Weights(source, itemsize)
 
@@ -216,11 +216,11 @@ def _check(batch: Any, length: Any, prompt: Any, limit: int, acceptance: Any, nu
     for name, value in (("batch", batch), ("length", length), ("prompt", prompt)):
         check_count(name, value)
     if length > limit:
-        raise ValueError(f"length={length} is more than the {limit} positions that both models have; shorten it.")
+        raise ValueError(f"length={length} is more than the {limit} positions that both models have; reduce it.")
     if prompt > length:
-        raise ValueError(f"prompt={prompt} is more than length={length}, of which it is a part; shorten it.")
+        raise ValueError(f"prompt={prompt} is more than length={length}, which includes the prompt; reduce it.")
     if isinstance(acceptance, bool) or not isinstance(acceptance, numbers.Real) or not 0 <= float(acceptance) <= 1:
-        raise ValueError(f"acceptance must be a probability in 0..1; got {acceptance!r}.")
+        raise ValueError(f"acceptance must be a probability from 0 to 1; got {acceptance!r}.")
     whole = isinstance(num_draft_tokens, numbers.Integral) and not isinstance(num_draft_tokens, bool)
     if num_draft_tokens is not None and not (whole and num_draft_tokens in range(1, MOST + 1)):
-        raise ValueError(f"num_draft_tokens must be a whole number in 1..{MOST}; got {num_draft_tokens!r}.")
+        raise ValueError(f"num_draft_tokens must be a whole number from 1 to {MOST}; got {num_draft_tokens!r}.")

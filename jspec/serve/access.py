@@ -86,22 +86,22 @@ class Guard:
         headers = Headers(scope=scope)
         hosts, origins = _hosts(scope, headers), headers.getlist("origin")
         if not any(hosts):
-            return Refusal(403, "The request names no host; send the header Host.", code="unknown_host")
+            return Refusal(403, "The request has no host; send a Host header.", code="unknown_host")
         if self._names is not None and (foreign := [host for host in hosts if host not in self._names]):
             return Refusal(
                 403,
-                f"This server has no name {foreign[0]!r}; start it with --allow-host for that name, or "
+                f"{foreign[0]!r} is not a name of this server; start it with --allow-host for that name, or "
                 "with an API key.",
                 code="unknown_host",
             )
         if self._allows(origins):
             return None
         if foreign := [origin for origin in origins if not is_same(origin, hosts[0])]:
-            return Refusal(403, f"Pages of {foreign[0]!r} may not use this server; {_ADVICE}.", code="cross_origin")
+            return Refusal(403, f"Pages from {foreign[0]!r} may not use this server; {_ADVICE}.", code="cross_origin")
         # Browsers send some requests without an origin, but Sec-Fetch-Site shows if another site's page sent them.
         is_link = scope["method"] in ("GET", "HEAD") and scope["path"] == _PAGE
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link:
-            return Refusal(403, f"Pages of other sites may not use this server; {_ADVICE}.", code="cross_origin")
+            return Refusal(403, f"Pages from other sites may not use this server; {_ADVICE}.", code="cross_origin")
         return None
 
 

@@ -106,7 +106,7 @@ class Server:
 
     def _reading_trouble(self) -> str:
         seconds = self._reading.overdue
-        return f"No request has been read to its end for {seconds:.0f} seconds." if seconds else ""
+        return f"No request has been read completely for {seconds:.0f} seconds." if seconds else ""
 
     def _routes(self) -> list[Route]:
         return [
@@ -159,7 +159,9 @@ class Server:
             raise draining()
         if count > self.room:
             param = "n" if body.n > 1 else "prompt"
-            sentence = f"The request has {count} choices in all, and the server takes {self.room}; send fewer."
+            sentence = (
+                f"The request has {count} choices in total, and the server accepts at most {self.room}; send fewer."
+            )
             raise wrong(sentence, param)
         if self.open + count > self.room:
             raise busy(f"{self.open} requests are running or waiting already; try again later.")
@@ -224,7 +226,7 @@ def _grammars(target: Any, tokenizer: Any) -> Grammars | None:
     try:
         return Grammars(tokenizer, target.config.vocab_size, eos_ids(target, tokenizer))
     except ValueError as error:
-        _LOG.warning("Texts cannot be constrained: %s", error)
+        _LOG.warning("The output cannot be constrained: %s", error)
         return None
 
 
@@ -256,7 +258,10 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 def _no_model(name: str, served: str) -> Refusal:
     return Refusal(
-        404, f"There is no model {reprlib.repr(name)} here; this server has {served!r}.", "model", "model_not_found"
+        404,
+        f"There is no model {reprlib.repr(name)} here; use {served!r}, which this server has.",
+        "model",
+        "model_not_found",
     )
 
 
@@ -272,7 +277,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
         return _json(refusal.as_json(), error.status_code, error.headers)
     if isinstance(error, ClientDisconnect):
         return PlainTextResponse("", 400)  # the client has disconnected and does not read this
-    refusal = Refusal(500, "The server has failed; its log says why.", code="internal_error")
+    refusal = Refusal(500, "The server failed; see its log for the reason.", code="internal_error")
     return _json(refusal.as_json(), 500)
 
 

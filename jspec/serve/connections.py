@@ -153,7 +153,7 @@ async def accept(
         try:
             _, newest = await loop.connect_accepted_socket(make, client)
         except OSError as error:  # the client has already disconnected
-            _LOG.debug("A connection is lost: %s", error)
+            _LOG.debug("A connection was lost: %s", error)
             client.close()
             continue
         while len(connections) > most:
@@ -167,9 +167,11 @@ def _make_room(connections: Collection[Connection], newest: Connection | None = 
     if not oldest and newest is not None and newest.is_waiting and time.monotonic() - newest.waits_since > _NEW:
         oldest = [newest]
     if oldest:
-        _LOG.warning("There are %d connections, more than fit; those that wait longest end.", len(connections))
+        _LOG.warning(
+            "There are %d connections, which is too many; closing those that have waited longest.", len(connections)
+        )
     else:
-        _LOG.warning("There are %d connections, and all have requests that run; others wait.", len(connections))
+        _LOG.warning("There are %d connections, all with running requests; further connections wait.", len(connections))
     for connection in oldest:
         connection.transport.abort()
     return bool(oldest)

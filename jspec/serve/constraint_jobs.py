@@ -46,7 +46,7 @@ class ConstraintCompiler:
         try:
             return await asyncio.shield(compiled)
         except ValueError as error:
-            raise wrong(f"response_format cannot be kept: {error}", "response_format") from None
+            raise wrong(f"response_format cannot be enforced: {error}", "response_format") from None
         except RuntimeError as error:
             raise Refusal(503, str(error), "response_format", "no_process", {"Retry-After": "1"}) from None
 

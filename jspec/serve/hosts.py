@@ -56,7 +56,7 @@ def name_of(host: str) -> str:
     except UnicodeError:
         name = ""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{host!r} is not a host; write a name such as example.com, without scheme, port and path.")
+        raise ValueError(f"{host!r} is not a host; write a name such as example.com, without a scheme, port or path.")
     return name
 
 

@@ -89,7 +89,7 @@ class Job:
         try:
             new = choice.advance(result)
         except Exception:
-            _LOG.exception("A text cannot be written down; its request is cancelled.")
+            _LOG.exception("An output could not be converted to text; its request is cancelled.")
             choice.finish_reason, new = "error", 0
         if new:
             self._metrics.grown(choice, new, before)

@@ -18,26 +18,26 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _GAUGES = {
     "num_requests_running": "Requests with a slot.",
     "num_requests_waiting": "Requests without a slot.",
-    "kv_cache_usage_perc": "Tokens in slots, of those there is room for; 1 is all.",
+    "kv_cache_usage_perc": "Share of the slots' capacity that tokens use; 1 is all.",
 }
 _COUNTERS = {
-    "prefix_cache_queries": "Tokens of prompts.",
-    "prefix_cache_hits": "Tokens of prompts that were not read, for a slot held them.",
-    "prompt_tokens": "Tokens of prompts.",
-    "generation_tokens": "Tokens that were written.",
-    "spec_decode_num_drafts": "Rounds with a guess.",
-    "spec_decode_num_draft_tokens": "Tokens guessed.",
-    "spec_decode_num_accepted_tokens": "Tokens guessed and accepted.",
+    "prefix_cache_queries": "Prompt tokens.",
+    "prefix_cache_hits": "Prompt tokens that were not prefilled, because a slot held them.",
+    "prompt_tokens": "Prompt tokens.",
+    "generation_tokens": "Generated tokens.",
+    "spec_decode_num_drafts": "Rounds with a draft.",
+    "spec_decode_num_draft_tokens": "Draft tokens.",
+    "spec_decode_num_accepted_tokens": "Accepted draft tokens.",
 }
 _TIMES = {
     "time_to_first_token_seconds": "From the request's arrival.",
-    "inter_token_latency_seconds": "Between two tokens of a request, on average over those that came together.",
+    "inter_token_latency_seconds": "Between two tokens of a request, averaged over tokens that arrive together.",
     "e2e_request_latency_seconds": "From the request's arrival to its last token.",
     "request_queue_time_seconds": "From the request's arrival to its slot.",
     "request_prefill_time_seconds": "From the slot to the first token.",
     "request_decode_time_seconds": "From the first token to the last.",
 }
-_SIZES = {"request_prompt_tokens": "Tokens of a prompt.", "request_generation_tokens": "Tokens written for a request."}
+_SIZES = {"request_prompt_tokens": "Tokens per prompt.", "request_generation_tokens": "Generated tokens per request."}
 
 
 class Metrics:
@@ -51,10 +51,10 @@ class Metrics:
         made |= {name: self._made(Histogram, name, text, buckets=_SECONDS) for name, text in _TIMES.items()}
         made |= {name: self._made(Histogram, name, text, buckets=_TOKENS) for name, text in _SIZES.items()}
         self._of = made
-        self._ended = self._labelled("request_success", "Requests by what ended them.", "finished_reason")
+        self._ended = self._labelled("request_success", "Requests by finish reason.", "finished_reason")
         self._at = self._labelled(
             "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted, by place in the draft; of a tree, by depth.",
+            "Accepted draft tokens by position in the draft; for a tree, by depth.",
             "position",
         )
         for position in range(served.num_draft_tokens):

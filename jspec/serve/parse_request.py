@@ -119,9 +119,7 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
     except ValueError as error:
         raise wrong(str(error), param) from None
     except Exception as error:  # a template can fail in any way
-        raise wrong(
-            f"The {param} cannot be read as this model expects: {' '.join(str(error).split())}.", param
-        ) from error
+        raise wrong(f"The {param} cannot be prepared for this model: {' '.join(str(error).split())}.", param) from error
     return [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
 
 
@@ -132,7 +130,7 @@ def _template(served: Served, body: Body) -> dict[str, Any]:
         _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
         return check_variables(name, given, reserved=("tools",))
     except RecursionError:
-        raise wrong(f"{name} is JSON of too many levels.", name) from None
+        raise wrong(f"{name} is nested too deeply.", name) from None
     except ValueError as error:
         raise wrong(str(error), name) from None
 
@@ -141,8 +139,8 @@ def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
     """Reject text that is too long before tokenizing it, which might take seconds."""
     if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
         raise wrong(
-            f"There are {longest} characters in {param}, and texts have at most {served.max_length} tokens "
-            "here; shorten it.",
+            f"There are {longest} characters in {param}, too many for the {served.max_length} tokens that prompt and "
+            "output may have in total; shorten it.",
             param,
             "context_length_exceeded",
         )
@@ -152,8 +150,8 @@ def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> 
     """Reject token-id prompts that are too long."""
     if (longest := max(map(len, prompts), default=0)) >= served.max_length:
         raise wrong(
-            f"There are {longest} tokens in {param}, and texts have at most {served.max_length} tokens here; "
-            "shorten it.",
+            f"There are {longest} tokens in {param}, but prompt and output may have at most {served.max_length} in "
+            "total; shorten it.",
             param,
             "context_length_exceeded",
         )
@@ -176,8 +174,8 @@ def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | 
     most = served.engine.device.sizes.eos_ids
     if len(ends) > most:
         raise wrong(
-            f"{len(ends)} tokens may end the text, the model's own included, and this server takes {most}; "
-            "give fewer stop_token_ids.",
+            f"{len(ends)} tokens may end the output, the model's own included, and this server supports at most "
+            f"{most}; give fewer stop_token_ids.",
             "stop_token_ids",
         )
     return task.stop, ends
@@ -192,8 +190,8 @@ def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> N
         limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
         blamed = limit if limit in body.model_fields_set else param
         raise wrong(
-            f"The {param} and {limit} are {len(prompt)} and {body.max_tokens} tokens, and texts have at most "
-            f"{longest} tokens here; shorten one of the two.",
+            f"The {param} ({len(prompt)} tokens) and {limit} ({body.max_tokens}) exceed the {longest} tokens that "
+            "prompt and output may have in total; reduce one of the two.",
             blamed,
             "context_length_exceeded",
         )
@@ -246,7 +244,7 @@ def _bias(given: dict[str, float], vocab_size: int) -> np.ndarray:
     bias = np.zeros(vocab_size, np.float32)
     for name, value in given.items():
         if not (name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < vocab_size):
-            raise wrong(f"logit_bias has the key {name!r}; expected ids of tokens below {vocab_size}.", "logit_bias")
+            raise wrong(f"logit_bias has the key {name!r}; expected a token id below {vocab_size}.", "logit_bias")
         bias[int(name)] = value
     return bias
 

@@ -49,7 +49,7 @@ async def read(request: Request, most: int) -> bytes:
                 if len(body) > most:
                     raise _too_long(most)
     except TimeoutError:
-        raise Refusal(408, f"The body did not come within {_PATIENCE:g} seconds; send it again.") from None
+        raise Refusal(408, f"The body did not arrive within {_PATIENCE:g} seconds; send it again.") from None
     return bytes(body)
 
 
@@ -68,11 +68,13 @@ def as_json(body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise wrong(f"The body is not UTF-8 text (byte {error.start + 1}).") from None
     except UnicodeEncodeError as error:
-        raise wrong(f"The body has {error.object[error.start]!r}, which is half a character.") from None
+        raise wrong(
+            f"The body contains {error.object[error.start]!r}, which is half a surrogate pair; send both halves."
+        ) from None
     except RecursionError:
-        raise wrong("The body is JSON of too many levels.") from None
+        raise wrong("The body is nested too deeply.") from None
     except ValueError as error:
-        raise wrong(f"The body is no JSON that can be read: {error}.") from None
+        raise wrong(f"The body is not valid JSON: {error}.") from None
 
 
 def _check_size(body: bytes) -> None:
@@ -87,4 +89,4 @@ def _too_long(most: int) -> Refusal:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

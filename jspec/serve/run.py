@@ -37,7 +37,7 @@ def bound(host: str, port: int) -> socket.socket:
         OSError: the address is not available.
     """
     if not host.strip():
-        raise ValueError("The host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all of them.")
+        raise ValueError("The host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all addresses.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -83,8 +83,8 @@ class _Uvicorn(uvicorn.Server):
         most = most_connections()
         if most < self._server.room:
             _LOG.warning(
-                "The limit of file descriptors leaves room for %d connections, and %d requests may run or "
-                "wait; raise it (ulimit -n).",
+                "The limit on file descriptors allows %d connections, fewer than the %d requests that may run or "
+                "wait; raise the limit (ulimit -n).",
                 most,
                 self._server.room,
             )
@@ -118,7 +118,7 @@ class _Uvicorn(uvicorn.Server):
         if self._server.is_draining and not self.should_exit:
             trouble = self._server.trouble()
             if trouble:
-                _LOG.error("%s Its requests are given up.", trouble)
+                _LOG.error("%s The remaining requests are abandoned.", trouble)
             self.should_exit = bool(trouble) or not self._server.open
         if self.should_exit and self._has_signal and not self.force_exit:
             self._limits.put(_PATIENCE + _SOON)

@@ -31,7 +31,7 @@ def _texts(value: Any) -> Any:
     several = [value] if isinstance(value, str) else value
     if isinstance(several, list) and all(isinstance(one, str) and one for one in several):
         return several
-    raise PydanticCustomError("stop", "{place} must be a text or a list of texts, none of them empty")
+    raise PydanticCustomError("stop", "{place} must be a string or a list of strings, none of them empty")
 
 
 def _prompts(value: Any) -> Any:
@@ -45,7 +45,7 @@ def _prompts(value: Any) -> Any:
             return [value]
     raise PydanticCustomError(
         "prompt",
-        "{place} must be a text, a list of texts, a list of token ids or a list of such lists, none of them empty",
+        "{place} must be a string, a list of strings, a list of token ids or a list of such lists, none of them empty",
     )
 
 
@@ -96,7 +96,7 @@ class ResponseFormat(_Strict):
         for name in ("json_schema", "regex"):
             if (getattr(self, name) is not None) != (self.type == name):
                 raise PydanticCustomError(
-                    "response_format", f"in response_format {name} goes with type {name!r}, and with no other"
+                    "response_format", f"response_format must have {name} if its type is {name!r}, and only then"
                 )
         return self
 
@@ -132,12 +132,13 @@ class Body(_Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options is for streams; set stream to true")
+            raise PydanticCustomError("stream_options", "stream_options needs a stream; set stream to true")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise PydanticCustomError("min_tokens", "min_tokens is above max_tokens; lower it")
         if self.is_formatted and (self.ignore_eos or self.min_tokens):
             raise PydanticCustomError(
-                "response_format", "response_format says where a text ends; leave out ignore_eos and min_tokens"
+                "response_format",
+                "response_format determines where the output ends; leave out ignore_eos and min_tokens",
             )
         return self
 
@@ -159,9 +160,11 @@ class CompletionBody(Body):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.best_of not in (None, self.n):
-            raise PydanticCustomError("best_of", "best_of must be n, for no choice is thrown away; leave it out")
+            raise PydanticCustomError("best_of", "best_of must equal n, because no choice is discarded; leave it out")
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("max_tokens", "max_tokens is 0, which is for echo alone; set it to 1 or more")
+            raise PydanticCustomError(
+                "max_tokens", "max_tokens is 0, which needs echo; set it to 1 or more, or set echo to true"
+            )
         return self
 
 
@@ -196,7 +199,7 @@ class ChatBody(Body):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs is for logprobs; set that to true")
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; leave one out")
@@ -249,7 +252,7 @@ def _refusal(found: ErrorDetails) -> Refusal:
     if kind == "missing":
         return wrong(f"{place} is missing; give it.", place)
     if kind == "extra_forbidden":
-        return wrong(f"{place} is not a field that this server knows; leave it out.", place, "unknown_field")
+        return wrong(f"{place} is not a field that this server supports; leave it out.", place, "unknown_field")
     if place.endswith(".type") and place.startswith("messages"):
         return wrong(f"{place} is {given}, and only parts of type 'text' are supported.", place, "unsupported")
     if kind in ("prompt", "stop"):

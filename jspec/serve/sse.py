@@ -93,7 +93,7 @@ async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
     except Refusal as refusal:
         yield {"data": dump(refusal.as_json())}
     except Exception:
-        _LOG.exception("A stream has failed.")
+        _LOG.exception("A stream failed.")
         yield {"data": dump(failed().as_json())}
     yield {"data": "[DONE]"}
 

@@ -47,9 +47,9 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     files = sorted(directory.glob("tokenizer*"))
     if not files:
         if not (directory / "config.json").exists():
-            raise convert.CheckpointError(f"{directory} has no config.json; expected the directory of a checkpoint.")
+            raise convert.CheckpointError(f"{directory} has no config.json; expected a checkpoint directory.")
         raise convert.CheckpointError(
-            f"{directory} has no tokenizer files (tokenizer.json, ...); copy those of the model into it."
+            f"{directory} has no tokenizer files (tokenizer.json, ...); copy the model's tokenizer files into it."
         )
     for file in files:
         placeholders.check(file)
@@ -79,8 +79,8 @@ def _check_packages(reason: str) -> None:
         packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
     if missing := [name for name, module in packages.items() if importlib.util.find_spec(module) is None]:
         raise ValueError(
-            f"{reason}; transformers reads such a file with {' and '.join(missing)}: pip install {' '.join(missing)}, "
-            "or add the model's tokenizer.json"
+            f"{reason}; transformers needs {' and '.join(missing)} to read such a file: pip install "
+            f"{' '.join(missing)}, or add the model's tokenizer.json"
         )
 
 
@@ -119,7 +119,7 @@ def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
     tokenizer, place = load_tokenizer(source), convert.resolve(source)
     rows = tokenizer([_read(file) for file in files], add_special_tokens=False, verbose=False)["input_ids"]
     if not any(rows):
-        raise ValueError("The files have no text in them; give at least one that has.")
+        raise ValueError("The files contain no text; give at least one that does.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     described = place.is_file() or (place / "config.json").exists()
     vocab_size = convert.read_config(place).vocab_size if described else len(tokenizer)

@@ -64,7 +64,7 @@ def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any
     """
     variables = check_variables("template", template)
     if variables and not any(map(is_conversation, prompts)):
-        raise ValueError("template has variables of the chat template, and no prompt is a conversation; leave it out.")
+        raise ValueError("template sets chat-template variables, but no prompt is a conversation; leave it out.")
     several = len(prompts) > 1
     places = [f"Prompt {i}" if several else "The prompt" for i in range(1, len(prompts) + 1)]
     rows = [_ids(tokenizer, prompt, place, variables) for prompt, place in zip(prompts, places, strict=True)]
@@ -100,10 +100,10 @@ def check_conversation(messages: Sequence[Any], place: str) -> None:
         ValueError: the conversation is rejected. The error names the message.
     """
     if not messages:
-        raise ValueError(f"{place} has no messages; give at least one to be answered.")
+        raise ValueError(f"{place} has no messages; give at least one message to answer.")
     check_messages(messages, place)
     if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{place} ends with a message of the assistant; end with one to be answered.")
+        raise ValueError(f"{place} ends with an assistant message; end with a message to answer.")
 
 
 def check_messages(messages: Sequence[Any], place: str) -> None:
@@ -131,10 +131,12 @@ def _ids(tokenizer: Any, prompt: Prompt, place: str, variables: Mapping[str, Any
     elif _is_list(prompt) and all(map(_is_id, prompt)):
         ids = [operator.index(i) for i in prompt]  # pyright: ignore[reportArgumentType]
         if far := [i for i in ids if not 0 <= i < 2**31]:
-            raise ValueError(f"{place} has the id {far[0]}, outside any vocabulary; was it encoded at all?")
+            raise ValueError(
+                f"{place} has the id {far[0]}, outside any vocabulary; give ids from the model's tokenizer."
+            )
     else:
         raise ValueError(
-            f"{place} is {reprlib.repr(prompt)}; expected a text, a list of token ids or a list of messages."
+            f"{place} is {reprlib.repr(prompt)}; expected text, a list of token ids or a list of messages."
         )
     if not ids:
         raise ValueError(f"{place} is empty, and the tokenizer adds no start token; give it some text.")
@@ -176,14 +178,13 @@ def rendered(
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{place} is a conversation, and the tokenizer has no chat template; use a model that was made for chats, "
-            "or give it text."
+            f"{place} is a conversation, but the tokenizer has no chat template; use a chat model, or give plain text."
         )
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(variables or {})}
     try:
         text = tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # a template is a program, which can fail in any way
-        raise ValueError(f"{place} is refused by the model's chat template: {_reason(error)}") from error
+        raise ValueError(f"{place} is rejected by the model's chat template: {_reason(error)}") from error
     return _checked(text, place)
 
 

@@ -28,13 +28,14 @@ def check_variables(name: str, variables: Any, reserved: tuple[str, ...] = ()) -
         return {}
     if not isinstance(variables, Mapping):
         raise ValueError(
-            f"{name} is {reprlib.repr(variables)}; expected variables of the chat template by name, such "
-            "as {'enable_thinking': False}."
+            f"{name} is {reprlib.repr(variables)}; expected chat-template variables by name, such as "
+            f"{{'enable_thinking': False}}."
         )
     for key in variables:
         if not isinstance(key, str) or not key.isidentifier():
             raise ValueError(
-                f"{name} holds {reprlib.repr(key)}; expected a name that a template can use, of letters, digits and _."
+                f"{name} holds {reprlib.repr(key)}; expected a name that a template can use, made of letters, "
+                "digits and _."
             )
         if key in _RESERVED or key in reserved:
             raise ValueError(f"{name} holds {key!r}, which is not a variable that callers may set; leave it out.")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-_NO_DEFAULT = "{{{{ raise_exception('the tokenizer has the chat templates {names}, and none is the default') }}}}"
+_NO_DEFAULT = "{{{{ raise_exception('the tokenizer has the chat templates {names}, but none is the default') }}}}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ class TokenizerFile:
             ValueError: there is no template.
         """
         if self.chat_template is None:
-            raise ValueError("The tokenizer has no chat template; use a checkpoint that was made for chats.")
+            raise ValueError("The tokenizer has no chat template; use the checkpoint of a chat model.")
         render = transformers().utils.chat_template_utils.render_jinja_template
         options = {"chat_template": self.chat_template, "add_generation_prompt": add_generation_prompt}
         (text,), _ = render([conversation], **options, **{**self.special_tokens_map, **template})
@@ -134,8 +134,8 @@ def _add_tokens(inner: Tokenizer, config: TokenizerConfig) -> None:
             inner.add_tokens([token])
             if inner.token_to_id(token.content) != i:
                 raise ValueError(
-                    f"the token {token.content!r} has the id {i}, and the next one of tokenizer.json is "
-                    f"{inner.token_to_id(token.content)}; get the files of one version of the model"
+                    f"the token {token.content!r} has the id {i}, but the next free id in tokenizer.json is "
+                    f"{inner.token_to_id(token.content)}; use files from one version of the model"
                 )
 
 

@@ -224,8 +224,8 @@ def _rate(name: str, value: ArrayLike) -> NDArray[np.float64]:
     valid = (rate >= 0) & (rate <= 1)
     if not valid.all():
         raise ValueError(
-            f"{name} is {rate[~valid].flat[0]}; expected a rate in [0, 1]: "
-            "divide accepted drafts by those that were judged."
+            f"{name} is {rate[~valid].flat[0]}; expected a rate in [0, 1]: divide the number of accepted draft "
+            "tokens by the number verified."
         )
     return rate
 

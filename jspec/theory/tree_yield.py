@@ -28,8 +28,8 @@ def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
     rates = _rates(acceptance_by_rank)
     if tree.max_children > rates.size:
         raise ValueError(
-            f"A node of the tree has {tree.max_children} children, and acceptance_by_rank has rates for "
-            f"{rates.size}; give as many."
+            f"A node of the tree has {tree.max_children} children, but acceptance_by_rank has only {rates.size} "
+            "rates; give one for each child."
         )
     worth = np.ones(tree.size + 1)
     for node, parent in enumerate(tree.parents, 1):
@@ -102,7 +102,7 @@ def _rates(acceptance_by_rank: ArrayLike) -> NDArray[np.float64]:
         rates = np.empty(())
     if rates.ndim != 1 or not rates.size or not np.all((rates >= 0) & (rates <= 1)) or rates.sum() > 1 + _ROUNDING:
         raise ValueError(
-            "acceptance_by_rank must be a list of probabilities, one a rank, that sum to at most 1, for "
-            f"at most one child is accepted; got {acceptance_by_rank!r}."
+            "acceptance_by_rank must be a list of probabilities, one per rank, that sum to at most 1, because at "
+            f"most one child is accepted; got {acceptance_by_rank!r}."
         )
     return rates

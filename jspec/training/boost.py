@@ -33,7 +33,7 @@ def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_toke
             if number >= 0 and wrong[2:].any():
                 found.append(dataclasses.replace(row, learned=wrong))
     if not found:
-        raise ValueError("The draft models so far guess all that the target says; train fewer (boost).")
+        raise ValueError("The draft models so far already predict every token of the target; train fewer (boost).")
     return found
 
 

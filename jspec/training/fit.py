@@ -102,8 +102,8 @@ def fit(
     _cut_log(folder / _LOG, first)
     recent: list[Array] = []
     if first:
-        _log.info("Going on behind step %d", first)
-    assert schedule.steps is not None, "a training without end has no plan"
+        _log.info("Resuming after step %d", first)
+    assert schedule.steps is not None, "training without an end has no plan"
     for number in range(first, schedule.steps):
         batch = source.plan.batch(number)
         inputs = spread((batch.tokens, batch.learned, source.target_states(batch)))
@@ -119,10 +119,9 @@ def fit(
             expected = any(row.learned[2:].any() for row in held_out.plan.rows)
             if not np.isfinite([loss, *found.loss]).all() or (expected and not found.tokens[0]):
                 raise ValueError(
-                    f"After {number + 1} steps the loss is {loss}, held out {found.loss[0]}, where "
-                    f"{found.tokens[0]:.0f} tokens can be judged: the rate is too high, or the target's "
-                    "states are not finite; use a smaller rate in another folder, or restore the "
-                    "target."
+                    f"After {number + 1} steps the loss is {loss} and the held-out loss is {found.loss[0]}, over "
+                    f"{found.tokens[0]:.0f} scored tokens: the rate is too high, or the target's hidden states "
+                    "are not finite; use a smaller rate in another folder, or restore the target."
                 )
             progress = Progress(number + 1, loss, found.acceptance.tolist(), found.agreement.tolist())
             recent.clear()
@@ -303,8 +302,9 @@ def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) ->
             unfinished.remove(partial)
         free = shutil.disk_usage(folder).free / 1e6
         raise CheckpointError(
-            f"The state behind step {step} could not be written to {where}, where {free:.0f} MB are free "
-            f"({brief(error)}); check the disk. The run goes on from the state before it, if there is one."
+            f"The checkpoint after step {step} could not be written to {where}, where {free:.0f} MB are free "
+            f"({brief(error)}); check the disk, then run again to resume from the previous checkpoint, if there "
+            "is one."
         ) from error
 
 

@@ -114,9 +114,11 @@ def check_fits(drafter: Any, target: Any, depth: int) -> None:
     Errors that decoding would raise because of incompatible sizes are raised here, before anything is computed.
     """
     if isinstance(drafter, PassDrafter) and len(drafter.embeddings) < depth:
-        raise ValueError(f"PassDrafter has {len(drafter.embeddings)} vectors, and depth is {depth}; use as many.")
+        raise ValueError(
+            f"PassDrafter has {len(drafter.embeddings)} vectors, but depth is {depth}; use at least as many vectors."
+        )
     if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(drafter)):
-        raise ValueError("The drafter is int8, and would not learn; load it without quantising.")
+        raise ValueError("The drafter is int8 and cannot be trained; load it without quantising.")
     length = {} if own_tree(drafter) else {"num_draft_tokens": depth}
     decode = functools.partial(speculative_generate, max_new_tokens=1, **length)
     prompt, keys = (
@@ -166,15 +168,15 @@ def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) ->
 def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boost: int) -> None:
     """Raise an error unless training of `kind` can continue from `start` on sequences of `length` tokens."""
     if boost > 1:
-        raise ValueError(f"boost is {boost}, and with start a training is of that drafter; leave out one of both.")
+        raise ValueError(f"boost is {boost}, but start trains only that one drafter; leave out one of the two.")
     if not isinstance(start, _CLASSES[kind]):
         known = [f"kind={name!r}" for name, made in _CLASSES.items() if isinstance(start, made)]
         raise ValueError(
-            f"start is of type {type(start).__name__}, and kind is {kind!r}; use "
+            f"start is of type {type(start).__name__}, but kind is {kind!r}; use "
             f"{known[0] if known else f'one of type {_CLASSES[kind].__name__}'}."
         )
     if start.max_positions is not None and start.max_positions < length:
-        raise ValueError(f"start has {start.max_positions} positions, and length is {length}; use at most as many.")
+        raise ValueError(f"start has {start.max_positions} positions, but length is {length}; use a smaller length.")
     check_fits(start, target, depth)
 
 
@@ -182,7 +184,8 @@ def check_kind(kind: str, target: Any) -> None:
     """Raise ValueError unless `kind` can be trained for `target`."""
     if kind == "model" and target.embed_tokens.scale is not None:
         raise ValueError(
-            "A draft model begins with layers of the target, and the target's are int8; load it without quantising."
+            "A draft model starts from layers of the target, but the target's layers are int8; load it without "
+            "quantising."
         )
 
 

@@ -36,8 +36,7 @@ def frame_of(tokenizer: Any) -> Frame:
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            "The target has no chat template, and without one it cannot write chats by itself; give data, "
-            "texts or chats to train on."
+            "The target has no chat template, so it cannot generate chats to train on; give data (text or chats)."
         )
     turn = [{"role": "user", "content": _MARK}]
     text = rendered(tokenizer, turn, "The user's turn")

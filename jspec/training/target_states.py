@@ -110,7 +110,8 @@ class StoredStates:
             write_text(file, json.dumps(wanted) + "\n")
         elif json.loads(file.read_text(encoding="utf-8")) != wanted:
             raise ValueError(
-                f"{folder} holds states of other texts or of another target; name another folder, or delete it."
+                f"{folder} holds the hidden states of other text or of another target; choose another folder, or "
+                "delete this one."
             )
         self._places = {
             int(name): shard
@@ -174,4 +175,4 @@ def _names(shard: Path) -> Sequence[str]:
         with safe_open(shard, framework="numpy") as handle:
             return list(handle.keys())
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{shard} is damaged ({error}); delete it, and it is written anew.") from error
+        raise ValueError(f"{shard} is damaged ({error}); delete it, and it will be written again.") from error

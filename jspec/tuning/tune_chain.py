@@ -125,7 +125,7 @@ def in_turns(
     """
     limit = min(max_new_tokens, _LONG)
     for number, setting in enumerate(settings, 1):
-        log.info("Compiling, program %d of %d", number, len(settings))
+        log.info("Compiling program %d of %d", number, len(settings))
         jax.block_until_ready(run(setting, 1, 0))  # compiles
     costs: dict[Setting, list[float]] = {setting: [] for setting in settings}
     outs: dict[Setting, list[Output]] = {setting: [] for setting in settings}
@@ -143,12 +143,12 @@ def in_turns(
 
 def _progress(done: int, in_trial: int, elapsed: float) -> str:
     """Return the progress message after `done` readings in `elapsed` seconds. A trial has `in_trial` readings."""
-    said, total = f"Measuring, {done + 1} of {TRIALS * in_trial}", TRIALS * in_trial
+    said, total = f"Measuring: {done + 1} of {TRIALS * in_trial}", TRIALS * in_trial
     if done < in_trial:
         return said  # the first reading alone is a poor estimate, because lengths differ
     pace = elapsed / done
     left = min(pace * (total - done), max(_PATIENCE - elapsed, 0) + pace * in_trial)
-    return f"{said}, at most {left:.0f} s to go"
+    return f"{said}, at most {left:.0f} s left"
 
 
 def _round_seconds(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, Output]:

@@ -78,12 +78,14 @@ def best_exit(
     """
     check_layers(target, "jspec.best_exit")
     if len(target.layers) < 2:
-        raise ValueError("target has one layer, so that none can be left out; draft with another model, or by lookup.")
+        raise ValueError(
+            "target has only one layer, so none can be skipped; draft with another model, or by prompt lookup."
+        )
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
     check_tuning(max_new_tokens, max_draft_tokens, 0)
     check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, 0)
     check_measurable(target, None, tokens, lengths, keys, sampling)
-    log.info("Writing texts")
+    log.info("Generating text")
     request, rule = (tokens, lengths, trial_keys(keys, TRIALS), sampling, eos_ids, 0), RULES["rejection"]
     out = run_program(target, None, *request, max_new_tokens=int(max_new_tokens), draft_length=Fixed(0), rule=rule)
     texts = write_rows(jnp.pad(jnp.asarray(tokens), ((0, 0), (0, max_new_tokens))), out.tokens, jnp.asarray(lengths))
@@ -107,7 +109,7 @@ def search(worth: Worth, num_layers: int) -> np.ndarray:
     numbers = itertools.count(1)
 
     def scored(chosen: np.ndarray) -> list[tuple[float, np.ndarray]]:
-        log.info("Scoring layers to leave out, %d of at most %d", next(numbers), 3 + _STEPS)
+        log.info("Scoring sets of layers to skip, %d of at most %d", next(numbers), 3 + _STEPS)
         worths = worth(chosen)
         return [(float(value), one) for value, one in zip(worths, chosen, strict=True) if one.any() and not one.all()]
 

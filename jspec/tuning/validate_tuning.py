@@ -15,12 +15,12 @@ def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> 
     check_whole("max_new_tokens", max_new_tokens)
     check_whole("max_draft_tokens", max_draft_tokens)
     if isinstance(max_nodes, bool) or not isinstance(max_nodes, numbers.Integral) or max_nodes < 0:
-        raise ValueError(f"max_nodes must be an int of at least 0, which is for chains alone; got {max_nodes!r}.")
+        raise ValueError(f"max_nodes must be an int of at least 0 (0 measures chains only); got {max_nodes!r}.")
     least = 4 * (max_draft_tokens + 1)
     if max_new_tokens < least:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} is too short a text to measure {max_draft_tokens} drafts a "
-            f"round; use at least {least}, or a smaller max_draft_tokens."
+            f"max_new_tokens={max_new_tokens} is too few to measure {max_draft_tokens} draft tokens per round; "
+            f"use at least {least}, or a smaller max_draft_tokens."
         )
 
 
@@ -30,7 +30,7 @@ def check_measurable(*arguments: Any) -> None:
     leaves = jax.tree.leaves((arguments, jnp.zeros(())))
     if jax.process_count() > 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise ValueError(
-            'jspec.tune, jspec.best_exit and num_draft_tokens="auto" measure, which cannot be done inside '
-            "jax.jit or another transformation, nor by several processes at once; call jspec.tune "
-            "beforehand and pass what it finds."
+            'jspec.tune, jspec.best_exit and num_draft_tokens="auto" take measurements, which is not possible '
+            "inside jax.jit or another transformation, or in several processes at once; call jspec.tune "
+            "beforehand and pass its result."
         )

@@ -96,7 +96,7 @@ def test_a_step_is_a_pass_of_what_drafts(pair):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is empty; write one prompt a line"),
+        (b"", "is empty; write one prompt per line"),
         (b"a\n\nb", "line 2 is empty"),
         (b"a\n \nb", "line 2 is empty"),
         (b"a\nb\nc\xff", "line 3 is not UTF-8 (byte 1)"),
@@ -121,8 +121,8 @@ def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, co
         ("acceptance", {"draft": "exit:1"}, "needs a draft model, and exit:1 has none"),
         ("gap", {"draft": "recycling"}, "drafts chains, and recycling drafts a tree"),
         ("gap", {"draft": "none"}, "--target and --draft go together"),
-        ("gap", {"draft": "exit:x"}, "exit:x is no exit"),
-        ("gap", {"draft": "exit:9"}, "leaves no layer out of the target's"),
+        ("gap", {"draft": "exit:x"}, "exit:x is not an exit"),
+        ("gap", {"draft": "exit:9"}, "leaves out none of the target's"),
         ("gap", {"target": None, "draft": "exit:9"}, "109m has random weights and no tokenizer"),
     ],
 )

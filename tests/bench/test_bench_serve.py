@@ -40,7 +40,10 @@ def test_figures_of_answers():
     assert drafted["acceptance"] == pytest.approx(1 / 3) and drafted["tokens a round"] == 3
     assert drafted["theory"] == pytest.approx((1 + 1 / 3 + 1 / 9) / 1.5)
     assert (drafted["TTFT p50, ms"], drafted["TPOT p99, ms"]) == pytest.approx((100, 20))
-    assert "0.33 were accepted; with so few a smaller" in serve._notes([plain, drafted], traffic, 0.25)[1]
+    assert (
+        "Only 0.33 of the verified draft tokens were accepted; a smaller"
+        in serve._notes([plain, drafted], traffic, 0.25)[1]
+    )
     assert len(serve._notes([plain], traffic, 0.25)) == 1
 
 
@@ -75,6 +78,6 @@ def test_every_load_is_measured_on_both_servers(pair, tmp_path):
 def test_mistakes_are_one_sentence(pair, tmp_path):
     target, _, prompts = pair
     code, out = bench("--target", target)
-    assert code == 2 and "--target needs --prompts of its own" in out
+    assert code == 2 and "--target needs --prompts, a file" in out
     code, out = bench("--target", tmp_path / "nothing", "--prompts", prompts)
     assert code == 1 and out.startswith("jspec serve has ended: ") and "nothing" in out

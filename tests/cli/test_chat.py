@@ -17,7 +17,7 @@ from jspec.text import request_keys
 from support import text_pair
 from support.templates import TEMPLATE
 
-WAITS = "Compiling: minutes the first time, then kept and seconds\n"
+WAITS = "Compiling: takes minutes the first time, and seconds from the cache later\n"
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LISTENS = """
 import os, signal, time
@@ -103,7 +103,7 @@ def test_an_answer_that_is_cut_off_was_said(talk):
 
 def test_what_does_not_fit_was_not_said(talk):
     conversation = talk(length=64)
-    with pytest.raises(Exception, match="has at most 64; be shorter"):
+    with pytest.raises(Exception, match="leaves no room for an answer in 64; shorten the message"):
         [*conversation.answer("x" * 100)]
     assert conversation._messages == [] and [*conversation.answer("Hello")]
 
@@ -123,7 +123,7 @@ def test_the_command(run, sources, tmp_path):
         (("--top-p", 0), b"", "--top-p must be above 0"),
         (("--system", "x"), b"", "has none; leave it out"),
         (("--plain", "--num-draft-tokens", 3), b"", "leave out --num-draft-tokens"),
-        (("--max-length", 10**6), b"", "positions that the models know"),
+        (("--max-length", 10**6), b"", "positions that the models support"),
         (("--max-length", 8), b"0123456789\n", "has at most 8"),
         ((), b"\xff\n", "not UTF-8"),
     ],

@@ -183,7 +183,7 @@ def test_rounds_are_drawn(run, sources, generate):
     code, out, _ = run(*command, "--show")
     plain = generate(PROMPTS[0])[0]
     rounds = [line for line in out.splitlines() if " │ " in line]
-    assert code == 0 and len(rounds) == plain["stats"]["rounds"] and out.splitlines()[0].endswith("refused")
+    assert code == 0 and len(rounds) == plain["stats"]["rounds"] and out.splitlines()[0].endswith("rejected")
 
 
 def test_another_limit_needs_no_other_program(generate, report):

@@ -47,7 +47,7 @@ def test_each_prompt_is_a_message(generate, chatty):
 
 
 def test_the_hint_stands_where_a_chat_model_continues_texts(generate, run, sources):
-    assert "with --chat it answers" in generate("Hello", "--plain")[1]
+    assert "add --chat to get an answer" in generate("Hello", "--plain")[1]
     code, _, error = run("generate", "Hello", "--target", sources[0], "--plain", "-n", 2, "--json")
     assert (code, error) == (0, "")
 
@@ -85,7 +85,7 @@ def test_an_exit_drafts(run, tmp_path):
     assert early["tokens"] == plain["tokens"] and early["stats"]["drafted"] > 0
     for draft in ("exit:2", "exit:3-0"):
         code, out, error = run(*command, "--draft", draft)
-        assert (code, out) == (2, "") and f"--draft {draft} leaves no layer out of the target's 2" in error
+        assert (code, out) == (2, "") and f"--draft {draft} leaves out none of the target's 2 layers" in error
 
 
 def test_tune_finds_an_exit(run, tmp_path, monkeypatch):

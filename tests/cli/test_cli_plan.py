@@ -47,7 +47,7 @@ def test_a_plan_is_two_tables_and_a_sentence(run, folders):
     found = jspec.plan(*folders, device="t4")
     assert [line.strip() for line in out.splitlines()[:2]] == [
         "Tesla T4, float16: batch 1, length 4096",
-        "2048 of it prompt, acceptance 0.8 assumed",
+        "prompt 2048, assumed acceptance rate 0.8",
     ]
     assert ["plain", "6.43", "0.47", "~0.60", "7.50", "47%"] in lines
     assert ["draft", "8.90", "0.61", "~0.81", "10.31", "65%"] in lines
@@ -55,10 +55,10 @@ def test_a_plan_is_two_tables_and_a_sentence(run, folders):
     seconds = found.draft.round_seconds[1]
     assert ["2", "2.44", f"{seconds * 1e3:.3g}", f"{2.44 / seconds:.0f}", "best", "1.38x", "1.69x"] in lines
     assert [row[0] for row in lines[:-1] if row and row[-1].endswith("x")] == ["plain", *map(str, range(1, 17))]
-    assert "predicted, not measured" in out and "an int8 draft is taken to be accepted as often" in out
+    assert "predicted, not measured" in out and "an int8 draft is assumed to be accepted as often" in out
     assert out.splitlines()[-1] == (
         "quantise the draft: in int8, with num_draft_tokens=4, it would run at 1.78x the speed of plain decoding, "
-        "as given at 1.38x"
+        "compared with 1.38x as given"
     )
     assert max(map(len, out.splitlines()[:-1])) <= 80
 
@@ -70,7 +70,7 @@ SENTENCES = {
         r"use num_draft_tokens=4 \(1.78x plain, predicted\); num_draft_tokens=9 would run at 1.49x",
     ),
     "do not": (["--acceptance", 0.1], "do not speculate: at best, with num_draft_tokens=1, it would run at 0.79x the"),
-    "only in int8": (["--acceptance", 0.3], ".*, while as given it does not pay"),
+    "only in int8": (["--acceptance", 0.3], ".*, but as given it does not pay off"),
 }
 
 
@@ -79,7 +79,7 @@ def test_the_last_line_says_what_to_do(run, folders, name):
     options, sentence = SENTENCES[name]
     code, out, _ = run("plan", *large(folders), "--device", "t4", *options)
     assert code == 0 and re.fullmatch(sentence if sentence.startswith(".*") else f"{sentence}.*", out.splitlines()[-1])
-    assert ("taken to be accepted" in out) == ("--quantize" not in options)
+    assert ("assumed to be accepted" in out) == ("--quantize" not in options)
 
 
 def test_what_jax_leaves_is_said(run, folders):
@@ -107,7 +107,7 @@ def test_the_bundled_pair_is_planned_without_models(run):
 def test_what_does_not_fit(run, folders):
     command = "plan", *large(folders), "--device", "t4", "--batch", 16
     said = (
-        r"does not fit: 8\.90 GB of weights, 9\.68 GB of caches and ~12\.88 GB besides are more than the 15\.83 GB "
+        r"does not fit: 8\.90 GB of weights, 9\.68 GB of caches and ~12\.88 GB of temporaries exceed the 15\.83 GB "
         r"of one Tesla T4; a batch of 4 or a length of \d+ would fit\n"
     )
     code, out, error = run(*command)
@@ -118,13 +118,13 @@ def test_what_does_not_fit(run, folders):
 
 MISTAKES = {
     "unknown option": (["--temprature", 1], 2, "(see jspec plan --help)"),
-    "unknown device": (["--device", "h1000"], 2, "'h1000' is none of h200, h100, a100, l4, t4, v5e, v6e"),
-    "no device": ([], 1, "The device here, cpu, is none that plans are made for; name one of h200"),
+    "unknown device": (["--device", "h1000"], 2, "'h1000' is not one of h200, h100, a100, l4, t4, v5e, v6e"),
+    "no device": ([], 1, "Plans do not support the device here, cpu; name one of h200"),
     "no rows": (["--batch", 0], 2, "--batch"),
     "certain twice": (["--acceptance", 1.5], 2, "--acceptance"),
     "no number": (["--device", "t4", "--acceptance", "nan"], 2, "--acceptance"),
     "no drafts": (["--num-draft-tokens", 0], 2, "--num-draft-tokens"),
-    "unknown rounding": (["--quantize", "int4"], 2, "'int4' is none of int8"),
+    "unknown rounding": (["--quantize", "int4"], 2, "'int4' is not one of int8"),
     "too long": (["--device", "t4", "--length", 5000], 1, "length=5000 is more than the 1024 positions that both"),
 }
 
@@ -140,9 +140,13 @@ def test_mistakes_end_in_one_sentence(mistake, run, folders):
 
 MODELS = {
     "target alone": (["TARGET"], 2, "TARGET needs DRAFT"),
-    "no model": (["TARGET", "lookup"], 2, "DRAFT lookup is no model, and only models can be planned; measure it by"),
-    "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is no model, and only models can"),
-    "no draft": (["TARGET", "none"], 2, "DRAFT none is no model"),
+    "no model": (
+        ["TARGET", "lookup"],
+        2,
+        "DRAFT lookup is not a model, and only models can be planned; measure it with",
+    ),
+    "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is not a model, and only models can"),
+    "no draft": (["TARGET", "none"], 2, "DRAFT none is not a model"),
     "nowhere": (["TARGET", "/no/such/folder"], 1, "/no/such/folder is neither a directory nor"),
     "another vocabulary": (["TARGET", "DRAFT"], 1, "The draft's vocabulary has 99 tokens and the target's"),
 }
@@ -151,7 +155,7 @@ MODELS = {
 def test_a_head_cannot_be_planned(run, folders, tmp_path):
     head = jspec.EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 2))).save(tmp_path / "head")
     code, _, error = run("plan", folders[0], head)
-    assert code == 2 and "is no model, and only models can be planned" in error
+    assert code == 2 and "is not a model, and only models can be planned" in error
 
 
 @pytest.mark.parametrize("mistake", MODELS)

@@ -50,16 +50,16 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
     if kind == "eagle":  # as one that was stopped while it measured
         before = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
         code, out, err = run(*options)
-        assert code == 0 and "drafter was there already." in out.replace("\n", "") and "tokens a round, foreseen" in out
+        assert code == 0 and "drafter already exists." in out.replace("\n", "") and "tokens a round, foreseen" in out
         assert (folder / "drafter" / "model.safetensors").stat().st_mtime_ns == before
         code, out, err = run(*options, "--seed", 1)
-        assert code == 1 and "was begun with seed=0, and now it is 1" in err
+        assert code == 1 and "was started with seed=0, but now it is 1" in err
 
 
 def test_a_drafter_that_no_training_made(run, sources, tmp_path):
     (tmp_path / "run" / "drafter").mkdir(parents=True)
     code, _, err = run("train", sources[0], "--output", tmp_path / "run")
-    assert code == 2 and "is there already, without the run that made it" in err
+    assert code == 2 and "already exists, without the run that made it" in err
 
 
 @pytest.mark.parametrize("generation", [1, 3])
@@ -80,7 +80,7 @@ def test_a_published_head_goes_on(run, sources, tmp_path, generation):
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(head), strict=True):
         np.testing.assert_allclose(one, other, atol=0.02)  # saved in bfloat16
     code, _, err = run(*options, "--kind", "medusa", "--output", tmp_path / "other")
-    assert code and "start is of type EagleDrafter, and kind is 'medusa'; use kind='eagle'" in err
+    assert code and "start is of type EagleDrafter, but kind is 'medusa'; use kind='eagle'" in err
 
 
 def test_a_head_keeps_its_layout_where_that_can_say_it(sources, tmp_path):
@@ -111,7 +111,7 @@ def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
     [
         (["--kind", "owl"], "kind is 'owl'; expected one of eagle, medusa"),
         (["--loss", "l2"], "loss is 'l2'"),
-        (["--boost", 2], "boost is 2, and kind 'eagle'"),
+        (["--boost", 2], "boost is 2, but kind is 'eagle'"),
         (["--data", "none.txt"], "none.txt"),
         ([], "The target has no chat template"),
     ],

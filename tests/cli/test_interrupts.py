@@ -80,8 +80,8 @@ def test_generating_ends_with_status_130(tmp_path, moment, later):
 def test_a_training_says_how_it_goes_on(tmp_path):
     (tmp_path / "data.txt").write_text("def add(a, b):\n    return a + b\n" * 200)
     command = ["-m", "jspec", "train", "--output", "run", "--data", "data.txt", "--steps", "9999"]
-    status, shown = interrupted(command, b"Beginning", tmp_path, 1.0)
-    assert status == 130 and shown.endswith("Stopped. The same command goes on from run.\r\n"), shown
+    status, shown = interrupted(command, b"Starting", tmp_path, 1.0)
+    assert status == 130 and shown.endswith("Stopped. The same command resumes from run.\r\n"), shown
 
 
 def test_nothing_half_written_is_left(tmp_path):

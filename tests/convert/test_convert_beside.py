@@ -93,7 +93,9 @@ def test_a_config_may_not_name_other_weights(tmp_path):
     edit_json("config.json", lambda raw: raw.update(transformers_weights="best.safetensors"))(folder)
     expected = expected_params(tensors(raw_config(), seed=5), raw_config())
     assert_same(transformers_params(folder, raw_config()), expected)
-    with pytest.raises(CheckpointError, match=r"the weights are in 'best.safetensors', and only model.safetensors or"):
+    with pytest.raises(
+        CheckpointError, match=r"transformers_weights is 'best.safetensors', but only model.safetensors or"
+    ):
         convert.load(folder)
     edit_json("config.json", lambda raw: raw.update(transformers_weights=SINGLE))(folder)
     assert_same(convert.load(folder).params, expected_params(tensors(raw_config()), raw_config()))

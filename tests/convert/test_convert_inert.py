@@ -131,7 +131,7 @@ WARNINGS = {
     "beta": ("yarn, llama_4_scaling_beta", "llama_4_scaling_beta 0.1 is ignored"),
     "types": ("type is not rope_type", "type 'linear' of the rope section is ignored beside rope_type 'yarn'"),
     "sections": ("rope_scaling and rope_parameters that differ", "rope_parameters is ignored beside rope_scaling"),
-    "code": ("code of its own", "auto_map names code of the checkpoint, which is not run"),
+    "code": ("code of its own", "auto_map names code in the checkpoint, which is not run"),
 }
 
 

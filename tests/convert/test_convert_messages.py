@@ -88,7 +88,7 @@ FOLDERS = {
     "pickles of another program": (files("lit_model.pth"), "with the program that wrote them"),
     "shards without index": (files("model-00001-of-00001.safetensors"), "download the index that belongs to"),
     "another name": (files("weights.safetensors"), "rename the file to model.safetensors if it holds all"),
-    "no weights": (plain("README.md"), "download the weights too; of a repository without them, download a GGUF file"),
+    "no weights": (plain("README.md"), "download the weights too; if the repository has none, download a GGUF file"),
     "checkpoints of a training": (
         plain("checkpoint-10/config.json", "checkpoint-20/config.json"),
         "name the folder of one model, such as .*checkpoint-10",

@@ -63,9 +63,9 @@ def test_damaged_files_are_refused(tmp_path, name):
 
 
 LIES = {
-    "string": (gguf_damage_cases.STRING + (2**39).to_bytes(8, "little"), "announced"),
-    "strings": (gguf_damage_cases.ARRAY + (8).to_bytes(4, "little") + (2**38).to_bytes(8, "little"), "announced"),
-    "numbers": (gguf_damage_cases.ARRAY + (4).to_bytes(4, "little") + (2**38).to_bytes(8, "little"), "announced"),
+    "string": (gguf_damage_cases.STRING + (2**39).to_bytes(8, "little"), "count of"),
+    "strings": (gguf_damage_cases.ARRAY + (8).to_bytes(4, "little") + (2**38).to_bytes(8, "little"), "count of"),
+    "numbers": (gguf_damage_cases.ARRAY + (4).to_bytes(4, "little") + (2**38).to_bytes(8, "little"), "count of"),
 }
 
 
@@ -138,9 +138,9 @@ def test_flipped_bits_of_the_structure_are_refused_or_change_nothing(tmp_path, r
 
 def test_a_damaged_tokenizer_is_refused_when_it_is_asked_for(tmp_path):
     for key, value, message in (
-        ("tokenizer.ggml.pre", "unheard-of", "tokenizer.ggml.pre 'unheard-of', a way to split texts"),
-        ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre None, a way to split texts"),
-        ("tokenizer.ggml.merges", ["a b c"], "the merge 'a b c' is not of two tokens"),
+        ("tokenizer.ggml.pre", "unheard-of", "tokenizer.ggml.pre 'unheard-of', an unknown way to split text"),
+        ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre None, an unknown way to split text"),
+        ("tokenizer.ggml.merges", ["a b c"], "the merge 'a b c' does not have two tokens"),
         ("tokenizer.ggml.merges", ["a z"], "cannot be read: .*z"),
     ):
         parts = good()

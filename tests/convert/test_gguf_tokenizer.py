@@ -150,7 +150,7 @@ def test_no_token_is_made_up(tmp_path, byte_level):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"tokenizer.ggml.remove_extra_whitespaces": True}, "changes texts before they are split"),
+        ({"tokenizer.ggml.remove_extra_whitespaces": True}, "changes text before it is split"),
         ({"tokenizer.ggml.scores": None}, "has neither scores nor merges"),
         ({"tokenizer.ggml.scores": [np.float32(1)]}, "and 1 scores for"),
     ],
@@ -262,7 +262,7 @@ def test_words_of_a_split(pre):
 def test_an_unknown_split_is_refused_with_a_way_out(tmp_path, byte_level):
     keys = prefixed(byte_level | {"pre": "new"})
     file, _ = gguf_files.model(tmp_path / "x.gguf", keys, vocab_size=len(byte_level["tokens"]), num_hidden_layers=1)
-    with pytest.raises(CheckpointError, match=r"'new', a way to split texts that is not known here; .*--tokenizer SRC"):
+    with pytest.raises(CheckpointError, match=r"'new', an unknown way to split text; .*--tokenizer SRC"):
         text.load_tokenizer(file)
 
 
@@ -275,10 +275,10 @@ def test_the_tokenizer_of_another_checkpoint(tmp_path, byte_level):
     other, _ = gguf_files.model(tmp_path / "y.gguf", prefixed(byte_level), vocab_size=size, num_hidden_layers=1)
     ours = sources(str(file), "none", tokenizer_source=str(other)).tokenizer()
     assert ours("the")["input_ids"] == text.load_tokenizer(other)("the")["input_ids"]
-    with pytest.raises(CheckpointError, match="not known here"):
+    with pytest.raises(CheckpointError, match="an unknown way to split text"):
         sources(str(file), "none").tokenizer()
     small, _ = gguf_files.model(tmp_path / "z.gguf", num_hidden_layers=1)
-    with pytest.raises(UsageError, match=rf"--tokenizer .*y.gguf has {size} tokens, and the target"):
+    with pytest.raises(UsageError, match=rf"--tokenizer .*y.gguf has {size} tokens, but the target has only"):
         sources(str(small), "none", tokenizer_source=str(other)).tokenizer()
 
 

@@ -93,13 +93,17 @@ CASES = {
     "t2d alone": ("sglang", both(tensors(d2t=...), config(draft_vocab_size=V)), "has unexpected t2d"),
     "d2t in another dtype": ("sglang", tensors(d2t=lambda x: x.astype(np.float32)), "d2t .* is F32; expected I64"),
     "t2d in another dtype": ("sglang", tensors(t2d=lambda x: x.astype(np.int64)), "t2d .* is I64; expected BOOL"),
-    "d2t beyond the end": ("sglang", tensors(d2t=set_first(V)), "d2t names token 31 in row 0; the target's are 0"),
+    "d2t beyond the end": (
+        "sglang",
+        tensors(d2t=set_first(V)),
+        "d2t names token 31 in row 0; the target's tokens are 0",
+    ),
     "d2t below 0": ("sglang", tensors(d2t=set_first(-1)), "d2t names token -1 in row 0"),
     "d2t with a token twice": ("speculators", tensors(d2t=set_first(3)), "d2t names token 3 in two rows"),
     "t2d of other tokens": ("sglang", tensors(t2d=np.logical_not), "t2d and d2t disagree about token 0"),
     "t2d is short": ("sglang", tensors(t2d=lambda x: x[:9]), r"t2d .* shape \[9\], expected \[31\]"),
     # config.json
-    "two layers": ("sglang", config(num_hidden_layers=2), "num_hidden_layers is 2; heads of one layer"),
+    "two layers": ("sglang", config(num_hidden_layers=2), "num_hidden_layers is 2; only heads of one layer"),
     "another layer": (
         "speculators",
         section("transformer_layer_config", model_type="deepseek_v3"),
@@ -108,8 +112,8 @@ CASES = {
     "no layer": ("speculators", dropped("transformer_layer_config"), "transformer_layer_config is None; expected"),
     "another head": ("speculators", config(speculators_model_type="dflash"), "speculators_model_type 'dflash' and"),
     "architectures that are no list": ("sglang", config(architectures=5), "architectures is 5; expected a list"),
-    "another architecture": ("sglang", config(architectures=["Eagle3DeepseekV2ForCausalLM"]), "is no EAGLE head"),
-    "a whole model": ("eagle", both(tensors(fc__weight=..., fc__bias=...)), "is no EAGLE head of one Llama layer"),
+    "another architecture": ("sglang", config(architectures=["Eagle3DeepseekV2ForCausalLM"]), "is not an EAGLE head"),
+    "a whole model": ("eagle", both(tensors(fc__weight=..., fc__bias=...)), "is not an EAGLE head of one Llama layer"),
     "layernorms": ("eagle", config(layernorms=True), "layernorms is True, which changes the computed function"),
     "parallel drafting": ("speculators", config(mask_token_id=3), "mask_token_id is 3, which changes"),
     "a window": ("speculators", section("transformer_layer_config", sliding_window=8), "sliding_window is 8"),
@@ -117,7 +121,7 @@ CASES = {
     "norm_before_residual is missing": (
         "speculators",
         dropped("norm_before_residual"),
-        "norm_before_residual is missing, which vLLM takes for true and",
+        "norm_before_residual is missing, which vLLM treats as true and",
     ),
     "a flag that is none": ("sglang", config(norm_output=1), "norm_output is 1; expected true or false"),
     "both norms": ("sglang", config(fc_norm=True, norm_before_fc=True), "norm_before_fc and fc_norm are both true"),
@@ -129,11 +133,11 @@ CASES = {
     "no states": ("sglang", section("eagle_config", use_aux_hidden_state=False), "use_aux_hidden_state is False"),
     "unknown flag": ("sglang", section("eagle_config", use_moe=True), "eagle_config has unknown use_moe"),
     "no section": ("sglang", config(eagle_config=[1]), r"eagle_config has unknown \[1\]"),
-    "layers in both conventions": ("sglang", config(**{IDS: [1, 3, 4]}), "leaves a layer and so must be one less"),
-    "layers out of order": ("speculators", config(**{IDS: [2, 5, 4]}), "expected layers in ascending order"),
-    "a layer twice": ("speculators", config(**{IDS: [2, 4, 4]}), "ascending order, none twice"),
-    "a layer below 0": ("speculators", config(**{IDS: [-1, 4, 5]}), "expected layers in ascending order"),
-    "layers by name": ("speculators", config(**{IDS: "low"}), "is 'low'; expected layers"),
+    "layers in both conventions": ("sglang", config(**{IDS: [1, 3, 4]}), "layer outputs and so must be one less"),
+    "layers out of order": ("speculators", config(**{IDS: [2, 5, 4]}), "expected distinct layers in ascending order"),
+    "a layer twice": ("speculators", config(**{IDS: [2, 4, 4]}), "distinct layers in ascending order"),
+    "a layer below 0": ("speculators", config(**{IDS: [-1, 4, 5]}), "expected distinct layers in ascending order"),
+    "layers by name": ("speculators", config(**{IDS: "low"}), "is 'low'; expected distinct layers"),
     "another count": ("sglang", config(num_aux_hidden_states=2), "num_aux_hidden_states is 2 and .* name 3 states"),
     "more than all tokens": ("sglang", config(draft_vocab_size=40), "draft_vocab_size 40 is more than vocab_size 31"),
     "a negative size": ("sglang", config(target_hidden_size=-1), "target_hidden_size is -1; expected a positive"),
@@ -141,9 +145,13 @@ CASES = {
     "of a wider target": (
         "speculators",
         both(config(target_hidden_size=24), tensors(fc__weight=lambda x: np.ones((16, 72), np.float32))),
-        "whose hidden size is 24, and this target's is 16",
+        "whose hidden size is 24, but this target's is 16",
     ),
-    "of more layers": ("speculators", config(**{IDS: [2, 4, 9]}), "enters layer 9, and this target has 8 layers"),
+    "of more layers": (
+        "speculators",
+        config(**{IDS: [2, 4, 9]}),
+        "input of layer 9, but this target has only 8 layers",
+    ),
     # files
     "cut": ("sglang", cut(FILE, 0.7), "is damaged or cut short"),
     "no config": ("sglang", rename("config.json", "other.json"), "config.json is missing"),
@@ -178,7 +186,7 @@ def test_damage_is_refused(bases, tmp_path, name):
 
 
 def test_another_vocabulary(bases):
-    with pytest.raises(ValueError, match="a target whose vocabulary is 31, and this target's is 9") as error:
+    with pytest.raises(ValueError, match="a target whose vocabulary is 31, but this target's is 9") as error:
         jspec.EagleDrafter.load(bases["sglang"], toys.tiny_llama(0, LAYERS, vocab_size=9))
     check_refusal(error)
 
@@ -193,7 +201,9 @@ def test_what_needs_the_target(tmp_path):
     with pytest.raises(CheckpointError, match=f"has no {IDS}, .* pass the target") as error:
         jspec.EagleDrafter.load(path)
     check_refusal(error)
-    with pytest.raises(CheckpointError, match=r"the usual \[2, 3, 3\] of a target of 6 layers are not three") as error:
+    with pytest.raises(
+        CheckpointError, match=r"the default \[2, 3, 3\] for a target of 6 layers are not three"
+    ) as error:
         jspec.EagleDrafter.load(path, toys.tiny_llama(0, 6, vocab_size=V))
     check_refusal(error)
 
@@ -204,11 +214,11 @@ def test_what_needs_the_target(tmp_path):
         ({"norm_before_residual": True}, "sglang", "read sglang files do not read norm_before_residual and would"),
         ({"attention_bias": True, "mlp_bias": True}, "sglang", "do not read attention_bias, mlp_bias and"),
         ({"model_type": "qwen3"}, "sglang", "do not read the norms of queries and keys and"),
-        ({"ids": (0, 3, 5)}, "sglang", "do not read features that begin with what enters layer 0"),
+        ({"ids": (0, 3, 5)}, "sglang", "do not read features that start with the input of layer 0"),
         (
             {},
             "eagle",
-            "eagle files hold heads of generation 1 and this is of generation 3; choose speculators or sglang",
+            "eagle files hold heads of generation 1, and this head is of generation 3; choose speculators or sglang",
         ),
         ({}, "vllm", "format 'vllm' is unknown; choose one of speculators, sglang, eagle"),
     ],
@@ -225,7 +235,7 @@ def test_what_a_head_cannot_be_saved_as(bases, tmp_path):
     drafter = jspec.EagleDrafter.load(bases["sglang"])
     for features in ((4, 2, 5), (2, 4, -1)):
         drafter.head.config = dataclasses.replace(drafter.head.config, features=features)
-        with pytest.raises(CheckpointError, match="files name layers in ascending order"):
+        with pytest.raises(CheckpointError, match="files need distinct layers in ascending order"):
             drafter.save(tmp_path / "out")
     layer = dataclasses.replace(drafter.head.config.layer, qkv_bias=True)
     drafter.head.config = dataclasses.replace(drafter.head.config, layer=layer, features=(2, 4, 5))

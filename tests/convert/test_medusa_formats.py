@@ -234,22 +234,26 @@ DAMAGE = {
     "another shape": ("vllm", tensor("vllm", "blocks.0.layers.0.weight", lambda x: x[:9]), r"\[9, 16\], expected"),
     "integers": ("medusa", tensor("medusa", "0.2.weight", lambda x: x.astype(np.int8)), "0.2.weight .* is I8; exp"),
     "another count": ("vllm", config(num_heads=4), "lacks blocks.3.layers.0.weight"),
-    "a count without end": ("vllm", config(num_heads=10**9), "means 1000000000 heads of . blocks each, and"),
-    "blocks without end": ("vllm", config(num_hidden_layers=10**9), "heads of 1000000000 blocks each, and there are"),
+    "a count without end": ("vllm", config(num_heads=10**9), "describes 1000000000 heads of . blocks each, but"),
+    "blocks without end": (
+        "vllm",
+        config(num_hidden_layers=10**9),
+        "heads of 1000000000 blocks each, but there are only",
+    ),
     "no count": ("vllm", config(num_heads=None), "num_heads is missing; expected a positive integer"),
     "another depth": ("medusa", config(medusa_num_layers=1), "medusa_num_layers is 1 and .* behind 2 blocks"),
-    "fewer tokens": ("vllm", config(truncated_vocab_size=9), "truncated_vocab_size is 9, of which token_map"),
+    "fewer tokens": ("vllm", config(truncated_vocab_size=9), "truncated_vocab_size is 9, whose tokens token_map"),
     "a scale": ("vllm", config(logit_scale=2.0), "logit_scale is 2.0, which changes"),
     "another model": ("vllm", config(architectures=["EAGLEModel"]), "architectures is .'EAGLEModel'., which changes"),
     "no heads": (
         "medusa",
         edit_tensors(OWN, lambda w: [w.pop(n) for n in list(w)[1:]] + [w.update(x=w.popitem()[1])]),
-        "are of no Medusa heads; expected those of Medusa",
+        "are not of Medusa heads; expected those of Medusa",
     ),
     "no output head": (
         "medusa",
         edit_tensors(OWN, lambda w: [w.pop(f"{i}.2.weight") for i in range(3)]),
-        "there is no output head, such as 0.1.weight",
+        "there is no output head with two axes, such as 0.1.weight",
     ),
     "cut": ("medusa", cut(OWN, 0.6), "is damaged or cut short"),
     "no config": ("medusa", rename("config.json", "other.json"), "config.json is missing"),
@@ -283,7 +287,7 @@ def test_the_heads_own_file_is_read_and_no_other(bases, tmp_path):
 
 
 def test_another_target(bases):
-    with pytest.raises(ValueError, match="a target whose vocabulary is 31, and this target's is 9; use those"):
+    with pytest.raises(ValueError, match="a target whose vocabulary is 31, but this target's is 9; use heads"):
         jspec.MedusaDrafter.load(bases["vllm"], toys.tiny_llama(0, 1, vocab_size=9))
 
 

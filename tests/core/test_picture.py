@@ -115,7 +115,7 @@ def test_show(capsys):
     out = decoded("tree", record=True)
     out.show(LETTERS, row=1)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "accepted corrected bonus no draft refused"
+    assert shown[0] == "accepted corrected bonus no draft rejected"
     assert sum(line[:3].strip(" │").isdecimal() for line in shown[1:]) == out.stats.rounds[1]
-    with pytest.raises(IndexError, match="row=5 is none of the 5 requests; count from 0"):
+    with pytest.raises(IndexError, match="row=5 is out of range for 5 requests; count from 0"):
         out.show(LETTERS, row=5)

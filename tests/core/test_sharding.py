@@ -33,9 +33,9 @@ ROWS = {
 }
 NORMS = {f"{name}.weight": [1] for name in ("norm", "input_layernorm", "post_attention_layernorm")}
 REFUSED = {
-    "no such axis": "ValueError: The mesh has the axes ('data', 'model') and none named 'tensor'",
+    "no such axis": "ValueError: The mesh has the axes ('data', 'model'), but none named 'tensor'",
     "no sharding": "TypeError: sharding must be a jax.sharding.Sharding, or a function",
-    "gives none": "TypeError: sharding must give a jax.sharding.Sharding for every weight",
+    "gives none": "TypeError: sharding must return a jax.sharding.Sharding for every weight",
     "rank": "ValueError: layers.0.input_layernorm.weight has shape (256,), which",
     "uneven": "ValueError: embed_tokens.weight has shape (256, 2048), which",
     "part of a mesh": "ValueError: jax.shard_map over ('data',) leaves the axes ('model',) to XLA",

@@ -64,10 +64,10 @@ CASES = [
     ("num_draft_tokens", ["", "Auto", "auto ", b"auto"], '"auto", an object such as .*, or a Python int of at least 1'),
     ("max_new_tokens", [252, 10**9], r"positions, but the target model has 256; shorten one"),
     # models
-    ("target", [None, "model", {}], "pass a model, as jspec.load"),
+    ("target", [None, "model", {}], "pass a model, such as one from jspec.load"),
     ("draft", [None, "model", lambda *_: None], "pass a jspec.Llama or a drafter"),
     # sampling
-    ("sampling", [None, {"temperature": 1.0}, 0.7], "must be a jspec.SamplingParams, not of type"),
+    ("sampling", [None, {"temperature": 1.0}, 0.7], "sampling is of type .*; pass a jspec.SamplingParams"),
     ("temperature", [-1.0, -1e-9, np.nan, np.inf, 1e39, _with(np.ones(3), 1, -0.5)], "temperature must be at least 0"),
     ("draft_temperature", [-1.0, np.nan, np.inf], "draft_temperature must be at least 0 and finite, or None"),
     ("top_k", [-1, 2.5, np.nan, np.array([1, 2, -3])], "top_k must be a whole number, 0"),
@@ -102,20 +102,28 @@ CASES = [
     (
         "logit_bias",
         [np.zeros(V - 1), np.zeros((2, V)), 0.5, {3: -1.0}],
-        r"must have shape \[61\] or \[3, 61\] .*set their entries of np.zeros\(61\)",
+        r"must have shape \[61\] or \[3, 61\] .*set their entries in np.zeros\(61\)",
     ),
     (
         "logit_bias",
         [np.full(V, np.nan), _with(np.zeros((3, V)), (1, 2), np.inf), np.full(V, 1e39)],
         "finite, or -inf to forbid",
     ),
-    ("logit_bias", [np.full(V, -np.inf), _with(np.zeros((3, V)), 1, -np.inf)], "leave at least one possible"),
+    ("logit_bias", [np.full(V, -np.inf), _with(np.zeros((3, V)), 1, -np.inf)], "allow at least one"),
     # the rest
     ("accept", ["typical", "", None, ["rejection"], int], r"is not an acceptance rule; choose one of \["),
-    ("accept", [jspec.Lenient], r"accept is the class Lenient; pass an object of it, such as Lenient\(\.\.\.\)"),
-    ("accept", [Undeclared()], "accept is of type Undeclared, without exact and shares_noise; set each to True"),
-    ("accept", [Undeclared(exact=True)], "accept is of type Undeclared, without shares_noise; set"),
-    ("accept", [Undeclared(exact="yes", shares_noise=False)], "accept is of type Undeclared, without exact; set"),
+    ("accept", [jspec.Lenient], r"accept is the class Lenient; pass an instance of it, such as Lenient\(\.\.\.\)"),
+    (
+        "accept",
+        [Undeclared()],
+        "type Undeclared, which does not define exact and shares_noise as a bool; set each to True",
+    ),
+    ("accept", [Undeclared(exact=True)], "type Undeclared, which does not define shares_noise as a bool; set"),
+    (
+        "accept",
+        [Undeclared(exact="yes", shares_noise=False)],
+        "type Undeclared, which does not define exact as a bool; set",
+    ),
     ("eos_ids", [[V], (-1,), [3, 10**6], _with(np.zeros((3, 2), int), (0, 0), -2)], "outside the vocabulary"),
     ("eos_ids", [V, -1, np.int64(V)], "outside the vocabulary"),
     (
@@ -123,8 +131,8 @@ CASES = [
         [None, True, 2.0, "2", np.zeros((2, 1), int), np.zeros((3, 1, 1), int)],
         "eos_ids must be a sequence of token ids",
     ),
-    ("eos_ids", [[2.0], [True], ["</s>"]], "eos_ids must be integers"),
-    ("eos_ids", [[[1, 2], [3], []]], "rows of different lengths; fill the shorter ones up with -1"),
+    ("eos_ids", [[2.0], [True], ["</s>"]], "eos_ids must be integer token ids"),
+    ("eos_ids", [[[1, 2], [3], []]], "rows of different lengths; pad the shorter ones with -1"),
     ("temperature", [[[1.0], [1.0, 2.0], [1.0]]], "rows of different lengths; give one number for each row"),
     ("pad_id", [None, 1.5, "0", [0], True, 2**40], "pad_id must be one int32"),
 ]
@@ -185,12 +193,12 @@ def test_bad_input_is_refused_in_one_sentence(models, no_device_work, name, valu
 TUNING = [
     ("max_draft_tokens", [0, -1, 1.5, "auto", None, True], "max_draft_tokens must be a Python int of at least 1"),
     ("max_new_tokens", [0, "64", None], "max_new_tokens must be a Python int of at least 1"),
-    ("max_new_tokens", [1, 35], "too short a text to measure 8 drafts a round; use at least 36"),
+    ("max_new_tokens", [1, 35], "too few to measure 8 draft tokens per round; use at least 36"),
     ("max_new_tokens", [252], "positions, but the target model has 256"),
     ("draft", [None, "model"], "pass a jspec.Llama or a drafter"),
     ("lengths", [[5, 0, 1]], "a prompt has 1 to 5 tokens"),
     ("keys", [0, KEYS[:2]], "typed PRNG keys|one key for each"),
-    ("sampling", [{"temperature": 0}], "must be a jspec.SamplingParams"),
+    ("sampling", [{"temperature": 0}], "sampling is of type dict; pass a jspec.SamplingParams"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_a_program_is_exported_and_serialised():
 def test_symbolic_shapes_are_refused():
     (b,) = jax.export.symbolic_shape("b")
     shapes = [jax.ShapeDtypeStruct((b, *part.shape[1:]), part.dtype) for part in (TOKENS, LENGTHS, KEYS)]
-    with pytest.raises(ValueError, match=r"symbolic shape \(b, 24\), and a decoding program has one fixed shape"):
+    with pytest.raises(ValueError, match=r"symbolic shape \(b, 24\), but a decoding program has one fixed shape"):
         exported(*shapes)
 
 
@@ -210,7 +210,7 @@ def test_an_engine_refuses_requests_after_an_update(changed):
         lambda: engine.generate([REQUEST]),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match=f"weights of the {changed} have changed since this engine was made"):
+        with pytest.raises(RuntimeError, match=f"weights of the {changed} have changed since this engine was created"):
             call()
     *_, second = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,)).stream_sync(REQUEST)
     np.testing.assert_array_equal(

@@ -279,10 +279,10 @@ def test_mistakes_are_named(toy, prompts):
         with pytest.raises(ValueError, match=message):
             make()
     for length, message in (
-        (jspec.WhileConfident(4), "how sure the draft is of each token, which NGramDrafter does"),
+        (jspec.WhileConfident(4), "the draft's confidence in each token, which NGramDrafter does"),
         (jspec.UpTo, r"an object such as jspec.UpTo\(8\)"),
-        (SimpleNamespace(budget=1, max_draft_tokens=2), "without needs_confidence, init"),
-        (Loose(2), r"Loose\(max_draft_tokens=2\) cannot be hashed"),
+        (SimpleNamespace(budget=1, max_draft_tokens=2), "which lacks needs_confidence, init"),
+        (Loose(2), r"Loose\(max_draft_tokens=2\) is not hashable"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             jspec.speculative_generate(

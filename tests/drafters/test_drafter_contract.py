@@ -39,7 +39,10 @@ class Wrong(jspec.ModelDrafter):
             lambda draft: Draft(draft.tokens, draft.probs.at[:, 1].set(jnp.nan)),
             "token 1 of row 0 with a .* sums to nan",
         ),
-        (lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)), "gives the token 0; expected 1"),
+        (
+            lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)),
+            "gives the token probability 0; expected a sum of 1",
+        ),
         (
             lambda draft: Draft(draft.tokens * 0 - 1, draft.probs),
             "Wrong drafted -1 as token 0 of row 0, outside the voc",
@@ -50,10 +53,13 @@ class Wrong(jspec.ModelDrafter):
         ),
         (
             lambda draft: Draft(draft.tokens[:, 1:], draft.probs),
-            r"tokens int32\[2, 3\] with laws \[2, 4, 61\]; expected",
+            r"tokens int32\[2, 3\] with distributions \[2, 4, 61\]; expected",
         ),
         (lambda draft: Draft(draft.tokens * 1.0, draft.probs), r"tokens float32\[2, 4\]"),
-        (lambda draft: Draft(draft.tokens, draft.probs[..., 1:]), r"expected integers \[2, 4\] with laws \[2, 4, 61\]"),
+        (
+            lambda draft: Draft(draft.tokens, draft.probs[..., 1:]),
+            r"expected integers \[2, 4\] with distributions \[2, 4, 61\]",
+        ),
     ],
 )
 def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, message, capfd):
@@ -161,8 +167,8 @@ def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
     target, batch = toy(0), prompts([3, 2])
     assert drafters.generate(target, Flat(jnp.zeros(61)), batch, max_new_tokens=8).stats.drafted.all()
     for drafter, message in (
-        (Unregistered(), "type Unregistered, which is no pytree; decorate the class"),
-        (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got tuple"),
+        (Unregistered(), "type Unregistered, which is not a pytree; decorate the class"),
+        (Bare(jnp.zeros(61)), r"propose must return \(jspec.drafters.Draft, state\); got \(tuple, state\)"),
     ):
         with pytest.raises(TypeError, match=message):
             jspec.speculative_generate(target, drafter, *batch, max_new_tokens=4)
@@ -170,7 +176,7 @@ def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
 
 @pytree
 class Withdrawn(jspec.drafters.Stateless):
-    """Two independent children with laws, of which the drafter says that the younger is no guess."""
+    """Two independent children with distributions, of which the drafter says that the younger is no guess."""
 
     law: jax.Array
     tree = jspec.Tree((0, 0))

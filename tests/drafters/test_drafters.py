@@ -177,7 +177,7 @@ def test_a_fallback_wants_laws(toy, prompts):
     assert drafters.generate(toy(0), Lawless(), prompts([3]), **options).stats.judged[0]
     for pair in ((Lawless(), jspec.NGramDrafter()), (jspec.NGramDrafter(), Lawless())):
         with pytest.raises(
-            ValueError, match="Lawless drafts tokens without their laws, and a FallbackDrafter tells by"
+            ValueError, match="Lawless drafts tokens without distributions, but a FallbackDrafter needs them"
         ):
             drafters.generate(toy(0), jspec.FallbackDrafter(*pair), prompts([3]), **options)
 
@@ -193,10 +193,10 @@ def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
     ):
         expected, out = (drafters.generate(target, part, batch, max_new_tokens=8) for part in (wrapped, bare))
         np.testing.assert_array_equal(out.tokens, expected.tokens)
-    with pytest.raises(TypeError, match="draft is the class NGramDrafter; pass an object of it"):
+    with pytest.raises(TypeError, match="draft is the class NGramDrafter; pass an instance of it"):
         jspec.FallbackDrafter(jspec.NGramDrafter, draft)
     for drafter, message in (
-        (jspec.NGramDrafter, r"draft is the class NGramDrafter; pass an object of it"),
+        (jspec.NGramDrafter, r"draft is the class NGramDrafter; pass an instance of it"),
         (jspec.ModelDrafter(jspec.NGramDrafter()), "model is of type NGramDrafter; pass"),
         (jspec.CascadeDrafter(jspec.ModelDrafter(draft), draft), "middle is of type ModelDraf"),
     ):

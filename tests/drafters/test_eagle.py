@@ -122,7 +122,7 @@ def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target_hidden_size": 24}, "a target whose hidden size is 24, and this target's is 16; use the head"),
+        ({"target_hidden_size": 24}, "a target whose hidden size is 24, but this target's is 16; use the head"),
         (
             {"layer": dataclasses.replace(toys.llama_config(1), vocab_size=9)},
             "vocabulary has 9 tokens and the target's 8",

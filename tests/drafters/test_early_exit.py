@@ -105,9 +105,9 @@ def test_mistakes_are_named(toy, prompts):
     exit_, lookup = jspec.EarlyExitDrafter, jspec.NGramDrafter()
     for make, error, message in (
         (lambda: exit_(0), ValueError, "num_layers must be an int of at least 1; got 0"),
-        (lambda: exit_(2, (2,)), ValueError, "skipped holds 2; expected indices of layers, 0 to 1"),
-        (lambda: exit_(2, (0, 1)), ValueError, "skipped leaves none of 2 layers"),
-        (lambda: exit_(2, 0), ValueError, r"skipped must be indices of layers, such as \(3, 5\); got 0"),
+        (lambda: exit_(2, (2,)), ValueError, "skipped holds 2; expected layer indices from 0 to 1"),
+        (lambda: exit_(2, (0, 1)), ValueError, "skipped leaves none of the 2 layers"),
+        (lambda: exit_(2, 0), ValueError, r"skipped must be layer indices, such as \(3, 5\); got 0"),
         (lambda: jspec.MixtureDrafter(toy(0), toy(1), "x"), ValueError, "weight must be one number between 0 and 1"),
         (
             lambda: jspec.MixtureDrafter(toy(0), lookup, 0.5),
@@ -124,7 +124,7 @@ def test_mistakes_are_named(toy, prompts):
         with pytest.raises(error, match=message):
             make()
     for drafter, message in (
-        (exit_(2), r"EarlyExitDrafter\(num_layers=2\) drafts for a Llama of 1 layers"),
+        (exit_(2), r"EarlyExitDrafter has num_layers=2, but its target, a Llama, has only 1 layers"),
         (jspec.MixtureDrafter(toy(0), toy(1, vocab_size=60), 0.5), "vocabularies of 60 and 61"),
         *(
             (jspec.MixtureDrafter(toy(0), toy(1), weight), "weight must be one number between 0")

@@ -82,7 +82,7 @@ def test_it_is_ahead_of_a_target_that_repeats_itself(prompts):
     ("options", "message"),
     [
         ({"window": 0}, "window must be an int of at least 1; got 0"),
-        ({"ngram": 1}, "ngram=1 leaves nothing to guess"),
+        ({"ngram": 1}, "ngram=1 leaves no token to draft"),
         ({"guesses": 2.5}, "guesses must be an int of at least 1; got 2.5"),
     ],
 )

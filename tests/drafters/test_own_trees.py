@@ -207,20 +207,24 @@ def test_coupled_goes_on_with_whichever_of_the_same_tokens_goes_on():
     ("error", "message", "make"),
     [
         (TypeError, r"tree is of type tuple; pass a jspec\.Tree", lambda: NGramDrafter(tree=(0, 0))),
-        (ValueError, "tree has no guesses", lambda: NGramDrafter(tree=Tree(()))),
+        (ValueError, "tree has no draft tokens", lambda: NGramDrafter(tree=Tree(()))),
         (
             ValueError,
-            "has 9 children, and the vocabulary only 8 different tokens",
+            "has 9 children, but the vocabulary has only 8 different tokens",
             lambda: NGramDrafter(tree=Tree.branching((9,))),
         ),
         (ValueError, "num_nodes must be an int of at least 1; got 0", lambda: TokenRecyclingDrafter(0)),
         (ValueError, "num_nodes must be an int of at least 1; got 2.5", lambda: TokenRecyclingDrafter(2.5)),
-        (ValueError, r"drafts must be a sequence of at least two .*; got 1 of them", lambda: MultiDrafter([MODEL])),
+        (
+            ValueError,
+            r"drafts must be a sequence of at least two .*; got a sequence of length 1",
+            lambda: MultiDrafter([MODEL]),
+        ),
         (ValueError, r"drafts must be a sequence of at least two .*; got Llama", lambda: MultiDrafter(MODEL)),
         (ValueError, "num_draft_tokens must be an int of at least 1; got 0", lambda: MultiDrafter([MODEL, MODEL], 0)),
         (
             TypeError,
-            r"drafts\[1\] is of type TokenRecyclingDrafter, which drafts a tree, and only chains can be combined",
+            r"drafts\[1\] is of type TokenRecyclingDrafter, which drafts a tree, but only chains can be combined",
             lambda: MultiDrafter([MODEL, TokenRecyclingDrafter()]),
         ),
         (
@@ -242,19 +246,23 @@ def test_refusals(prompts, error, message, make):
 
 def test_a_part_that_wants_the_likeliest_tokens_is_refused_where_nobody_could_tell_it():
     curious = type("Curious", (Starts,), {"num_likeliest": 2})(jnp.zeros(8))
-    with pytest.raises(TypeError, match="is of type Curious, which asks the target for more than"):
+    with pytest.raises(TypeError, match="is of type Curious, which needs more from the target than"):
         jspec.CascadeDrafter(MODEL, curious)
 
 
 def test_what_has_no_replacement_is_not_told_to_use_it(prompts):
     for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
-        with pytest.raises(ValueError, match=f'this {type(drafter).__name__} does not draw them so; use accept="rej'):
+        with pytest.raises(
+            ValueError, match=f'this {type(drafter).__name__} does not draw them independently; use accept="rej'
+        ):
             jspec.speculative_generate(MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8, accept="k-seq")
 
 
 def test_the_number_of_guesses_is_the_drafters_own(prompts):
     for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
-        with pytest.raises(ValueError, match=f"num_draft_tokens=3 beside a {type(drafter).__name__}, whose tree says"):
+        with pytest.raises(
+            ValueError, match=f"num_draft_tokens=3 conflicts with a {type(drafter).__name__}, whose tree"
+        ):
             jspec.speculative_generate(
                 MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8, num_draft_tokens=3
             )

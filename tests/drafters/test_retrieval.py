@@ -120,9 +120,9 @@ def test_a_datastore_comes_back_and_is_replaced_whole(tmp_path):
     drafter.save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     jax.tree.map(np.testing.assert_array_equal, RetrievalDrafter.load(path), drafter)  # compares the sizes, too
-    with pytest.raises(FileNotFoundError, match=r"is no directory; create it"):
+    with pytest.raises(FileNotFoundError, match=r"is not a directory; create it"):
         drafter.save(tmp_path / "no" / "store.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"is no file; build a datastore with `jspec index`"):
+    with pytest.raises(FileNotFoundError, match=r"is not a file; build a datastore with `jspec index`"):
         RetrievalDrafter.load(tmp_path / "other.safetensors")
 
 
@@ -136,9 +136,9 @@ DAMAGE = {
     "no sizes": ({}, {"max_ngram": ""}, "invalid literal"),
     "sizes that contradict": ({}, {"max_ngram": "1"}, "min_ngram=2 is more than max_ngram=1"),
     "wide order": ({"order": np.array([0, 1])}, {}, "int32 and int64, not int32"),
-    "short order": ({"order": np.array([0], np.int32)}, {}, "no permutation"),
-    "folded order": ({"order": np.array([[0], [1]], np.int32)}, {}, "no permutation"),
-    "order with gaps": ({"order": np.array([1, 1], np.int32)}, {}, "no permutation"),
+    "short order": ({"order": np.array([0], np.int32)}, {}, "not a permutation"),
+    "folded order": ({"order": np.array([[0], [1]], np.int32)}, {}, "not a permutation"),
+    "order with gaps": ({"order": np.array([1, 1], np.int32)}, {}, "not a permutation"),
 }
 
 
@@ -152,10 +152,12 @@ def test_another_file_is_refused(damage, tmp_path):
         whole = path.read_bytes()
         for part in (b"", whole[:-1], b"x" * 100):
             path.write_bytes(part)
-            with pytest.raises(ValueError, match=r"store.safetensors is no datastore \(Error"):
+            with pytest.raises(ValueError, match=r"store.safetensors is not a datastore \(Error"):
                 RetrievalDrafter.load(path)
     else:
-        with pytest.raises(ValueError, match=rf"(?s)store.safetensors is no datastore .*{message}.*; build it again"):
+        with pytest.raises(
+            ValueError, match=rf"(?s)store.safetensors is not a datastore .*{message}.*; build it again"
+        ):
             RetrievalDrafter.load(path)
 
 
@@ -168,7 +170,7 @@ def test_another_file_is_refused(damage, tmp_path):
         (([1], 4, 0), "max_ngram must be an int of at least 1; got 0"),
         (([1], 4, 3, 1.0), "min_ngram must be an int"),
         (([1], 4, 2, 3), "min_ngram=3 is more than max_ngram=2"),
-        (([1], 4, 2, 1, 1), "num_matches=1 sees one side"),
+        (([1], 4, 2, 1, 1), "num_matches=1 covers only one side"),
     ],
 )
 def test_impossible_sizes_are_refused(arguments, message):
@@ -200,10 +202,10 @@ def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "options", "code", "message"),
     [
-        (b"", [], 1, "The files have no text in them"),
+        (b"", [], 1, "The files contain no text"),
         (b"a\xff", [], 1, "text is not UTF-8 text (byte 1)"),
         (b"a", ["--output", "store"], 2, "--output must end in .safetensors"),
-        (b"a", ["--output", "/no/such/x.safetensors"], 1, "/no/such is no folder"),
+        (b"a", ["--output", "/no/such/x.safetensors"], 1, "/no/such is not a folder"),
         (b"a", ["--tokenizer", "/no/such"], 1, "/no/such is neither a directory nor a file here"),
         (b"a", ["--max-ngram", 1], 2, "--max-ngram"),
         (b"a", ["nothing"], 2, "'nothing' does not exist"),

@@ -19,33 +19,33 @@ MODEL = toys.tiny_llama(0)
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (ValueError, "num_draft_tokens=4 beside a TreeDrafter, whose tree says", {"num_draft_tokens": 4}),
+        (ValueError, "num_draft_tokens=4 conflicts with a TreeDrafter, whose tree", {"num_draft_tokens": 4}),
         (
             ValueError,
-            r"accept=Block judges chains only, and TreeDrafter drafts a tree; use one of",
+            r"accept=Block verifies chains only, but TreeDrafter drafts a tree; use one of",
             {"accept": "block"},
         ),
-        (ValueError, "accept=TopK judges chains only", {"accept": jspec.TopK(2)}),
-        (ValueError, "accept=Threshold judges chains only", {"accept": jspec.Threshold(0.1)}),
-        (ValueError, "accept=Relaxed judges chains only", {"accept": jspec.Relaxed(3, 1.0)}),
+        (ValueError, "accept=TopK verifies chains only", {"accept": jspec.TopK(2)}),
+        (ValueError, "accept=Threshold verifies chains only", {"accept": jspec.Threshold(0.1)}),
+        (ValueError, "accept=Relaxed verifies chains only", {"accept": jspec.Relaxed(3, 1.0)}),
         (
             ValueError,
-            "accept=KSeq needs children that were drawn independently of each other, and this TreeDrafter draws "
+            "accept=KSeq needs children that were drawn independently of each other, but this TreeDrafter draws "
             "them without replacement; use replacement=True",
             {"accept": "k-seq"},
         ),
         (ValueError, "replacement=True draws children independently", {"accept": "coupled", "replacement": True}),
         (
             ValueError,
-            "A node of the tree has 9 children, and the vocabulary only 8 different tokens",
+            "A node of the tree has 9 children, but the vocabulary has only 8 different tokens",
             {"tree": Tree.branching((9,))},
         ),
         (
             ValueError,
-            "The tree is 5000 tokens deep, and the target model has 4096 positions",
+            "The tree is 5000 tokens deep, but the target model has only 4096 positions",
             {"tree": Tree.chain(5000)},
         ),
-        (ValueError, "tree has no guesses", {"tree": Tree(())}),
+        (ValueError, "tree has no draft tokens", {"tree": Tree(())}),
         (TypeError, r"tree is of type tuple; pass a jspec\.Tree", {"tree": (0, 0)}),
         (TypeError, "replacement must be True or False; got 1", {"replacement": 1}),
         (TypeError, "draft is of type NGramDrafter, which cannot branch", {"draft": NGramDrafter()}),
@@ -64,9 +64,9 @@ def test_refusals(toy, prompts, error, message, options):
 @pytest.mark.parametrize(
     ("message", "drafter", "accept"),
     [
-        ("accept=Rejection would bias the text where a tree depends on what is drawn", (MODEL, 4, 2), "rejection"),
+        ("accept=Rejection would bias the output, because the tree of a", (MODEL, 4, 2), "rejection"),
         ("accept=Traversal would bias", (MODEL, 4, 2), "traversal"),
-        ("num_nodes=30 is more than the 6 that a search of width=2", (MODEL, 30, 2, 2), "coupled"),
+        ("num_nodes=30 is more than the 6 nodes that a search with width=2", (MODEL, 30, 2, 2), "coupled"),
         ("max_depth=5 cannot be reached with num_nodes=4", (MODEL, 4, 5), "coupled"),
         ("width must be an int of at least 1; got 0", (MODEL, 4, 2, 0), "coupled"),
         ("num_nodes must be an int of at least 1; got 2.5", (MODEL, 2.5, 2), "coupled"),
@@ -139,9 +139,9 @@ def test_drafts_of_ones_own(prompts):
         out = drafters.generate(MODEL, drafter, batch, max_new_tokens=6, accept="coupled")
         np.testing.assert_array_equal(out.tokens, plain.tokens)
     for drafter, message in (
-        (Lawless(jnp.zeros(2)), "Lawless drafts tokens without their laws, by which Rejection"),
-        (Misshapen(jnp.zeros(2)), r"proposed valid bool\[3\]; expected bool\[2, 4\]"),
-        (Bare(jnp.zeros(2)), "Bare proposed tokens without laws"),
+        (Lawless(jnp.zeros(2)), "Lawless drafts tokens without distributions, which Rejection needs"),
+        (Misshapen(jnp.zeros(2)), r"proposed a draft with valid bool\[3\]; expected bool\[2, 4\]"),
+        (Bare(jnp.zeros(2)), "Bare proposed tokens without distributions"),
     ):
         with pytest.raises(ValueError, match=message):
             jspec.speculative_generate(MODEL, drafter, *batch, max_new_tokens=6)
@@ -150,7 +150,7 @@ def test_drafts_of_ones_own(prompts):
 def test_only_chains_are_combined_and_tuned(prompts):
     tree = TreeDrafter(MODEL, Tree.branching((2,)))
     for make in (lambda: FallbackDrafter(tree, MODEL), lambda: CascadeDrafter(MODEL, tree)):
-        with pytest.raises(TypeError, match="drafts a tree, and only chains can be combined"):
+        with pytest.raises(TypeError, match="drafts a tree, but only chains can be combined"):
             make()
-    with pytest.raises(TypeError, match=r"jspec\.tune takes drafters of chains"):
+    with pytest.raises(TypeError, match=r"jspec\.tune supports chain drafters only"):
         jspec.tune(MODEL, tree, *prompts([3], vocab_size=8))

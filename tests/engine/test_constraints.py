@@ -154,7 +154,7 @@ def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
     names = [name for name, _ in engine.device.commands]
     assert names.count("constrain") == names.count("release") == engine.device.constraints.add(NoMultiples) - 1 == 2
     assert texts([found[0], found[2]]) == alone
-    assert [found[i].error for i in (1, 3)] == ["The constraint cannot be made: KeyError: 'planted'"] * 2
+    assert [found[i].error for i in (1, 3)] == ["The constraint cannot be created: KeyError: 'planted'"] * 2
 
 
 def test_drafted_ids_that_are_vectors_are_not_asked_for():

@@ -292,7 +292,7 @@ def test_what_cannot_be_an_engine_is_refused(models):
         ({"num_draft_tokens": "all"}, "pass an int"),
         ({"num_draft_tokens": 0}, "num_draft_tokens must be"),
         ({"accept": "owl"}, "not an acceptance rule"),
-        ({"max_length": 10**6}, "positions that the models know"),
+        ({"max_length": 10**6}, "positions that the models support"),
         ({"max_length": 0}, "max_length must be"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):

@@ -150,7 +150,7 @@ def test_what_cannot_be_compiled_ends_those_that_need_it(fails_once):
         found = engine.generate([dataclasses.replace(free, key=None), constrained, free])
         again = engine.generate([constrained])
     assert [one.finish_reason == "error" for one in found] == [False, True, False] and not found[1].is_refused
-    assert found[1].error == "What a constraint needs cannot be compiled: MemoryError: planted"
+    assert found[1].error == "The programs that constraints need cannot be compiled: MemoryError: planted"
     assert texts(again) == [tuple_of(constrained)] and len(failed) == 4
 
 

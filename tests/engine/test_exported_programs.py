@@ -128,7 +128,9 @@ def test_a_damaged_file_is_written_again(folder, traced, caplog, damage):
         path.write_bytes(content[: len(content) // 2] if damage is None else damage)
     count = len(traced)
     lowered(target, draft, most=2)
-    assert len(traced) == 2 * count and caplog.text.count("cannot be read and is replaced") == len(exported(folder))
+    assert len(traced) == 2 * count and caplog.text.count("cannot be read and will be replaced") == len(
+        exported(folder)
+    )
     lowered(target, draft, most=2)
     assert len(traced) == 2 * count
 

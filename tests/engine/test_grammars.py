@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 def test_tokenizers_for_which_there_are_no_grammars():
     tokenizer = jspec.demo_pair()[2]
-    with pytest.raises(ValueError, match="The tokenizer has no end of text"):
+    with pytest.raises(ValueError, match="The tokenizer has no EOS token"):
         Grammars(SimpleNamespace(eos_token_id=None, backend_tokenizer=tokenizer.backend_tokenizer), 2048)
     with pytest.raises(ValueError, match="vocab size too small"):
         Grammars(tokenizer, 100)
@@ -177,7 +177,8 @@ def test_min_tokens_that_forbid_the_only_end_are_said(pair, grammars):
         result = engine.generate([request])[0]
     assert result.error_code == "constraint_conflict" and result.is_refused
     assert result.error == (
-        "No token may follow: logit_bias or min_tokens forbid what the constraint allows; relax one of the two."
+        "No token may follow: logit_bias or min_tokens forbids every token that the constraint allows; "
+        "relax one of the two."
     )
 
 
@@ -259,7 +260,7 @@ def test_the_time_of_masks_grows_with_their_number(seconds, is_kept):
 def test_closed_grammars_make_no_more(pair):
     with Grammars(pair[2], pair[0].config.vocab_size) as grammars:
         make = grammars.regex("[a-z]")
-    with pytest.raises(RuntimeError, match="The grammars are closed"):
+    with pytest.raises(RuntimeError, match="The Grammars object is closed"):
         grammars.regex("[a-z]")
     with Engine(pair[0], slots=1, max_length=64) as engine:
         result = engine.generate([Request((1, 2), 5, constraint=make)])[0]

@@ -80,7 +80,7 @@ def test_large_multiples_are_named_shortly(multiple):
 
 
 def test_digits_of_repetitions_are_not_read():
-    with pytest.raises(ValueError, match="repeats something more than 10000 times"):
+    with pytest.raises(ValueError, match="has a repeat count above 10000"):
         check_regex("a{" + "9" * 9000 + "}")
     check_regex("a{0000000000003}")
     check_regex("x" * limits.MAX_PATTERN_LENGTH)
@@ -105,7 +105,7 @@ def test_many_references_to_large_parts_are_cheap(monkeypatch):
         levels = {"not": levels}
     nested = {"anyOf": [{"$ref": "#" + "/not" * i} for i in range(1, 50)], "not": levels["not"]}
     assert cost(monkeypatch, nested) <= limits.MAX_REFERENCED_VALUES + 2 * limits.MAX_VALUES
-    with pytest.raises(ValueError, match="references lead to more than 200000 values in all"):
+    with pytest.raises(ValueError, match="references lead to more than 200000 values in total"):
         check_schema(nested)
 
 

@@ -162,8 +162,11 @@ def test_who_cannot_be_told(prompts):
         jspec.speculative_generate(toys.markov_pair(0)[0], reader, *prompts([3], vocab_size=8), max_new_tokens=8)
     for error, make in (
         ("which drafts a tree", lambda: FallbackDrafter(NGramDrafter(), jspec.TokenRecyclingDrafter())),
-        ("asks the target for more", lambda: jspec.CascadeDrafter(DRAFT, reader)),
-        ("second is of type Reader, which reads states of the target", lambda: HorizontalDrafter(DRAFT, reader, 1)),
+        ("needs more from the target", lambda: jspec.CascadeDrafter(DRAFT, reader)),
+        (
+            "second is of type Reader, which reads the target's hidden states",
+            lambda: HorizontalDrafter(DRAFT, reader, 1),
+        ),
     ):
         with pytest.raises(TypeError, match=error):
             make()

@@ -65,7 +65,7 @@ def test_a_drafter_with_a_tree_says_how_far(pair, complete):
     found, plain = complete(draft=drafter, **options), complete(draft=None, seed=3)
     assert [done.tokens for done in found] == [done.tokens for done in plain]
     assert all(done.stats["accepted"] for done in found)
-    with pytest.raises(ValueError, match="num_draft_tokens=2 beside a TreeDrafter"):
+    with pytest.raises(ValueError, match="num_draft_tokens=2 conflicts with a TreeDrafter"):
         complete(draft=drafter, num_draft_tokens=2)
 
 
@@ -182,7 +182,7 @@ REFUSED = {
     "stop of nothing": ({"stop": None}, "stop is None; expected strings"),
     "half a special stop": (
         {"stop": f"{text_pair.END}x"},
-        "of which texts show only 'x'; give",
+        "of which decoded text shows only 'x'; give",
     ),
     "no seed": ({"seed": 1.5}, "seed must be an int from 0 to 4294967295; got 1.5"),
     "a long seed": ({"seed": 2**32}, "seed must be an int"),
@@ -191,11 +191,11 @@ REFUSED = {
     "no limits": ({"sampling": jspec.SamplingParams(max_tokens=None)}, "max_tokens must be a number"),
     "no room": ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1; got 0"),
     "too long": ({"max_new_tokens": 500}, "501 positions"),
-    "length of no draft": ({"draft": None, "num_draft_tokens": 4}, "num_draft_tokens is for drafting"),
-    "rule of no draft": ({"draft": None, "accept": "block"}, "accept is for drafting, and draft is None"),
+    "length of no draft": ({"draft": None, "num_draft_tokens": 4}, "draft is None, so num_draft_tokens cannot be used"),
+    "rule of no draft": ({"draft": None, "accept": "block"}, "draft is None, so accept cannot be used"),
     "limit below zero": ({"sampling": jspec.SamplingParams(max_tokens=-1)}, "max_tokens must be"),
     "limits of others": ({"sampling": jspec.SamplingParams(max_tokens=[1, 2])}, "max_tokens must be a number, or"),
-    "no parameters": ({"sampling": {"temperature": 0}}, "sampling must be a jspec.SamplingParams"),
+    "no parameters": ({"sampling": {"temperature": 0}}, "sampling is of type dict; pass a jspec.SamplingParams"),
     "ids outside": ({"prompts": [[1, 10**6]]}, "outside the vocabulary"),
     "an empty prompt": ({"prompts": ["a", ""]}, "Prompt 2 is empty"),
     "no prompts": ({"prompts": []}, "There are no prompts"),

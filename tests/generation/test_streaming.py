@@ -146,7 +146,7 @@ def test_texts_of_one_engine_in_turns(pair):
     results = [*third][-1], [*second][-1]
     for result, i in zip(results, (2, 1), strict=True):
         assert result.tokens == alone[i].tokens[0].tolist() and result.finish_reason == "length"
-    with engine, pytest.raises(RuntimeError, match="thread of its own"):
+    with engine, pytest.raises(RuntimeError, match="running in its own thread"):
         engine.stream_sync(requests[0])
 
 

@@ -128,7 +128,7 @@ def test_refusals(prompts, make, error, message):
 
 def test_what_stands_behind_the_guesses_must_be_read(prompts):
     chain = Chain(drafter().embeddings)
-    with pytest.raises(ValueError, match="Chain has embeddings, which are read in drafts of one length only; use a"):
+    with pytest.raises(ValueError, match="Chain has embeddings, which need drafts of one length; use a"):
         jspec.speculative_generate(
             TARGET, chain, *prompts([3], vocab_size=V), max_new_tokens=8, num_draft_tokens=jspec.UpTo(3)
         )
@@ -150,7 +150,7 @@ def test_vectors_are_no_guesses(prompts, checks, error):
 
 
 def test_a_target_that_cannot_read_them(prompts):
-    with pytest.raises(TypeError, match="LookAhead has embeddings for the target, and MarkovModel has no"):
+    with pytest.raises(TypeError, match="LookAhead has embeddings for the target, but MarkovModel has no"):
         jspec.speculative_generate(toys.markov_pair(0)[0], drafter(), *prompts([3], vocab_size=V), max_new_tokens=8)
 
 

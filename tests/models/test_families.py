@@ -292,7 +292,7 @@ REFUSED = {
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "in each of the 2 layers"),
     "text for layer types": (QWEN3 | {"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
     "positions in three axes": (QWEN2 | {"use_mrope": True}, "use_mrope is True"),
-    "uneven groups": (QWEN2 | {"num_key_value_heads": ...}, "no multiple of num_key_value_heads 32"),
+    "uneven groups": (QWEN2 | {"num_key_value_heads": ...}, "not a multiple of num_key_value_heads 32"),
     "odd heads": (QWEN3 | {"head_dim": 15}, "head_dim is 15"),
     "no norm": (QWEN3 | {"rms_norm_eps": ...}, "rms_norm_eps is missing"),
     **{

@@ -103,7 +103,7 @@ def test_what_is_not_supported_is_named(caplog):
             "jspec",
             logging.WARNING,
             "Sampling defaults recommended by the model: temperature 0.5; "
-            "typical_p, num_beams, suppress_tokens ignored, because not supported",
+            "typical_p, num_beams, suppress_tokens ignored because not supported",
         )
     ]
 

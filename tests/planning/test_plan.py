@@ -47,7 +47,7 @@ def test_the_device_that_is_here(monkeypatch, kind, name):
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "TPU v5"])
 def test_a_device_like_another_is_not_taken_for_it(monkeypatch, kind):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
-    with pytest.raises(ValueError, match=f"The device here, {kind}, .*h200, h100, .*`jspec tune` measure here"):
+    with pytest.raises(ValueError, match=f"the device here, {kind}; .*h200, h100, .*measure here with `jspec tune`"):
         jspec.plan(BIG, SMALL)
 
 
@@ -248,19 +248,19 @@ GOOD = {"target": BIG, "draft": SMALL, "device": "h100", "length": 64}
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("device", "h1000", "no device 'h1000'; there are h200, h100, a100, l4, t4, v5e, v6e"),
+        ("device", "h1000", "no device 'h1000'; choose one of h200, h100, a100, l4, t4, v5e, v6e"),
         ("batch", 0, "batch must be an int of at least 1; got 0"),
         ("length", 1.5, "length must be an int"),
         ("length", 1 << 18, r"length=262144 is more than the 131072 positions that both models have"),
         ("prompt", 65, "prompt=65 is more than length=64"),
         ("prompt", 0, "prompt must be an int of at least 1"),
-        ("acceptance", 1.1, r"acceptance must be a probability in 0..1; got 1.1"),
+        ("acceptance", 1.1, r"acceptance must be a probability from 0 to 1; got 1.1"),
         ("acceptance", float("nan"), "acceptance must be a probability"),
-        ("acceptance", "0.8", "acceptance must be a probability in 0..1; got '0.8'"),
+        ("acceptance", "0.8", "acceptance must be a probability from 0 to 1; got '0.8'"),
         ("acceptance", True, "acceptance must be a probability"),
-        ("num_draft_tokens", 2.0, "whole number in 1..16; got 2.0"),
-        ("num_draft_tokens", 0, r"num_draft_tokens must be a whole number in 1..16; got 0"),
-        ("num_draft_tokens", 17, "whole number in 1..16; got 17"),
+        ("num_draft_tokens", 2.0, "whole number from 1 to 16; got 2.0"),
+        ("num_draft_tokens", 0, r"num_draft_tokens must be a whole number from 1 to 16; got 0"),
+        ("num_draft_tokens", 17, "whole number from 1 to 16; got 17"),
         ("quantize", "int4", "quantize='int4' is not supported"),
         (
             "draft",
@@ -279,7 +279,7 @@ def test_bad_input(name, value, message):
     ("name", "value", "message"),
     [
         ("device", 4, "device is of type int"),
-        ("draft", jspec.NGramDrafter(), "not a NGramDrafter; pass a configuration"),
+        ("draft", jspec.NGramDrafter(), "not an object of type NGramDrafter; pass a configuration"),
     ],
 )
 def test_types(name, value, message):

@@ -30,7 +30,7 @@ def started(*options, command=("-m", "jspec", "serve")):
     command = [sys.executable, *map(str, command), *map(str, options)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     lines = [process.stderr.readline(), process.stderr.readline()]
-    ready = r"Compiling: minutes the first time, then kept and seconds\nServing here at http://127.0.0.1:\d+\n"
+    ready = r"Compiling: takes minutes the first time, and seconds from the cache later\nServing here at http://127.0.0.1:\d+\n"
     if not re.fullmatch(ready, "".join(lines)):
         process.kill()  # else the rest of what it says has no end
         pytest.fail("".join(lines) + process.stderr.read())
@@ -150,7 +150,7 @@ def test_sigterm_ends_a_server_that_is_stuck(sources, where, stream):
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == (where == "engine")  # whose thread was not joined
-        assert "Its requests are given up." in process.stderr.read()
+        assert "The remaining requests are abandoned." in process.stderr.read()
     finally:
         process.kill()
         process.wait()
@@ -233,13 +233,13 @@ def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monke
         taken.listen()
         port = taken.getsockname()[1]
         mistakes = {
-            ("--port", port): f"--port {port} cannot be listened on: Address already in use; choose another.",
-            ("--host", "no such place", "--port", 0): "cannot be listened on",
+            ("--port", port): f"--port {port}: Address already in use; choose another.",
+            ("--host", "no such place", "--port", 0): "cannot listen on --host no such place",
             ("--draft", servers.swapped(sources, tmp_path), "--port", 0): "id 40 is",
             ("--draft", servers.other_heads(tmp_path), "--port", 0): "was made for a target whose",
             ("--max-length", 10**6, "--port", 0): "is more than the",
-            ("--metrics-prefix", "a-b", "--port", 0): "cannot begin a name in Prometheus",
-            ("--api-key", "a b", "--port", 0): "--api-key must be of visible ASCII",
+            ("--metrics-prefix", "a-b", "--port", 0): "cannot start a name in Prometheus",
+            ("--api-key", "a b", "--port", 0): "--api-key must consist of visible ASCII",
             ("--plain", "--num-draft-tokens", 2): "leave out --num-draft-tokens",
             ("--slots", 0): "--slots",
         }
@@ -252,7 +252,7 @@ def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monke
 def test_without_its_packages_the_command_says_how_to_get_them(run, monkeypatch):
     monkeypatch.setattr("jspec.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
     code, _, error = run("serve")
-    assert code == 2 and "needs uvicorn; install jspec's extra for it" in error
+    assert code == 2 and "needs uvicorn; install jspec's serve extra" in error
 
 
 def test_the_library_does_without_them():

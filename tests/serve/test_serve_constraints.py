@@ -44,7 +44,7 @@ HOSTILE = {
     "names": ({"type": "object", "patternProperties": {f"^a{i}.*b{i}$": {} for i in range(500)}}, "500 patterns"),
     "levels": (json.loads('{"items":' * 70 + "{}" + "}" * 70), "nested more than 64 levels deep"),
     "values": ({"enum": [*range(60_000)]}, "more than 50000 values"),
-    "a repetition": ({"type": "string", "pattern": "a{1000000}"}, "repeats something more than 10000 times"),
+    "a repetition": ({"type": "string", "pattern": "a{1000000}"}, "has a repeat count above 10000"),
 }
 
 
@@ -204,7 +204,7 @@ def refusing(monkeypatch, running, kind):
         return ours
 
     def start(_):
-        raise ValueError("the process for grammars has ended")
+        raise ValueError("the grammar process has ended")
 
     if kind == "start":
         pool._server._process.kill()

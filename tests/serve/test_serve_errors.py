@@ -69,7 +69,7 @@ def test_bad_bodies(client, server, report):
     report(bodies=len(cases))
 
 
-TOO_LONG = "and texts have at most 128 tokens here; shorten one of the two."
+TOO_LONG = "exceed the 128 tokens that prompt and output may have in total; reduce one of the two."
 
 
 @pytest.mark.parametrize(
@@ -77,29 +77,36 @@ TOO_LONG = "and texts have at most 128 tokens here; shorten one of the two."
     [
         ({"temperature": -1}, "temperature is -1; expected a number greater than or equal to 0."),
         ({"top_k": "many"}, "top_k is 'many'; expected a valid integer."),
-        ({"foo": 1}, "foo is not a field that this server knows; leave it out."),
+        ({"foo": 1}, "foo is not a field that this server supports; leave it out."),
         ({"suffix": "x"}, "suffix is not supported by this server; leave it out."),
-        ({"best_of": 3, "n": 2}, "best_of must be n, for no choice is thrown away; leave it out."),
-        ({"prompt": "x" * 120}, f"The prompt and max_tokens are 120 and 16 tokens, {TOO_LONG}"),
-        ({"max_tokens": 200}, f"The prompt and max_tokens are 1 and 200 tokens, {TOO_LONG}"),
+        ({"best_of": 3, "n": 2}, "best_of must equal n, because no choice is discarded; leave it out."),
+        ({"prompt": "x" * 120}, f"The prompt (120 tokens) and max_tokens (16) {TOO_LONG}"),
+        ({"max_tokens": 200}, f"The prompt (1 tokens) and max_tokens (200) {TOO_LONG}"),
         ({"stream_options": 1}, "stream_options is 1; expected an object."),
         ({"stop": ["a"] * 17}, "stop should have at most 16 items, not 17."),
-        ({"user": "\ud800"}, "The body has '\\ud800', which is half a character."),
+        ({"user": "\ud800"}, "The body contains '\\ud800', which is half a surrogate pair; send both halves."),
         (
             {"prompt": "x" * 10**5},
-            "There are 100000 characters in prompt, and texts have at most 128 tokens here; shorten it.",
+            "There are 100000 characters in prompt, too many for the 128 tokens that prompt and output may have in "
+            "total; shorten it.",
         ),
-        ({"temperature": float("nan")}, "The body is no JSON that can be read: NaN is no number of JSON."),
+        ({"temperature": float("nan")}, "The body is not valid JSON: NaN is not a JSON number."),
         ({"prompt": [261]}, "prompt holds the id 261, outside the vocabulary of 261 tokens."),
         ({"stop_token_ids": [300]}, "stop_token_ids holds 300, outside the vocabulary of 261 tokens."),
-        ({"prompt": [1] * 128}, "There are 128 tokens in prompt, and texts have at most 128 tokens here; shorten it."),
+        (
+            {"prompt": [1] * 128},
+            "There are 128 tokens in prompt, but prompt and output may have at most 128 in total; shorten it.",
+        ),
         ({"temperature": {str(i): 1 for i in range(60)}}, "temperature is {...}; expected a valid number."),
-        ({"response_format": {"type": "regex"}}, "in response_format regex goes with type 'regex', and with no other."),
+        (
+            {"response_format": {"type": "regex"}},
+            "response_format must have regex if its type is 'regex', and only then.",
+        ),
         (
             {"response_format": {"type": "owl"}},
             "response_format.type is 'owl'; expected 'text', 'json_object', 'json_schema' or 'regex'.",
         ),
-        ({"n": 100}, "The request has 100 choices in all, and the server takes 8; send fewer."),
+        ({"n": 100}, "The request has 100 choices in total, and the server accepts at most 8; send fewer."),
     ],
 )
 def test_sentences(client, fields, sentence):

@@ -25,7 +25,7 @@ def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
     monkeypatch.setattr(heartbeat, "_TIMES", 0)
     assert healthy()
     with asking(running, SEEDED) as answers:
-        said = "in one call for" if stuck == "decode_rounds" else "No request has been read to its end"
+        said = "in one call for" if stuck == "decode_rounds" else "No request has been read completely"
         # On a slow machine an earlier call may be reported first, and end before the next look.
         heard = []
         until(lambda: heard.append(httpx.get(f"{running.url}/health")) or said in heard[-1].text)

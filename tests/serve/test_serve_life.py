@@ -191,7 +191,7 @@ def test_a_body_that_does_not_come(running, monkeypatch):
         connection.connect((host, int(port)))
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         answer = b""
-        while b"did not come within" not in answer:
+        while b"did not arrive within" not in answer:
             piece = connection.recv(65536)
             assert piece, answer
             answer += piece

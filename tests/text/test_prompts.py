@@ -91,10 +91,10 @@ REFUSED = {
     "nothing": ([], "There are no prompts"),
     "no ids": ([[]], "The prompt is empty"),
     "an empty text": (["a", ""], "Prompt 2 is empty, and the tokenizer adds no start token"),
-    "no prompt": ([None], "The prompt is None; expected a text, a list of token ids or a list of messages"),
+    "no prompt": ([None], "The prompt is None; expected text, a list of token ids or a list of messages"),
     "bytes": ([b"a"], "The prompt is b'a'; expected"),
     "halves": (["a", [1, 0.5]], r"Prompt 2 is \[1, 0.5\]; expected"),
-    "one message": (HELLO, "The prompt is {.*}; expected a text"),
+    "one message": (HELLO, "The prompt is {.*}; expected text"),
     "ids of nothing": (["a", [2**40]], "Prompt 2 has the id 1099511627776, outside any vocabulary"),
     "half a pair": (["a", "\ud800"], r"Prompt 2 is not UTF-8 text \(character 1\)"),
     "half a pair in a message": ([[{"role": "user", "content": "\ud800"}]], "The prompt is not UTF-8 text"),
@@ -103,8 +103,11 @@ REFUSED = {
     "no content": (["a", [{"role": "user"}]], "Prompt 2, message 0 is {'role': 'user'}; expected"),
     "parts": ([[{"role": "user", "content": [{"type": "text"}]}]], "message 0 is .* two strings, 'role' and 'content'"),
     "a role": ([[{"role": "usr", "content": "a"}]], "message 0 has the role 'usr'; expected one of system, user"),
-    "answered": ([[*HELLO, {"role": "assistant", "content": "Hi"}]], "The prompt ends with a message of the assistant"),
-    "by the template": ([[{"role": "tool", "content": "a"}]], "is refused by the model's chat template: no tools here"),
+    "answered": ([[*HELLO, {"role": "assistant", "content": "Hi"}]], "The prompt ends with an assistant message"),
+    "by the template": (
+        [[{"role": "tool", "content": "a"}]],
+        "is rejected by the model's chat template: no tools here",
+    ),
 }
 
 
@@ -117,5 +120,5 @@ def test_what_is_no_prompt(chatty, case):
 
 
 def test_a_conversation_needs_a_template():
-    with pytest.raises(ValueError, match="Prompt 2 is a conversation, and the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="Prompt 2 is a conversation, but the tokenizer has no chat template"):
         encode(TOKENIZER, ["a", HELLO])

@@ -62,8 +62,8 @@ def test_they_do_not_change_what_comes_without_them(words):
         ({"enable-thinking": False}, "template holds 'enable-thinking'; expected a name that a template can use"),
         ({3: False}, "template holds 3; expected a name"),
         ({"": False}, "template holds ''; expected a name"),
-        ("enable_thinking", "template is 'enable_thinking'; expected variables of the chat template by name"),
-        (["enable_thinking"], r"template is \['enable_thinking'\]; expected variables"),
+        ("enable_thinking", "template is 'enable_thinking'; expected chat-template variables by name"),
+        (["enable_thinking"], r"template is \['enable_thinking'\]; expected chat-template variables"),
     ],
 )
 def test_what_is_not_a_variable(words, variables, phrase):
@@ -73,9 +73,7 @@ def test_what_is_not_a_variable(words, variables, phrase):
 
 
 def test_texts_have_no_template(words):
-    with pytest.raises(
-        ValueError, match="template has variables of the chat template, and no prompt is a conversation"
-    ):
+    with pytest.raises(ValueError, match="template sets chat-template variables, but no prompt is a conversation"):
         encode(words[0], ["a", [1, 2]], {"enable_thinking": False})
 
 
@@ -105,7 +103,7 @@ def test_an_error_in_a_template_is_one_sentence(words, fault):
     for tokenizer in words:
         tokenizer.chat_template = template
         with pytest.raises(
-            ValueError, match=f"^Prompt 2 is refused by the model's chat template: .*({reason})"
+            ValueError, match=f"^Prompt 2 is rejected by the model's chat template: .*({reason})"
         ) as caught:
             encode(tokenizer, ["a", HELLO])
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
@@ -186,11 +184,11 @@ def test_commands_take_them(run, thinking):
 def test_mistakes_of_commands(run, thinking):
     target = ("--target", thinking, "--plain")
     code, _, error = run("generate", *target, "a", "--template", "more=1")
-    assert code == 2 and "--template is for conversations; add --chat." in error
+    assert code == 2 and "--template applies only to conversations; add --chat." in error
     code, _, error = run("generate", *target, "--chat", "a", "--template", "date=never")
-    assert code == 2 and "refused by the model's chat template: no such date" in error and error.count("\n") == 1
+    assert code == 2 and "rejected by the model's chat template: no such date" in error and error.count("\n") == 1
     code, _, error = run("chat", thinking, "--plain", "--max-length", 100, "--template", "date=never", stdin=b"a\n")
-    assert code == 2 and "refused by the model's chat template: no such date" in error and "Traceback" not in error
+    assert code == 2 and "rejected by the model's chat template: no such date" in error and "Traceback" not in error
 
 
 @pytest.fixture
@@ -225,7 +223,7 @@ def test_clients_set_them(running, served, variables):
         ({"tools": []}, "chat_template_kwargs holds 'tools'"),
         ({"a-b": 1}, "chat_template_kwargs holds 'a-b'"),
         ({f"a{i}": 1 for i in range(65)}, "An object in the body has 65 fields"),
-        ({"more": "x" * 100_000}, "characters in chat_template_kwargs, and texts have at most"),
+        ({"more": "x" * 100_000}, "characters in chat_template_kwargs, too many for"),
         ({"more": "x" * 500}, "tokens in messages"),
     ],
 )
@@ -238,7 +236,7 @@ def test_what_clients_may_not_set(served, variables, phrase):
 def test_deep_variables_and_errors_in_a_template_are_the_clients_to_mend(running, served):
     deep = "[" * 900 + "]" * 900
     running.tokenizer.chat_template = "{{ messages[0].content / 0 }}"
-    with pytest.raises(servers.openai.BadRequestError, match="is refused by the model's chat template: TypeError"):
+    with pytest.raises(servers.openai.BadRequestError, match="is rejected by the model's chat template: TypeError"):
         served()
     running.tokenizer.chat_template = "{{ more | tojson }}"
     with pytest.raises(servers.openai.BadRequestError):

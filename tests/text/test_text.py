@@ -42,7 +42,7 @@ def test_tokenizer_files_are_missed_by_name(tmp_path):
 
 def test_a_place_that_is_no_checkpoint_is_not_one_without_a_tokenizer(tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(convert.CheckpointError, match=r"has no config.json; expected the directory of a checkpoint"):
+    with pytest.raises(convert.CheckpointError, match=r"has no config.json; expected a checkpoint directory"):
         text.load_tokenizer(tmp_path)
 
 

@@ -165,7 +165,7 @@ def test_tokens_that_only_another_file_has_are_added(tmp_path, stops, place):
 def test_added_tokens_of_another_model_are_refused(tmp_path, stops):
     write(tmp_path, stops, {})
     (tmp_path / "added_tokens.json").write_text('{"<|end|>": 300}')
-    with pytest.raises(convert.CheckpointError, match=r"'<\|end\|>' has the id 300, and the next one .* is 257"):
+    with pytest.raises(convert.CheckpointError, match=r"'<\|end\|>' has the id 300, but the next free id .* is 257"):
         text.load_tokenizer(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_the_default_chat_template(tmp_path, stops, config, files, expected):
 def test_several_templates_without_a_default_are_named(tmp_path, stops):
     templates = [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]
     ours = text.load_tokenizer(write(tmp_path, stops, {"chat_template": templates}))
-    with pytest.raises(jinja2.TemplateError, match="has the chat templates a, b, and none is the default"):
+    with pytest.raises(jinja2.TemplateError, match="has the chat templates a, b, but none is the default"):
         ours.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
 
 

@@ -77,5 +77,5 @@ def test_impossible_numbers_are_refused(arguments, message):
 
 
 def test_a_tree_with_more_children_than_rates_is_refused():
-    with pytest.raises(ValueError, match="has 3 children, and acceptance_by_rank has rates for 2"):
+    with pytest.raises(ValueError, match="has 3 children, but acceptance_by_rank has only 2 rates"):
         theory.tree_yield(Tree.branching((3,)), (0.5, 0.2))

@@ -66,7 +66,8 @@ def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
     asked = (json.dumps({"messages": [{"role": "user", "content": "cat " * count}]}) for count in (1, 2000))
     file.write_text("\n".join(asked))
     with pytest.raises(
-        ValueError, match=r"asked.jsonl, line 2 asks in \d{4} tokens, .* room behind 3840; leave it out"
+        ValueError,
+        match=r"asked.jsonl, line 2 has a question of \d{4} tokens, .* after at most 3840; leave it out",
     ):
         jspec.train_drafter(TARGET, chatty(), data=file, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -79,13 +80,13 @@ def said(asked, answer):
 
 
 MALFORMED = {
-    "no JSON": ("{", "chats.jsonl, line 2 is no JSON"),
+    "no JSON": ("{", "chats.jsonl, line 2 is not JSON"),
     "no messages": ('{"text": "a"}', 'line 2 has no list "messages"; expected an object like'),
     "an answer to nothing": (
         '{"messages": [{"role": "assistant", "content": "a"}]}',
-        "line 2 begins with the assistant; begin with what it answers",
+        "line 2 begins with an assistant message; begin with the message that it answers",
     ),
-    "nothing said": ('{"messages": [{"role": "system", "content": "a"}]}', "line 2 has no message of the assistant"),
+    "nothing said": ('{"messages": [{"role": "system", "content": "a"}]}', "line 2 has no assistant message"),
     "a question's role": (
         '{"messages": [{"role": "cat", "content": "a"}, {"role": "user", "content": "b"}]}',
         "line 2, message 0 has the role 'cat'",
@@ -100,10 +101,10 @@ MALFORMED = {
     "two answers": (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
         '{"role": "assistant", "content": "c"}]}',
-        "line 2 has two messages of the assistant in a row",
+        "line 2 has two assistant messages in a row",
     ),
     "half a character": (said("a", "\ud800"), "line 2 is not UTF-8 text"),
-    "no end": ('{"messages":' + "[" * 100_000, "line 2 is no JSON"),
+    "no end": ('{"messages":' + "[" * 100_000, "line 2 is not JSON"),
 }
 
 
@@ -120,9 +121,9 @@ def test_what_the_template_refuses(tmp_path):
     file = chats(tmp_path / "chats.jsonl", 1)
     strict = chatty()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"line 1 is refused by the model's chat template: roles must alternate"):
+    with pytest.raises(ValueError, match=r"line 1 is rejected by the model's chat template: roles must alternate"):
         rows.read(file, strict, 64, 512)
     mute = chatty()
     mute.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(ValueError, match="line 1 has no token that the assistant says"):
+    with pytest.raises(ValueError, match="line 1 has no assistant tokens"):
         rows.read(file, mute, 64, 512)

@@ -60,7 +60,7 @@ def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, caplog):
         logging.getLogger("absl").error("No space left on device, with a trace")
         raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nand more")
 
-    told = r"behind step 6 could not .* MB are free \(.* left on device\); check"
+    told = r"after step 6 could not .* MB are free \(.* left on device\); check"
     with monkeypatch.context() as broken, pytest.raises(CheckpointError, match=told):
         broken.setattr(ocp.training.Checkpointer, "save", full)
         run(parts, 9)
@@ -88,11 +88,13 @@ def test_stored_states_are_those_that_are_computed(tmp_path, few):
                 np.testing.assert_allclose(ours[number, :size], theirs[number, :size], rtol=1e-6)
     assert (found.stats is not None) == few
     run(tmp_path / "run", 3, stored=True)
-    with pytest.raises(ValueError, match="holds states of other texts or of another target; name another folder"):
+    with pytest.raises(
+        ValueError, match="holds the hidden states of other text or of another target; choose another folder"
+    ):
         target_states.StoredStates(tmp_path, train, (0, 1), "toy", few)
     shard = next(tmp_path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:50])
-    with pytest.raises(ValueError, match=r"is damaged .*; delete it, and it is written anew"):
+    with pytest.raises(ValueError, match=r"is damaged .*; delete it, and it will be written again"):
         target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
 
 

@@ -21,31 +21,31 @@ def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
     options |= {"rate": 1e-9, "draft_vocab": 50, "folder": tmp_path / "next"}
     again = jspec.train_drafter(LONG, chatty(), kind, data, start=first, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, first)  # whatever it may guess, too
-    with pytest.raises(ValueError, match="next was begun with another start"):
+    with pytest.raises(ValueError, match="next was started with another start"):
         jspec.train_drafter(LONG, chatty(), kind, data, **options)
 
 
 @pytest.mark.parametrize(
     ("start", "options", "message"),
     [
-        (lambda: LONG, {}, "start is of type ModelDrafter, and kind is 'eagle'; use kind='model'"),
-        (lambda: jspec.NGramDrafter(), {}, "NGramDrafter, and kind is 'eagle'; use one of type EagleDrafter"),
-        (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, and with start a training is of that drafter"),
+        (lambda: LONG, {}, "start is of type ModelDrafter, but kind is 'eagle'; use kind='model'"),
+        (lambda: jspec.NGramDrafter(), {}, "NGramDrafter, but kind is 'eagle'; use one of type EagleDrafter"),
+        (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, but start trains only that one drafter"),
         (
             lambda: jspec.HydraDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)),
             {"kind": "hydra"},
-            "HydraDrafter has 2 heads, and a draft of 4 tokens in a row needs as many",
+            "HydraDrafter has 2 heads, but a draft of 4 tokens in a row needs one for each token",
         ),
         (
             lambda: jspec.PassDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)),
             {"kind": "pass"},
-            "PassDrafter has 2 vectors, and depth is 4",
+            "PassDrafter has 2 vectors, but depth is 4",
         ),
-        (lambda: jspec.quantize(LONG), {"kind": "model"}, "The drafter is int8, and would not learn"),
+        (lambda: jspec.quantize(LONG), {"kind": "model"}, "The drafter is int8 and cannot be trained"),
         (
             lambda: toys.tiny_llama(0, 1, vocab_size=261, max_position_embeddings=256),
             {"kind": "model"},
-            "start has 256 positions, and length is 512; use at most as many",
+            "start has 256 positions, but length is 512; use a smaller length",
         ),
         (
             lambda: EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 3, vocab_size=261, hidden_size=32))),

@@ -122,22 +122,22 @@ def test_mistakes_are_named(toy, prompts):
     for error, message, call in (
         (
             TypeError,
-            "jspec.best_exit runs layers of a jspec.Llama, and MarkovModel has no `layers`",
+            "jspec.best_exit runs the layers of a jspec.Llama, but MarkovModel has no `layers`",
             lambda: jspec.best_exit(toys.markov_pair(0)[0], *prompts([3])),
         ),
         (
             ValueError,
-            "target has one layer, so that none can be left out",
+            "target has only one layer, so none can be skipped",
             lambda: jspec.best_exit(toy(0), *prompts([3])),
         ),
         (
             ValueError,
-            "max_new_tokens=20 is too short a text to measure 8",
+            "max_new_tokens=20 is too few to measure 8",
             lambda: jspec.best_exit(target, *prompts([3], vocab_size=8), max_new_tokens=20),
         ),
         (
             ValueError,
-            "jspec.best_exit .* cannot be done inside jax.jit",
+            "jspec.best_exit .* is not possible inside jax.jit",
             lambda: jax.jit(lambda *batch: jspec.best_exit(target, *batch).num_layers)(*prompts([3], vocab_size=8)),
         ),
     ):

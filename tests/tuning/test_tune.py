@@ -112,12 +112,12 @@ def test_it_says_how_far_it_is(monkeypatch, caplog):
     caplog.set_level("INFO", "jspec")
     tuning.measure(machine.run, max_new_tokens=16, max_draft_tokens=1)
     trial = 16 + 2 + (8 + 1) * 2  # a long and a short run of each
-    left = [f", at most {trial * (tuning.TRIALS - n):.0f} s to go" for n in range(1, tuning.TRIALS)]
-    assert caplog.messages[:2] == ["Compiling, program 1 of 2", "Compiling, program 2 of 2"]
-    assert caplog.messages[2:4] == ["Measuring, 1 of 10", "Measuring, 2 of 10"]
-    assert caplog.messages[4::2] == [f"Measuring, {2 * n + 1} of 10{said}" for n, said in enumerate(left, 1)]
+    left = [f", at most {trial * (tuning.TRIALS - n):.0f} s left" for n in range(1, tuning.TRIALS)]
+    assert caplog.messages[:2] == ["Compiling program 1 of 2", "Compiling program 2 of 2"]
+    assert caplog.messages[2:4] == ["Measuring: 1 of 10", "Measuring: 2 of 10"]
+    assert caplog.messages[4::2] == [f"Measuring: {2 * n + 1} of 10{said}" for n, said in enumerate(left, 1)]
     monkeypatch.setattr(tuning, "_PATIENCE", 40.0)  # ends after the second trial
-    assert tuning._progress(2, 2, 36.0) == "Measuring, 3 of 10, at most 40 s to go"
+    assert tuning._progress(2, 2, 36.0) == "Measuring: 3 of 10, at most 40 s left"
 
 
 def test_where_noise_swallows_the_difference_the_whole_run_counts(monkeypatch):
@@ -330,12 +330,12 @@ def test_nothing_is_measured_inside_a_transformation(toy, prompts, answers):
         lambda: jax.jit(lambda: auto(*batch))(),
         lambda: jax.jit(jspec.tune)(*models, *batch),
     ):
-        with pytest.raises(ValueError, match=r"cannot be done inside jax.jit .* call jspec.tune beforehand and pass"):
+        with pytest.raises(ValueError, match=r"is not possible inside jax.jit .* call jspec.tune beforehand and pass"):
             call()
     assert not calls
 
 
 def test_nor_by_several_processes(toy, prompts, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="nor by several processes at once"):
+    with pytest.raises(ValueError, match="or in several processes at once"):
         jspec.tune(toy(0), toy(1), *prompts([4, 2]))

@@ -71,8 +71,8 @@ def layout_of(raw: Fields, names: Collection[str]) -> str:
     if layout is None or not set(map(str, architectures)) <= _ARCHITECTURES[layout]:
         said = f"speculators_model_type {kind!r} and " if kind is not None else ""
         raise CheckpointError(
-            f"it has {said}architectures {architectures}, which is no EAGLE head of one Llama layer; "
-            "load what belongs to EAGLE-1, EAGLE-3 or 3.1 of a Llama, Mistral or Qwen."
+            f"it has {said}architectures {architectures}, which is not an EAGLE head of one Llama layer; "
+            "load an EAGLE-1, EAGLE-3 or EAGLE-3.1 head for a Llama, Mistral or Qwen."
         )
     return layout
 
@@ -100,11 +100,11 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleC
     flags = {name: _flag(raw, inner, name) for name in FLAGS}
     if layout == "speculators" and raw.get(FLAGS[0]) is None:
         raise CheckpointError(
-            f"{FLAGS[0]} is missing, which vLLM takes for true and speculators for false; add the "
+            f"{FLAGS[0]} is missing, which vLLM treats as true and speculators as false; add the "
             "value with which the head was trained."
         )
     if flags["norm_before_fc"] and flags["fc_norm"]:
-        raise CheckpointError("norm_before_fc and fc_norm are both true; a head has one of them: keep its own.")
+        raise CheckpointError("norm_before_fc and fc_norm are both true; a head has only one of them: keep its own.")
     target_size = integer(raw, "target_hidden_size", layer.hidden_size)
     features = _features(raw, inner, num_layers)
     return EagleConfig(3, layer, target_size, features, _draft_vocab(raw, layer, names), **own, **flags)
@@ -129,7 +129,7 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
     if fields.get("model_type") not in known:
         raise CheckpointError(
             f"model_type of its layer is {fields.get('model_type')!r}; expected one of "
-            f"{', '.join(known)}: choose a head made of such a layer."
+            f"{', '.join(known)}: choose a head with such a layer."
         )
     if fields["model_type"] == "llama":
         check_supported(fields, {"sliding_window": None})
@@ -138,7 +138,7 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
     )
     if layer.num_hidden_layers != 1:
         raise CheckpointError(
-            f"num_hidden_layers is {layer.num_hidden_layers}; heads of one layer are supported: choose such a head."
+            f"num_hidden_layers is {layer.num_hidden_layers}; only heads of one layer are supported: choose one."
         )
     return dataclasses.replace(layer, qkv_bias=generation == 1 and flag(fields, "qkv_bias"))
 
@@ -185,8 +185,8 @@ def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, 
     found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
     if len(found) > 1:
         raise CheckpointError(
-            f"{IDS} are {raw[IDS]} and, in {NVIDIA}, {inner[IDS]}; the latter name what leaves a "
-            "layer and so must be one less: keep the head's own."
+            f"{IDS} are {raw[IDS]} and, in {NVIDIA}, {inner[IDS]}; the latter name layer outputs "
+            "and so must be one less: keep the head's own."
         )
     features = found.pop() if found else _usual_features(num_layers)
     count = integer(raw, "num_aux_hidden_states", len(features))
@@ -202,7 +202,7 @@ def _ids(place: Fields) -> list[int]:
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
     if not whole or sorted(set(ids)) != ids:
         raise CheckpointError(
-            f"{IDS} is {ids!r}; expected layers in ascending order, none twice, as they are read: "
+            f"{IDS} is {ids!r}; expected distinct layers in ascending order, as they are read: "
             "restore the head's own config.json."
         )
     return ids
@@ -212,13 +212,13 @@ def _usual_features(num_layers: int | None) -> tuple[int, ...]:
     """Return the features that Li et al. 2025 use: the inputs of layers 2, L // 2 and L - 3."""
     if num_layers is None:
         raise CheckpointError(
-            f"config.json has no {IDS}, and which layers are usual depends on the target; pass the "
+            f"config.json has no {IDS}, and the default layers depend on the target; pass the "
             "target, as in load(path, target)."
         )
     features = 2, num_layers // 2, num_layers - 3
     if sorted(set(features)) != list(features):
         raise CheckpointError(
-            f"config.json has no {IDS}, and the usual {list(features)} of a target of {num_layers} "
-            "layers are not three in ascending order; add those it was trained with."
+            f"config.json has no {IDS}, and the default {list(features)} for a target of {num_layers} "
+            "layers are not three in ascending order; add those that the head was trained with."
         )
     return features

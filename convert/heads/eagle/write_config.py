@@ -23,18 +23,18 @@ def check_format(config: EagleConfig, layout: str) -> None:
     if config.generation != generation:
         fitting = [name for name in FORMATS if LAYOUTS[name].generation == config.generation]
         raise CheckpointError(
-            f"{layout} files hold heads of generation {generation} and this is of generation "
+            f"{layout} files hold heads of generation {generation}, and this head is of generation "
             f"{config.generation}; choose {' or '.join(fitting)}."
         )
     if config.generation == 1 and (config.draft_vocab_size is not None or config.own_head):
         raise CheckpointError(
-            "eagle files have no output head, for it is the target's; this head has one of its own, "
-            "which only a head of generation 3 can be saved with."
+            "eagle files have no output head, because it is the target's; this head has one of its own, "
+            "which can be saved only with a head of generation 3."
         )
     if config.generation == 3 and (sorted(set(config.features)) != list(config.features) or config.features[0] < 0):
         raise CheckpointError(
-            f"features is {config.features}; {layout} files name layers in ascending order, none "
-            "twice: make a head with such features."
+            f"features is {config.features}; {layout} files need distinct layers in ascending "
+            "order: make a head with such features."
         )
     if config.norm_before_fc and config.fc_norm:
         raise CheckpointError("norm_before_fc and fc_norm are both true, which no program reads; use one of them.")
@@ -61,7 +61,7 @@ def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
     return both | {
         "biases on q, k and v alone": alone,
         "norm_before_residual": config.norm_before_residual,
-        "features that begin with what enters layer 0": config.features[0] == 0,
+        "features that start with the input of layer 0": config.features[0] == 0,
     }
 
 

@@ -67,8 +67,8 @@ def _propose_padded(part: Any, state: Any, context: Context, num_draft_tokens: i
     draft, missing = as_draft(part, draft, part_context, count), num_draft_tokens - count
     if draft.probs is None:
         raise ValueError(
-            f"{type(part).__name__} drafts tokens without their laws, and a FallbackDrafter tells by laws "
-            "which part has a guess; give probs."
+            f"{type(part).__name__} drafts tokens without distributions, but a FallbackDrafter needs them to "
+            "choose between its parts; give probs."
         )
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, missing)))
     return Draft(tokens, jnp.pad(draft.probs, ((0, 0), (0, missing), (0, 0)))), state

@@ -37,8 +37,8 @@ class HorizontalDrafter(PairDrafter):
         check_count("at", self.at)
         if features_of(self.second):
             raise TypeError(
-                f"second is of type {type(self.second).__name__}, which reads states of the target, and of "
-                "what first drafts it has none; use it as first."
+                f"second is of type {type(self.second).__name__}, which reads the target's hidden states, but the "
+                "target has none for the tokens that first drafts; use it as first."
             )
 
     @property

@@ -39,9 +39,9 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[A
             part = getattr(self, name)
             if hasattr(part, "propose") and not hasattr(part, "extend"):
                 raise TypeError(
-                    f"{name} is of type {type(part).__name__}, which does not give its law token by token, "
-                    "as a mixture needs it; use a jspec.drafters.AutoregressiveDrafter, or "
-                    "FallbackDrafter."
+                    f"{name} is of type {type(part).__name__}, which does not provide its distribution token by "
+                    "token, as a mixture needs; use a jspec.drafters.AutoregressiveDrafter, or combine the two "
+                    "in a FallbackDrafter."
                 )
         if isinstance(self.weight, numbers.Real | str):
             _check_weight(self.weight)

@@ -51,8 +51,10 @@ class MultiDrafter:
     def __post_init__(self) -> None:
         several = isinstance(self.drafts, Sequence)
         if not several or len(self.drafts) < 2:
-            got = f"{len(self.drafts)} of them" if several else type(self.drafts).__name__
-            raise ValueError(f"drafts must be a sequence of at least two drafters or models, as [a, b]; got {got}.")
+            got = f"a sequence of length {len(self.drafts)}" if several else type(self.drafts).__name__
+            raise ValueError(
+                f"drafts must be a sequence of at least two drafters or models, such as [a, b]; got {got}."
+            )
         drafts = tuple(as_part(f"drafts[{i}]", draft, forwards_signals=True) for i, draft in enumerate(self.drafts))
         object.__setattr__(self, "drafts", drafts)
         check_count("num_draft_tokens", self.num_draft_tokens)
@@ -79,7 +81,7 @@ class MultiDrafter:
         for draft in self.drafts:
             if not isinstance(draft, ModelDrafter):
                 raise TypeError(
-                    f"Of several drafters only models are saved together, and one is of type "
+                    "A MultiDrafter can be saved only if all its drafters are models, but one is of type "
                     f"{type(draft).__name__}; save it by itself."
                 )
         with head_files.new_own(Path(path), _KIND, fields) as directory:
@@ -154,7 +156,7 @@ class MultiDrafter:
         A drafter that reads the target's hidden states needs them for the whole sequence. It receives the accepted path
         instead, whichever drafter proposed it.
         """
-        assert verdict.path is not None, "a rule that takes no trees is refused"
+        assert verdict.path is not None, "rules that do not support trees are rejected"
         text, before = tokens_along(draft, verdict), prefix_mask(verdict.num_accepted, self.num_draft_tokens)
         nodes = jnp.maximum(verdict.path - 1, 0)[..., None]
         probs = None if draft.probs is None else jnp.take_along_axis(draft.probs, nodes, axis=1)

@@ -77,8 +77,8 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
         count, depth = self.num_heads, tree.max_depth
         if depth > count:
             raise ValueError(
-                f"{type(self).__name__} has {count} heads, and a draft of {depth} tokens in a row needs "
-                f"as many; draft at most {count}."
+                f"{type(self).__name__} has {count} heads, but a draft of {depth} tokens in a row needs one for "
+                f"each token; draft at most {count}."
             )
         x = context.target.model.norm(state.hidden)[:, None]
         logits, carry = self.first(x, context, depth)
@@ -125,6 +125,6 @@ def check_hidden_size(user: str, size: int, target: Any) -> None:
     """Raise ValueError unless the target's hidden size is the one that `user` was made for."""
     if size != target.config.hidden_size:
         raise ValueError(
-            f"{user} was made for a hidden size of {size}, and the target's is "
-            f"{target.config.hidden_size}; use one that was trained for this target."
+            f"{user} was made for a hidden size of {size}, but the target's is {target.config.hidden_size}; use "
+            "one that was trained for this target."
         )

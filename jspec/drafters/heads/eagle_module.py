@@ -162,15 +162,15 @@ def check_target_of(config: EagleConfig, target: Any) -> None:
         ("vocabulary", config.layer.vocab_size, sizes.vocab_size),
     ]
     if not config.own_embedding or not config.own_head:
-        wants.append(("width of embeddings", config.layer.hidden_size, sizes.hidden_size))
+        wants.append(("embedding width", config.layer.hidden_size, sizes.hidden_size))
     for name, own, found in wants:
         if own != found:
             raise ValueError(
-                f"The EAGLE head was made for a target whose {name} is {own}, and this target's is "
-                f"{found}; use the head that was trained for it."
+                f"The EAGLE head was made for a target whose {name} is {own}, but this target's is {found}; use "
+                "the head that was trained for this target."
             )
     if max(config.features) > sizes.num_hidden_layers:
         raise ValueError(
-            f"The EAGLE head reads what enters layer {max(config.features)}, and this target has "
-            f"{sizes.num_hidden_layers} layers; use the head that was trained for it."
+            f"The EAGLE head reads the input of layer {max(config.features)}, but this target has only "
+            f"{sizes.num_hidden_layers} layers; use the head that was trained for this target."
         )

@@ -25,8 +25,8 @@ def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
     lacking = config.draft_vocab_size is not None and not config.own_head
     if lacking and target is None:
         raise CheckpointError(
-            f"{source} has no lm_head.weight for the {config.draft_vocab_size} tokens that it can "
-            "guess; pass the target, whose own has their rows: load(path, target)."
+            f"{source} has no lm_head.weight for the {config.draft_vocab_size} tokens that it can draft; pass the "
+            "target, whose own lm_head has their rows: load(path, target)."
         )
     made = dataclasses.replace(config, own_head=True) if lacking else config
     head = nnx.eval_shape(lambda: Eagle(made, jnp.dtype(chosen), rngs=nnx.Rngs(0)))

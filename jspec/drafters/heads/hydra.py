@@ -119,7 +119,7 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
         self, carry: tuple[LastState, Array], tokens: Array, level: Level, context: Context
     ) -> tuple[Array, tuple[LastState, Array]]:
         state, read = carry
-        assert isinstance(level.depth, int), "every head has a shape of its own"
+        assert isinstance(level.depth, int), "each head has its own shape"
         logits, read = self._next(level.of_parents(read), tokens, level.depth, context)
         return jnp.where(state.known[:, None, None], logits, -jnp.inf), (state, read)
 

@@ -66,8 +66,8 @@ def _check_target_of(config: MedusaConfig, target: Any) -> None:
     ):
         if own != found:
             raise ValueError(
-                f"The Medusa heads were made for a target whose {name} is {own}, and this target's is "
-                f"{found}; use those that were trained for it."
+                f"The Medusa heads were made for a target whose {name} is {own}, but this target's is {found}; "
+                "use heads that were trained for this target."
             )
 
 

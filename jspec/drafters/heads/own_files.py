@@ -99,8 +99,8 @@ def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> No
     if math.prod(parts.values()) > num_tensors:
         expected = ", ".join(f"{name} {size}" for name, size in parts.items())
         raise CheckpointError(
-            f"{directory} has {num_tensors} tensors, but its config.json says {expected}; restore "
-            "the one that belongs to them."
+            f"{directory} has {num_tensors} tensors, but its config.json says {expected}; restore the config.json "
+            "that belongs to them."
         )
 
 
@@ -108,6 +108,6 @@ def _check_target(user: str, raw: Fields, wanted: Fields) -> None:
     for name, value in wanted.items():
         if raw.get(name) != value:
             raise ValueError(
-                f"{user} was made for a target whose {name} is {raw.get(name)!r}, and this target's is "
-                f"{value!r}; use one that was trained for it."
+                f"{user} was made for a target whose {name} is {raw.get(name)!r}, but this target's is {value!r}; "
+                "use one that was trained for this target."
             )

@@ -123,7 +123,7 @@ class PassDrafter(InOwnFiles, NoPrefill):
 
     def commit(self, state: _Ahead, draft: Draft, verdict: Verdict, hidden: Array) -> _Ahead:
         """Return the target's states at the vectors after the last accepted token."""
-        assert verdict.path is not None, "a rule that takes no trees is refused"
+        assert verdict.path is not None, "rules that do not support trees are rejected"
         vectors = jnp.asarray(_layout(len(self.embeddings))[1])[end_of(verdict.num_accepted, verdict.path)]
         ahead = jnp.take_along_axis(hidden, vectors[..., None], axis=1)
         return _Ahead(ahead.astype(jnp.float32), jnp.ones_like(state.known))

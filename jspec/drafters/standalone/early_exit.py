@@ -40,13 +40,13 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
     def __post_init__(self) -> None:
         check_count("num_layers", self.num_layers)
         if not isinstance(self.skipped, Iterable):
-            raise ValueError(f"skipped must be indices of layers, such as (3, 5); got {self.skipped!r}.")
+            raise ValueError(f"skipped must be layer indices, such as (3, 5); got {self.skipped!r}.")
         object.__setattr__(self, "skipped", tuple(self.skipped))
         for i in self.skipped:
             if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i < self.num_layers:
-                raise ValueError(f"skipped holds {i!r}; expected indices of layers, 0 to {self.num_layers - 1}.")
+                raise ValueError(f"skipped holds {i!r}; expected layer indices from 0 to {self.num_layers - 1}.")
         if not self.layers:
-            raise ValueError(f"skipped leaves none of {self.num_layers} layers; skip fewer.")
+            raise ValueError(f"skipped leaves none of the {self.num_layers} layers; skip fewer.")
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -63,8 +63,8 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
         depth = len(view.model.layers)
         if self.num_layers > depth:
             raise ValueError(
-                f"EarlyExitDrafter(num_layers={self.num_layers}) drafts for a "
-                f"{type(view.model).__name__} of {depth} layers; use at most as many."
+                f"EarlyExitDrafter has num_layers={self.num_layers}, but its target, a "
+                f"{type(view.model).__name__}, has only {depth} layers; use at most that many."
             )
         block, start, last = last_tokens(context.tokens, context.lengths, view.unread)
         own = view.model.new_cache(context.lengths.size, view.unread + tree.size - 1)
@@ -106,5 +106,5 @@ def check_layers(model: Any, user: str) -> None:
     """Raise TypeError unless `model` has layers that can be run one by one, as `user` requires."""
     if not hasattr(model, "layers"):
         raise TypeError(
-            f"{user} runs layers of a jspec.Llama, and {type(model).__name__} has no `layers`; use another drafter."
+            f"{user} runs the layers of a jspec.Llama, but {type(model).__name__} has no `layers`; use another drafter."
         )

@@ -66,7 +66,7 @@ class LookaheadDrafter(NoPrefill):
         for name in ("window", "ngram", "guesses"):
             check_count(name, getattr(self, name))
         if self.ngram == 1:
-            raise ValueError("ngram=1 leaves nothing to guess behind its first token; use at least 2.")
+            raise ValueError("ngram=1 leaves no token to draft after the first; use at least 2.")
 
     @property
     def tree(self) -> Tree:

@@ -93,7 +93,7 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
 def as_drafter(draft: Any) -> Any:
     """Return `draft` as a drafter, wrapping a model in a `ModelDrafter`; raise TypeError if `draft` is a class."""
     if isinstance(draft, type):
-        raise TypeError(f"draft is the class {draft.__name__}; pass an object of it, such as {draft.__name__}(...).")
+        raise TypeError(f"draft is the class {draft.__name__}; pass an instance of it, such as {draft.__name__}(...).")
     return ModelDrafter(draft) if isinstance(draft, Llama) else draft
 
 
@@ -115,14 +115,14 @@ def as_part(name: str, draft: Any, forwards_signals: bool = False) -> Any:
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:
         raise TypeError(
-            f"{name} is of type {type(drafter).__name__}, which drafts a tree, and only chains can be "
-            "combined; pass a drafter of chains, such as that which draws the tree's tokens."
+            f"{name} is of type {type(drafter).__name__}, which drafts a tree, but only chains can be combined; "
+            "pass a chain drafter, such as the one that draws the tree's tokens."
         )
-    if embeddings_of(drafter) is not None or (
-        not forwards_signals and (features_of(drafter) or num_likeliest_of(drafter))
-    ):
+    embeds = embeddings_of(drafter) is not None
+    if embeds or (not forwards_signals and (features_of(drafter) or num_likeliest_of(drafter))):
         raise TypeError(
-            f"{name} is of type {type(drafter).__name__}, which asks the target for more than its text, "
-            "and here nobody would tell it; use it by itself, or in a FallbackDrafter."
+            f"{name} is of type {type(drafter).__name__}, which needs more from the target than tokens, but a "
+            f"{'combined drafter' if embeds else 'CascadeDrafter'} does not pass it on; use it by itself"
+            f"{'' if embeds else ', or in a FallbackDrafter'}."
         )
     return drafter

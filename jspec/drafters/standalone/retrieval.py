@@ -61,7 +61,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={self.min_ngram} is more than max_ngram={self.max_ngram}; swap them.")
         if self.num_matches < 2:
-            raise ValueError("num_matches=1 sees one side of the place in the order; use at least 2.")
+            raise ValueError("num_matches=1 covers only one side of the position in the sorted order; use at least 2.")
 
     @classmethod
     def from_tokens(
@@ -142,7 +142,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         """
         path = Path(path)
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path.parent} is no directory; create it, or choose another place.")
+            raise FileNotFoundError(f"{path.parent} is not a directory; create it, or choose another path.")
         notes = {"format": _FORMAT} | {name: str(getattr(self, name)) for name in _SIZES}
         content = save({"tokens": np.asarray(self.tokens), "order": np.asarray(self.order)}, notes)
         folder = path.with_name(f".datastore-{secrets.token_hex(4)}")
@@ -160,7 +160,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
             FileNotFoundError: the file does not exist.
         """
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} is no file; build a datastore with `jspec index`.")
+            raise FileNotFoundError(f"{path} is not a file; build a datastore with `jspec index`.")
         try:
             with cast(Any, safe_open(path, "numpy")) as file:  # safe_open has no useful types
                 notes: dict[str, str] = file.metadata() or {}
@@ -172,11 +172,11 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
             if {tokens.dtype, order.dtype} != {np.dtype(np.int32)}:
                 raise ValueError(f"its arrays are {tokens.dtype} and {order.dtype}, not int32")
             if not np.array_equal(np.sort(order, axis=None), np.arange(tokens.size)) or order.ndim != 1:
-                raise ValueError("its order is no permutation")
+                raise ValueError("its order is not a permutation")
             return cls(jnp.asarray(tokens), jnp.asarray(order), *sizes)
         except (SafetensorError, ValueError) as error:
             reason = str(error).rstrip(".")
-            raise ValueError(f"{path} is no datastore ({reason}); build it again with `jspec index`.") from error
+            raise ValueError(f"{path} is not a datastore ({reason}); build it again with `jspec index`.") from error
 
 
 def _read(tokens: Array, positions: Array) -> Array:

@@ -73,8 +73,8 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
         """
         if 4 * vocab_size**2 > _MOST_BYTES:
             raise ValueError(
-                f"A table of {vocab_size} x {vocab_size} float32 takes {4 * vocab_size**2 / 2**30:.0f} "
-                "GiB; use UnigramDrafter or NGramDrafter with so large a vocabulary."
+                f"A {vocab_size} x {vocab_size} float32 table takes {4 * vocab_size**2 / 2**30:.0f} GiB; use "
+                "UnigramDrafter or NGramDrafter for such a large vocabulary."
             )
         tokens = checked_tokens(tokens, vocab_size, 2)
         counts = np.zeros((vocab_size, vocab_size))
@@ -117,7 +117,7 @@ def checked_tokens(tokens: Any, vocab_size: int, least: int) -> np.ndarray:
         )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
-            f"tokens reach from {tokens.min()} to {tokens.max()}, outside the vocabulary of {vocab_size}; "
-            "encode them with the target's tokenizer."
+            f"tokens range from {tokens.min()} to {tokens.max()}, outside the vocabulary of {vocab_size}; encode "
+            "them with the target's tokenizer."
         )
     return tokens

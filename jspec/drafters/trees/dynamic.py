@@ -72,8 +72,8 @@ class DynamicTreeDrafter(WrapperDrafter):
         most = self.width + self.width**2 * (self.max_depth - 1)
         if self.num_nodes > most:
             raise ValueError(
-                f"num_nodes={self.num_nodes} is more than the {most} that a search of width={self.width} "
-                f"and max_depth={self.max_depth} looks at; use fewer, or a wider search."
+                f"num_nodes={self.num_nodes} is more than the {most} nodes that a search with width={self.width} "
+                f"and max_depth={self.max_depth} visits; use fewer nodes, or a wider search."
             )
         if self.num_nodes < self.max_depth:
             raise ValueError(
@@ -139,7 +139,7 @@ class DynamicTreeDrafter(WrapperDrafter):
     ) -> tuple[Any, Array, Array]:
         """Keep only the accepted path in the state that `draft` has of its search."""
         inner, start, slots = state
-        assert verdict.path is not None, "a rule that takes no trees is refused"
+        assert verdict.path is not None, "rules that do not support trees are rejected"
         # A node that was not read is the last one on its path, and will be read later.
         inner = self.draft.keep(inner, start, _at(slots, verdict.path))
         return self.draft.commit(inner, draft, verdict, hidden, **target_signals), start, slots

@@ -108,8 +108,8 @@ def as_branching(draft: Any) -> Any:
     drafter = as_drafter(draft)
     if hasattr(drafter, "propose") and not isinstance(drafter, AutoregressiveDrafter):
         raise TypeError(
-            f"draft is of type {type(drafter).__name__}, which cannot branch, for it does not say what law "
-            "follows a token; use a jspec.drafters.AutoregressiveDrafter."
+            f"draft is of type {type(drafter).__name__}, which cannot branch, because it does not give the "
+            "distribution after a token; use a jspec.drafters.AutoregressiveDrafter."
         )
     # After isinstance, the type checker infers a drafter with an unknown state type.
     return drafter  # pyright: ignore[reportUnknownVariableType]
