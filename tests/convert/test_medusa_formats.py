@@ -241,7 +241,7 @@ DAMAGE = {
         "heads of 1000000000 blocks each, but there are only",
     ),
     "no count": ("vllm", config(num_heads=None), "num_heads is missing; expected a positive integer"),
-    "another depth": ("medusa", config(medusa_num_layers=1), "medusa_num_layers is 1 and .* behind 2 blocks"),
+    "another depth": ("medusa", config(medusa_num_layers=1), "medusa_num_layers is 1 but .* follows 2 blocks"),
     "fewer tokens": ("vllm", config(truncated_vocab_size=9), "truncated_vocab_size is 9, whose tokens token_map"),
     "a scale": ("vllm", config(logit_scale=2.0), "logit_scale is 2.0, which changes"),
     "another model": ("vllm", config(architectures=["EAGLEModel"]), "architectures is .'EAGLEModel'., which changes"),

@@ -11,7 +11,7 @@ import jspec
 from jspec import text
 from jspec.decoding import program
 from jspec.generation import complete as completion
-from jspec.generation.complete import until
+from jspec.generation.complete import truncate_at_stop
 from jspec.text.chat_template import encode
 from support import text_pair
 
@@ -169,11 +169,11 @@ def test_stop_strings_end_a_text_as_a_decoder_that_stops_would(pieces, stop):
     for count, piece in enumerate(pieces, 1):
         written += piece
         if starts := [written.index(one) for one in stop if one in written]:
-            found = until(pieces, stop)
+            found = truncate_at_stop(pieces, stop)
             assert found is not None and len(found) == count and "".join(found) == written[: min(starts)]
             assert all(whole.startswith(kept) for whole, kept in zip(pieces, found, strict=False))
             return
-    assert until(pieces, stop) is None
+    assert truncate_at_stop(pieces, stop) is None
 
 
 REFUSED = {

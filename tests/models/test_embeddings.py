@@ -115,7 +115,7 @@ def test_texts_are_those_without(prompts, how):
         (
             lambda: LookAhead(jnp.zeros(8)),
             ValueError,
-            r"of shape \[8\]; expected an array \[M, 16\], the target's hidden",
+            r"of shape \[8\]; expected an array of shape \[M, 16\], with M at least 1",
         ),
         (lambda: LookAhead([[0.0] * 16]), ValueError, r"are a list of shape \[\]; expected an array"),
         (lambda: FallbackDrafter(NGramDrafter(), drafter()), TypeError, "which drafts a tree"),

@@ -94,7 +94,7 @@ def test_a_text_may_be_as_long_as_the_window(tmp_path):
     model = jspec.load(make(tmp_path / "hf", **MISTRAL | {"sliding_window": 8}), dtype=np.float32)
     batch = np.array([[1, 2, 3]]), np.array([3]), jax.random.split(jax.random.key(0), 1)
     assert jax.eval_shape(lambda: jspec.generate(model, *batch, max_new_tokens=5)).tokens.shape == (1, 5)
-    with pytest.raises(ValueError, match=r"make 9 positions, but the target model has 8; .* its sliding window if"):
+    with pytest.raises(ValueError, match=r"need 9 positions, but the target model has 8; .* its sliding window if"):
         jspec.generate(model, *batch, max_new_tokens=6)
 
 

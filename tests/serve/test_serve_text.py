@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from jspec.generation.complete import until
+from jspec.generation.complete import truncate_at_stop
 from jspec.serve.token_text import Names
 from jspec.text import Pieces, pieces
 from jspec.text.stop_strings import StopAwareDetokenizer
@@ -51,7 +51,7 @@ def test_what_is_shown_is_never_taken_back(prompt, text, end):
 @given(text=TEXTS, stop=st.lists(st.text(alphabet="ab th🙂", min_size=1, max_size=4), max_size=3))
 def test_texts_end_before_the_first_stop_string(text, stop):
     """As `jspec.complete` does it."""
-    expected = until(pieces(TOKENIZER, (), ids_of(text)), stop)
+    expected = truncate_at_stop(pieces(TOKENIZER, (), ids_of(text)), stop)
     writer, shown = written(ids_of(text), stop)
     assert writer.text == (text if expected is None else "".join(expected))
     assert (writer.stopped is None) == (expected is None)
