@@ -127,7 +127,7 @@ def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
             {"layer": dataclasses.replace(toys.llama_config(1), vocab_size=9)},
             "vocabulary has 9 tokens and the target's 8",
         ),
-        ({"features": (0, 4)}, "features of EagleDrafter holds 4; expected whole numbers from 0 to 3,"),
+        ({"features": (0, 4)}, "features of EagleDrafter holds 4; expected whole numbers from 0 to 3 "),
     ],
 )
 def test_a_head_for_another_target(prompts, change, message):

@@ -96,7 +96,7 @@ def test_what_is_no_tree_or_number_is_refused_in_one_sentence(call, message):
 
 
 def test_a_target_that_is_none_is_named(prompts):
-    with pytest.raises(TypeError, match="target is of type str, without config"):
+    with pytest.raises(TypeError, match="target is of type str, which lacks config"):
         jspec.speculative_generate("x", TreeDrafter(MODEL, Tree.chain(2)), *prompts([3]), max_new_tokens=4)
 
 

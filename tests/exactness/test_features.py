@@ -148,7 +148,7 @@ def test_the_text_is_that_without(prompts, name):
 
 @pytest.mark.parametrize(
     ("features", "message"),
-    [((3,), "features of Reader holds 3; expected whole numbers from 0 to 2,"), ((0.5,), "holds 0.5; expected whole")],
+    [((3,), "features of Reader holds 3; expected whole numbers from 0 to 2 "), ((0.5,), "holds 0.5; expected whole")],
 )
 def test_states_that_are_not_there(prompts, features, message):
     drafter = Reader(jspec.ModelDrafter(DRAFT), features)
