@@ -6,20 +6,23 @@ takes Python about a second per program, and an engine has some twenty programs.
 (`jax.export`) in the directory of that cache. Like the compiled programs, they run unchecked.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
 import logging
 import os
 import pickle
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
 import flax
 import jax
+import psutil
 from jax import export
+from jax.sharding import SingleDeviceSharding
 from jaxlib.version import __version__ as jaxlib_version
 
 import convert
@@ -27,47 +30,53 @@ import convert
 _LOG = logging.getLogger("jspec")
 _SUFFIX = ".exported"
 _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
-# Packages whose code is part of the file's name. Code of other packages may change without notice.
+# Packages whose versions or code are part of a file's name. Code of other packages may change without notice.
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
-
 # Other versions of JAX may not understand a Pallas kernel. They never read the file, whose name depends on the version.
 _SAME_VERSION = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+_Stored = tuple[export.Exported, Any]  # a function of flat arguments, and the structure of its result
 
 
-def through_cache(program: Callable[..., Any], arguments: tuple[Any, ...], *parts: Any) -> Callable[..., Any]:
-    """Return a function that does the same as `program`, from the cache directory if it was stored there before.
+def lower(program: Callable[..., Any], arguments: tuple[Any, ...], *parts: Any) -> jax.stages.Lowered:
+    """Lower a program that donates its second argument, from its file if there is one, or else write the file.
 
-    Return `program` itself if JAX has no local cache directory, if an argument is divided over devices, if a part is
-    defined outside the packages that jspec knows, or if JAX cannot export the program.
+    A program has no file if JAX has no local cache directory, if its arguments are not on a single device, if it uses
+    code that jspec does not know, or if JAX cannot export it.
 
     Args:
         program: a function of `arguments`. Everything that it depends on, except for jspec's own code, is in `parts`.
         arguments: pytrees of arrays, or of their shapes and dtypes.
-        parts: hashable values, and pytree structures.
+        parts: values that can be pickled.
     """
     leaves, structure = cast(tuple[list[Any], Any], jax.tree.flatten(arguments))
     path = _path(leaves, structure, parts)
-    if path is None:
-        return program
-    stored = _read(path)
-    if stored is None:
+    if path is not None:
         try:
-            stored = _export(program, leaves, structure, _platform(leaves))
-        except Exception as error:  # if the program itself is at fault, its caller sees the error when it lowers it
-            _LOG.debug("A program cannot be exported: %s: %s", type(error).__name__, error)
-            return program
-        _write(path, *stored)
-    exported, result = stored
+            return _lower_exported(path, program, arguments, leaves, structure)
+        except Exception as error:  # an error of the program itself is raised below
+            level = logging.WARNING if path.exists() else logging.DEBUG
+            _LOG.log(level, "%s cannot be used: %s: %s", path, type(error).__name__, error)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+    return jax.jit(program, donate_argnums=1).lower(*arguments)
+
+
+def _lower_exported(
+    path: Path, program: Callable[..., Any], arguments: tuple[Any, ...], leaves: list[Any], structure: Any
+) -> jax.stages.Lowered:
+    stored = _read(path)
+    exported, result = stored or _export(program, leaves, structure, _platform(leaves))
 
     def call(*arguments: Any) -> Any:
         return jax.tree.unflatten(result, exported.call(*jax.tree.leaves(arguments)))
 
-    return call
+    lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
+    if stored is None and exported.nr_devices == 1:
+        _write(path, exported, result)
+    return lowered
 
 
-def _export(
-    program: Callable[..., Any], leaves: list[Any], structure: Any, platform: str
-) -> tuple[export.Exported, Any]:
+def _export(program: Callable[..., Any], leaves: list[Any], structure: Any, platform: str) -> _Stored:
     """Return `program` as an exported function of flat arguments, and the structure of its result."""
     results: list[Any] = []
 
@@ -96,76 +105,89 @@ def _path(leaves: list[Any], structure: Any, parts: tuple[Any, ...]) -> Path | N
     """Return the file of a program, or None if it must not be stored."""
     config: Any = jax.config
     folder: str | None = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    if not folder or "://" in folder or any(len(leaf.devices()) > 1 for leaf in leaves if isinstance(leaf, jax.Array)):
+    if not folder or "://" in folder or not jax.sharding.get_abstract_mesh().empty:
         return None
-    packages, content = _pickled((structure, parts))
-    if content is None or not packages <= _PACKAGES:
+    if not all(isinstance(leaf.sharding, SingleDeviceSharding) for leaf in leaves if isinstance(leaf, jax.Array)):
+        return None
+    code, content = _code(), _pickled((structure, parts))
+    if code is None or content is None:
         return None
     device = _device(leaves)
     types = [str(jax.typeof(leaf)) if isinstance(leaf, jax.Array) else f"{leaf.shape}{leaf.dtype}" for leaf in leaves]
-    # Attributes of `jax.config` are this thread's values. A few settings have no attribute.
-    settings = [(name, getattr(config, name, config.values[name])) for name in sorted(config.values)]
-    settings = [(name, value) for name, value in settings if "cache" not in name]
-    names = _code(), types, settings, device.platform, device.device_kind, os.environ.get("JSPEC_KERNELS")
+    settings = [setting for setting in sorted(config.values.items()) if "cache" not in setting[0]]
+    names = code, types, settings, device.platform, device.device_kind, os.environ.get("JSPEC_KERNELS")
     digest = hashlib.sha256(repr(names).encode() + content)
     return Path(folder) / f"{digest.hexdigest()}{_SUFFIX}"
 
 
 @functools.cache
-def _code() -> str:
-    """Return a digest of the versions and the source code that programs are made from."""
+def _code() -> str | None:
+    """Return a digest of the versions and the source code that programs are made from.
+
+    Return None if there is no source, or if a file is newer than this process, which may have imported an older one.
+    """
     digest = hashlib.sha256(repr((jax.__version__, jaxlib_version, flax.__version__)).encode())
+    began = psutil.Process().create_time()
     for folder in (Path(__file__).parents[1], Path(convert.__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
+        files = sorted(folder.rglob("*.py"))
+        if not files or max(file.stat().st_mtime for file in files) > began:
+            return None
+        for file in files:
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-class _Pickler(pickle.Pickler):
-    """A pickler that records the packages whose classes and functions it pickles by name."""
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that records the packages whose classes and functions it finds by name."""
 
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file)
+    def __init__(self, content: bytes):
+        super().__init__(io.BytesIO(content))
         self.packages: set[str] = set()
 
-    def persistent_id(self, value: Any) -> None:
-        if isinstance(value, type | FunctionType | BuiltinFunctionType):
-            self.packages.add((value.__module__ or "builtins").split(".")[0])
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        self.packages.add(module_name.split(".")[0])
+        return super().find_class(module_name, global_name)
 
 
-def _pickled(value: Any) -> tuple[set[str], bytes | None]:
-    """Return the packages that `value` needs, and its pickled form, or None if it cannot be pickled."""
-    file = io.BytesIO()
-    pickler = _Pickler(file)
+def _pickled(value: Any) -> bytes | None:
+    """Return `value` in its pickled form; None if it cannot be pickled, or needs code that jspec does not know."""
     try:
-        pickler.dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return set(), None
-    return pickler.packages, file.getvalue()
+        content = pickle.dumps(value)
+        unpickler = _Unpickler(content)
+        unpickler.load()
+    except Exception as error:  # classes define how they are pickled
+        _LOG.debug("A program is not stored: %s: %s", type(error).__name__, error)
+        return None
+    return content if unpickler.packages <= _PACKAGES else None
 
 
-def _read(path: Path) -> tuple[export.Exported, Any] | None:
+def _read(path: Path) -> _Stored | None:
     try:
         result, content = pickle.loads(path.read_bytes())
-        path.touch()
-        return export.deserialize(bytearray(content)), result
+        stored = export.deserialize(bytearray(content)), result
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file can fail in any way; it is written again
         _LOG.warning("%s cannot be read and will be replaced: %s: %s", path, type(error).__name__, error)
         return None
+    with contextlib.suppress(OSError):  # another user's file
+        os.utime(path)
+    return stored
 
 
 def _write(path: Path, exported: export.Exported, result: Any) -> None:
-    """Write a file that is complete whenever it exists. Delete the oldest files if there are too many."""
+    """Write a file that is complete whenever it has its name. Delete the oldest files if there are too many."""
     try:
         content = pickle.dumps((result, bytes(exported.serialize(vjp_order=0))))
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(content)
-        partial.replace(path)
-        files = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in files[_MAX_FILES:]:
-            file.unlink(missing_ok=True)
-    except (OSError, pickle.PicklingError) as error:
+        with tempfile.NamedTemporaryFile(prefix=f"partial{_SUFFIX}.", dir=path.parent, delete=False) as partial:
+            partial.write(content)
+        Path(partial.name).replace(path)
+    except OSError as error:
         _LOG.warning("%s cannot be written: %s", path, error)
+    ages: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):  # another process may delete files, too
+        ages = [(file.stat().st_mtime, file) for file in path.parent.glob(f"*{_SUFFIX}*")]
+    for _, file in sorted(ages, reverse=True)[_MAX_FILES:]:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from jspec.core.transfers import explicit_transfers
 from jspec.decoding.state import RequestParams
 from jspec.engine import programs
 from jspec.engine.constraints import Constraint, Constraints, allowed
-from jspec.engine.exported_programs import through_cache
+from jspec.engine.exported_programs import lower
 from jspec.engine.memory_budget import release_freed_memory
 from jspec.engine.slot_output import Packed, Piece, Scores
 from jspec.engine.slots import Sizes, Variant, empty_slots, get_row
@@ -312,9 +312,9 @@ class Runner:
             return function(*self._models(weights), slots, *others)
 
         arguments = self._weights, self._slot_shapes, *shapes
-        if key[2:3] != (Variant.CONSTRAINED,):  # constrained programs call this process
-            program = through_cache(program, arguments, self._structure, self.rule, self.sizes, key)
-        return jax.jit(program, donate_argnums=1).lower(*arguments)
+        if key[2:3] == (Variant.CONSTRAINED,):  # constrained programs call this process
+            return jax.jit(program, donate_argnums=1).lower(*arguments)
+        return lower(program, arguments, self._structure, self.rule, self.sizes, key)
 
     def _function(self, name: str, *options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return a function that takes models, slots and other arguments, and the shapes of these other arguments."""

@@ -1,14 +1,17 @@
 """An engine's exported programs: when they are read, what they depend on, and that they change no text."""
 
 import os
+import pickle
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import PartitionSpec as P
 
 import jspec
 from jspec.engine import Engine, Request, exported_programs, programs
@@ -19,6 +22,7 @@ from support import drafters, toys
 from support.matrix import PROMPTS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
 OPTIONS = {"slots": 2, "max_length": 40, "chunks": (8,), "rounds": 3}
 
 
@@ -188,6 +192,7 @@ def test_code_that_jspec_does_not_know_is_not_stored(folder):
 
     assert path_of(None, Mine()) is None
     assert path_of(None, None, lambda: 0) is None
+    assert path_of(None, None, decoded) is None
     assert path_of(toys.markov_pair(0)[0]) is None
 
 
@@ -215,14 +220,75 @@ def test_a_name_holds_in_every_process(folder):
     assert len(found) == 1 and str(folder) in found.pop()
 
 
+ARGUMENTS = np.float32(1), np.float32(2)
+
+
+def total(x, y):
+    return {"sum": x + y, "y": y}
+
+
+def lowered_total():
+    """Return the result of `total` as it is lowered now."""
+    return exported_programs.lower(total, ARGUMENTS, "total").compile()(*ARGUMENTS)
+
+
 def test_the_oldest_files_are_deleted(folder, monkeypatch):
+    """Among them what a killed process has left."""
     monkeypatch.setattr(exported_programs, "_MAX_FILES", 3)
     for name in range(5):
-        old = folder / f"{name}.exported"
+        old = folder / ("partial.exported.x1" if name == 2 else f"{name}.exported")
         old.touch()
         os.utime(old, (name, name))
-    exported_programs.through_cache(lambda x: x + 1, (np.float32(0),))(np.float32(1))
-    assert {"3.exported", "4.exported"} < exported(folder).keys() and len(exported(folder)) == 3
+    assert lowered_total() == {"sum": 3, "y": 2}
+    assert {"3.exported", "4.exported"} < exported(folder).keys() and len([*folder.glob("*.exported*")]) == 3
+
+
+def test_a_file_that_lies_is_replaced(folder, caplog):
+    """It can be read, but JAX cannot lower what is in it."""
+    assert lowered_total()["sum"] == 3
+    (path,) = folder.glob("*.exported")
+    result, content = pickle.loads(path.read_bytes())
+    start = content.index(b"ML\xefR") + 40
+    damaged = content[:start] + bytes(len(content) - start - 400) + content[len(content) - 400 :]
+    path.write_bytes(pickle.dumps((result, damaged)))
+    for _ in range(3):
+        assert lowered_total()["sum"] == 3
+    assert caplog.text.count("cannot be used") == 1 and path.exists()
+
+
+def test_without_flatbuffers_programs_are_lowered_as_usual(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax._src.export.serialization", None)
+    assert lowered_total()["sum"] == 3 and not exported(folder)
+
+
+def test_a_mesh_stores_nothing(folder):
+    """The mesh in use is part of a program, and of no setting."""
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert path_of() is None
+    assert path_of(jax.device_put(toys.tiny_llama(10), jax.sharding.NamedSharding(MESH, P()))) is None
+    assert path_of() is not None
+
+
+def test_sources_newer_than_the_process_store_nothing(folder, monkeypatch):
+    """The process may run older ones."""
+    exported_programs._code.cache_clear()
+    assert path_of() is not None
+    exported_programs._code.cache_clear()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
+    assert path_of() is None
+    exported_programs._code.cache_clear()
+
+
+def test_a_file_of_another_user_is_read(folder, monkeypatch):
+    assert lowered_total()["sum"] == 3
+    files = exported(folder)
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(exported_programs, "_export", refuse)
+    assert lowered_total()["sum"] == 3 and exported(folder) == files
 
 
 def test_programs_with_kernels_can_be_exported():
